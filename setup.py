@@ -1,6 +1,8 @@
-"""Installation. The ranges here are what the code supports; `constraints.txt` pins what the tests ran on.
+"""Installation. The ranges here are what the code supports; `constraints.txt` pins what
+the tests ran on.
 
-torch is not pinned here, so that a GPU machine keeps the build it brings; `make` installs with the constraints.
+torch is not pinned here, so that a GPU machine keeps the build it brings; `make` installs with
+the constraints.
 """
 
 import re
@@ -31,7 +33,8 @@ REQUIRES = [
     "tensorboard>=2.14",
 ]
 EXTRAS = {
-    # NVIDIA's Apex is not on PyPI (the package of that name there is another project): docs/install.md.
+    # NVIDIA's Apex is not on PyPI (the package of that name there is another
+    # project): docs/install.md.
     "gpu": ["transformer-engine[pytorch]>=2.0"],
     "sglang": ["sglang>=0.5.21"],
     "parquet": ["pyarrow>=14"],
@@ -58,14 +61,17 @@ EXTRAS = {
         "math-verify>=0.9,<1",
         "jsonschema>=4.20",
         "ray>=2.54",
-        # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings its own version.
+        # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings
+        # its own version.
         "triton>=3.6; sys_platform == 'linux' and platform_machine == 'x86_64'",
     ],
 }
 
 
 class WithExamples(build_py):
-    """Puts configs/ and examples/ into the wheel, at rlhf_megatron/shipped; a working tree has them at its top."""
+    """Puts configs/ and examples/ into the wheel, at rlhf_megatron/shipped; a working tree has
+    them at its top.
+    """
 
     def run(self) -> None:
         super().run()
@@ -78,7 +84,9 @@ class WithExamples(build_py):
 setup(
     name="rlhf-megatron",
     version=VERSION,
-    description="Megatron-centric 3D-parallel reinforcement learning for very large language models",
+    description=(
+        "Megatron-centric 3D-parallel reinforcement learning for very large language models"
+    ),
     long_description=(Path(__file__).parent / "README.md").read_text(encoding="utf-8"),
     long_description_content_type="text/markdown",
     license="Apache-2.0",

@@ -1,12 +1,15 @@
 """A measured curve on the quickstart's task for every algorithm, three seeds each.
 
     python -m benchmarks.algorithm_curves [--only NAME ...] [--seeds 1 2 3] [--steps 50] [--jobs 1]
-    python -m benchmarks.algorithm_curves --draw    # figure and table of the page, from the result file
+    python -m benchmarks.algorithm_curves --draw    # figure and table of the page, from
+                                                    the result file
 
-For each seed the policy is warmed up once, as in configs/quickstart.yaml, and every algorithm starts from these weights
-(benchmarks/algorithm_families.py has their settings). A finished run is a line of runs/algorithm_curves/runs.jsonl and
-is not made again: what was interrupted goes on where it stopped. At the end, or with --collect, what there is goes to
-benchmarks/results/algorithm_curves.json. Exit code 1 when a run failed. The page is docs/algorithms/curves.md.
+For each seed the policy is warmed up once, as in configs/quickstart.yaml, and every algorithm
+starts from these weights (benchmarks/algorithm_families.py has their settings). A finished run is a
+line of runs/algorithm_curves/runs.jsonl and is not made again: what was interrupted goes on where
+it stopped. At the end, or with --collect, what there is goes to
+benchmarks/results/algorithm_curves.json. Exit code 1 when a run failed. The page
+is docs/algorithms/curves.md.
 """
 
 from __future__ import annotations
@@ -95,7 +98,9 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def row_of(job: Job, run_dir: Path) -> dict[str, Any]:
-    """Curves of a finished run, of the share of right answers: rewards beside exact_match weigh 0 in the score."""
+    """Curves of a finished run, of the share of right answers: rewards beside exact_match weigh
+    0 in the score.
+    """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     accuracy = [
         [row["step"], significant(row["val/accuracy"])]
@@ -144,7 +149,9 @@ def write(runs: Path, steps: int, seeds: Sequence[int]) -> Path:
 
 
 def run_all(jobs: Sequence[Job], num_processes: int) -> int:
-    """Number of runs that failed. A line of runs.jsonl each of the others, as soon as it is finished."""
+    """Number of runs that failed. A line of runs.jsonl each of the others, as soon as
+    it is finished.
+    """
     num_failed = 0
     with ProcessPoolExecutor(num_processes) as pool:
         futures = {pool.submit(run, job): job for job in jobs}
@@ -160,7 +167,10 @@ def run_all(jobs: Sequence[Job], num_processes: int) -> int:
                 file.write(json.dumps(row) + "\n")
             last = row["accuracy"][-1][1]
             print(
-                f"{row['name']:30} seed {row['seed']}  accuracy {last:.3f}  {row['cpu_s']:6.1f} CPU s",
+                (
+                    f"{row['name']:30} seed {row['seed']}  accuracy {last:.3f}"
+                    f"  {row['cpu_s']:6.1f} CPU s"
+                ),
                 flush=True,
             )
     return num_failed
@@ -185,7 +195,8 @@ def main() -> int:
     known = [member.name for member in members()]
     if unknown := sorted(set(args.only) - set(known)):
         parser.error(f"--only takes {', '.join(known)}, not {', '.join(unknown)}.")
-    runs, num_failed = args.runs.resolve(), 0
+    runs = args.runs.resolve()
+    num_failed = 0
     if not args.collect:
         print(machine(), versions(), flush=True)
         for seed in args.seeds:

@@ -1,4 +1,6 @@
-"""What `benchmarks.algorithm_curves` runs: families of algorithms, and the settings of each member over a base."""
+"""What `benchmarks.algorithm_curves` runs: families of algorithms, and the settings of each
+member over a base.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ DIGITS = (
 
 @dataclass(frozen=True)
 class Member:
-    """One algorithm. What `overrides` does not say is as in the quickstart: grpo, ppo_clip, token-mean."""
+    """One algorithm. What `overrides` does not say is as in the quickstart: grpo,
+    ppo_clip, token-mean.
+    """
 
     name: str
     overrides: tuple[str, ...]
@@ -51,7 +55,9 @@ def estimator(name: str, *overrides: str, note: str = "") -> Member:
 
 
 def loss(name: str, *overrides: str, note: str = "", adv_estimator: str = "grpo") -> Member:
-    """A policy loss without parameters of its own in `overrides` has its defaults, not the quickstart's."""
+    """A policy loss without parameters of its own in `overrides` has its defaults, not
+    the quickstart's.
+    """
     chosen = (
         f"algorithm.adv_estimator={adv_estimator}",
         f"actor.policy_loss={{loss_mode: {name}, params: {{}}}}",
@@ -68,7 +74,10 @@ FAMILIES: tuple[Family, ...] = (
                 "algorithm.params={gamma: 1.0, lam: 1.0}",
                 "critic.optim.lr=1e-3",
                 "trainer.critic_warmup=2",
-                note="critic of the policy's size, learning rate 1e-3; the first two steps train only it",
+                note=(
+                    "critic of the policy's size, learning rate 1e-3; the first two steps"
+                    " train only it"
+                ),
             ),
         ),
     ),
@@ -101,7 +110,10 @@ FAMILIES: tuple[Family, ...] = (
                 "grpo_passk",
                 "data.train_batch_size=128",
                 "rollout.n=4",
-                note="128 prompts x 4 samples: with 16 samples hardly a group has exactly one right answer",
+                note=(
+                    "128 prompts x 4 samples: with 16 samples hardly a group has exactly one"
+                    " right answer"
+                ),
             ),
         ),
     ),
@@ -115,7 +127,10 @@ FAMILIES: tuple[Family, ...] = (
         (
             estimator(
                 "gdpo",
-                "algorithm.params={gdpo_reward_keys: [exact_match, function], gdpo_reward_weights: [1.0, 1.0]}",
+                (
+                    "algorithm.params={gdpo_reward_keys: [exact_match, function],"
+                    " gdpo_reward_weights: [1.0, 1.0]}"
+                ),
                 f"reward.terms=[{DIGITS}]",
                 "reward.num_workers=1",
                 note="exact_match and a second reward, the share of right digits, in equal weights",
@@ -180,7 +195,9 @@ FAMILIES: tuple[Family, ...] = (
 
 
 def members(only: tuple[str, ...] = ()) -> list[Member]:
-    """In the order of running: the first of each family, then the others. `only`: names; raises KeyError."""
+    """In the order of running: the first of each family, then the others. `only`: names;
+    raises KeyError.
+    """
     firsts = [family.members[0] for family in FAMILIES]
     ordered = [*firsts, *(member for family in FAMILIES for member in family.members[1:])]
     by_name = {member.name: member for member in ordered}

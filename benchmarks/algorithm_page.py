@@ -1,8 +1,9 @@
 """docs/algorithms/curves.md and its figure, from benchmarks/results/algorithm_curves.json.
 
-`python -m benchmarks.algorithm_curves --draw` writes both. The text between the two markers of the page is generated;
-tests compare it with the result file. The figure has a panel a family: held-out accuracy of each member, mean and range
-over its seeds, and (thin) the share of right answers among the samples of a step, smoothed over five steps.
+`python -m benchmarks.algorithm_curves --draw` writes both. The text between the two markers of the
+page is generated; tests compare it with the result file. The figure has a panel a family: held-out
+accuracy of each member, mean and range over its seeds, and (thin) the share of right answers among
+the samples of a step, smoothed over five steps.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from benchmarks.quickstart_seeds import mean_interval
 RESULT_FILE = RESULTS / "algorithm_curves.json"
 PAGE = ROOT / "docs" / "algorithms" / "curves.md"
 FIGURE = ROOT / "docs" / "images" / "algorithm_curves.png"
-BEGIN, END = "<!-- generated: begin -->\n", "<!-- generated: end -->\n"
+BEGIN = "<!-- generated: begin -->\n"
+END = "<!-- generated: end -->\n"
 NUM_COLUMNS = 3
 NUM_SMOOTHED = 5  # steps
 COLORS = ("tab:orange", "tab:blue", "tab:green", "tab:red", "tab:purple")
@@ -38,15 +40,23 @@ def finals(rows: Sequence[Row]) -> list[float]:
 
 def generated(result: Row) -> str:
     """The part of the page between the markers."""
-    versions, cores, cpu = result["versions"], result["machine"]["cores"], result["machine"]["cpu"]
+    versions = result["versions"]
+    cores = result["machine"]["cores"]
+    cpu = result["machine"]["cpu"]
     commits = ", ".join(sorted({row["commit"] for row in result["runs"]}))
     before = finals_before(result)
     seeds = ", ".join(f"{value:.3f}" for value in before.values())
     return "\n".join(
         [
-            f"`{result['command']}` on a machine with {cores} cores ({cpu}), torch {versions['torch']},"
-            f" megatron-core {versions['megatron-core']}, commit {commits}.",
-            f"Accuracy before, seeds {', '.join(map(str, before))}: {seeds} (mean {mean(before.values()):.3f}).",
+            (
+                f"`{result['command']}` on a machine with {cores} cores ({cpu}), torch"
+                f" {versions['torch']}, megatron-core {versions['megatron-core']}, commit"
+                f" {commits}."
+            ),
+            (
+                f"Accuracy before, seeds {', '.join(map(str, before))}: {seeds}"
+                f" (mean {mean(before.values()):.3f})."
+            ),
             "",
             "| family | algorithm | accuracy after [95 %] | samples right | CPU s | settings |",
             "|---|---|---|---|---|---|",

@@ -1,15 +1,18 @@
-"""One optimizer step of the actor on one rank against a plain transformers + torch loop on the same data.
+"""One optimizer step of the actor on one rank against a plain transformers + torch loop on \
+the same data.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_actor_update [--repetitions 9]
 
-Float32, one thread, one process. The baseline is what a careful person writes without a framework: AutoModelForCausalLM
-with SDPA, one padded batch (the whole mini-batch at once where that is fastest, sorted chunks with as many gradient
-accumulations where padding would cost more), logits at the response's positions only, log_softmax and gather, the same
-PPO-clip loss with the same global denominator, clip_grad_norm_, torch's fused AdamW. Both start from the same weights;
-the first losses and gradient norms must agree. Shapes:
+Float32, one thread, one process. The baseline is what a careful person writes without a framework:
+AutoModelForCausalLM with SDPA, one padded batch (the whole mini-batch at once where that is
+fastest, sorted chunks with as many gradient accumulations where padding would cost more), logits at
+the response's positions only, log_softmax and gather, the same PPO-clip loss with the same global
+denominator, clip_grad_norm_, torch's fused AdamW. Both start from the same weights; the first
+losses and gradient norms must agree. Shapes:
 
     quickstart   the quickstart's model; 128 samples of 6 + 4 tokens
-    lognormal    hidden 256, 4 layers, vocabulary 8192; 32 samples, lognormal lengths (median 90) up to 256
+    lognormal    hidden 256, 4 layers, vocabulary 8192; 32 samples, lognormal lengths
+                 (median 90) up to 256
 
 Writes benchmarks/results/actor_update.json.
 """
@@ -37,8 +40,13 @@ from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 
-LR, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 2e-4, 0.01, (0.9, 0.95), 1e-8, 1.0
-CLIP, DUAL_CLIP = 0.2, 3.0
+LR = 2e-4
+WEIGHT_DECAY = 0.01
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+CLIP_GRAD = 1.0
+CLIP = 0.2
+DUAL_CLIP = 3.0
 AGREEMENT = 1e-4  # bound on the relative difference of the first losses and gradient norms
 
 
@@ -75,7 +83,9 @@ def shapes() -> dict[str, Shape]:
 
 
 def make_batch(shape: Shape, seed: int = 1) -> MiniBatch:
-    """Random tokens and advantages; old log-probs near those of a uniform policy, so that some ratios are clipped."""
+    """Random tokens and advantages; old log-probs near those of a uniform policy, so that some
+    ratios are clipped.
+    """
     generator = torch.Generator().manual_seed(seed)
     pairs = list(zip(shape.prompt_lengths, shape.response_lengths, strict=True))
     mask = torch.cat([torch.arange(prompt + response) >= prompt for prompt, response in pairs])
@@ -116,7 +126,9 @@ class Ours:
 
 
 class PlainLoop:
-    """transformers and torch alone. `chunk_rows`: rows of a padded batch; samples are sorted by length."""
+    """transformers and torch alone. `chunk_rows`: rows of a padded batch; samples are
+    sorted by length.
+    """
 
     def __init__(self, shape: Shape, batch: MiniBatch, chunk_rows: int) -> None:
         self.model = transformers_model(shape.hf_config)
@@ -171,7 +183,9 @@ class PlainLoop:
 
 @dataclass(frozen=True)
 class PaddedChunk:
-    """Right-padded rows. The columns stand at the tokens after `first_row`, the first position that predicts."""
+    """Right-padded rows. The columns stand at the tokens after `first_row`, the first position
+    that predicts.
+    """
 
     token_ids: Tensor  # [B, L]
     attention_mask: Tensor | None  # None where nothing is padded: SDPA is faster without a mask
@@ -216,7 +230,9 @@ def transformers_model(hf_config: dict[str, Any]) -> Any:
 
 
 def check_agreement(ours: tuple[float, float], plain: tuple[float, float]) -> dict[str, float]:
-    """Relative differences of loss and gradient norm. Raises RuntimeError when the two do not do the same work."""
+    """Relative differences of loss and gradient norm. Raises RuntimeError when the two do not do
+    the same work.
+    """
     loss, norm = (abs(a - b) / max(abs(b), 1e-12) for a, b in zip(ours, plain, strict=True))
     if max(loss, norm) > AGREEMENT:
         raise RuntimeError(
@@ -262,10 +278,12 @@ def main() -> None:
     rows = {}
     for name, shape in chosen.items():
         rows[name] = measure(shape, world, args.repetitions)
-        rate, ratio = rows[name]["tokens_per_cpu_s"], rows[name]["ratio"]
+        rate = rows[name]["tokens_per_cpu_s"]
+        ratio = rows[name]["ratio"]
         print(
-            f"actor update, {name}: {rate['actor']} tokens/s, plain loop {rate[rows[name]['baseline']]}:"
-            f" {ratio['cpu_min']:.3f}x of its CPU time (wall, median: {ratio['wall_median']:.3f}x)"
+            f"actor update, {name}: {rate['actor']} tokens/s, plain loop"
+            f" {rate[rows[name]['baseline']]}: {ratio['cpu_min']:.3f}x of its CPU time (wall,"
+            f" median: {ratio['wall_median']:.3f}x)"
         )
     command = f"python -m benchmarks.bench_actor_update --repetitions {args.repetitions}"
     result = {

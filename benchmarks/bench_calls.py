@@ -1,10 +1,12 @@
-"""What a call to all ranks costs the controller: CPU time, by number of ranks, through its own group and channels.
+"""What a call to all ranks costs the controller: CPU time, by number of ranks, through its own
+group and channels.
 
     python -m benchmarks.bench_calls [--ranks 256 1024 4096] [--repeats 5]
 
-Ranks are ends of socket pairs in another process, which decodes each call and answers it at once with nothing. The
-group, its threads, messages and channels are the run's own. The least of the repeats counts; the exponent says how the
-cost grows between neighbouring numbers of ranks (1: in proportion).
+Ranks are ends of socket pairs in another process, which decodes each call and answers it at once
+with nothing. The group, its threads, messages and channels are the run's own. The least of the
+repeats counts; the exponent says how the cost grows between neighbouring numbers of ranks (1:
+in proportion).
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def answer(sockets: Sequence[socket.socket]) -> None:
 
 
 def measure(num_ranks: int, repeats: int) -> dict[str, float]:
-    """One number of ranks. The process that stands for them is forked before the group has threads."""
+    """One number of ranks. The process that stands for them is forked before the
+    group has threads.
+    """
     pairs = [socket.socketpair() for _ in range(num_ranks)]
     child = os.fork()
     if child == 0:
@@ -65,7 +69,8 @@ def measure(num_ranks: int, repeats: int) -> dict[str, float]:
     group.wait_until_built()
     found = []
     for _ in range(repeats):
-        began, cpu = time.monotonic(), time.process_time()
+        began = time.monotonic()
+        cpu = time.process_time()
         assert group.broadcast_call("host.nothing", step=1).result() == [None] * num_ranks
         found.append((time.process_time() - cpu, time.monotonic() - began))
     group.close()

@@ -285,7 +285,7 @@ def measure(shape: Shape, directory: Path) -> Meter:
     )
     thresholds: Any = lambda found: None  # noqa: E731
     stages.mismatch_check._raise_past_thresholds = thresholds
-    for name in ("append", "write"):
+    for name in ("append_groups", "write_batch"):
         setattr(journal, name, meter.wrapped("journal of groups", getattr(journal, name)))
     journal._write_batch_record = meter.aside("journal of batches", journal._write_batch_record)
     prompts = prompts_of(shape)

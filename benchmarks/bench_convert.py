@@ -1,14 +1,16 @@
-"""Conversion of a model against a plain copy of its files, in turns: Hugging Face -> torch_dist -> Hugging Face.
+"""Conversion of a model against a plain copy of its files, in turns: Hugging Face -> \
+torch_dist -> Hugging Face.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_convert [--gb 4] [--processes 2] [--dir /tmp] [--repetitions 3]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_convert [--gb 4] [--processes 2] [--dir /tmp]
+        [--repetitions 3]
 
-A Qwen3-MoE of random bytes whose experts have the shape of Qwen3-30B's. Every target is written once and removed before
-anything is timed, so that all meet the same warm pages; medians count, flushes to disk are part of all. From these
-rates follow the minutes that published models would take on this machine, which has no room for them. Writes
-benchmarks/results/convert.json.
+A Qwen3-MoE of random bytes whose experts have the shape of Qwen3-30B's. Every target is written
+once and removed before anything is timed, so that all meet the same warm pages; medians count,
+flushes to disk are part of all. From these rates follow the minutes that published models would
+take on this machine, which has no room for them. Writes benchmarks/results/convert.json.
 
---memory measures, in place of that, the largest anonymous and shared memory of a process, polled, on sparse files of
-one and of ten times the size, and writes benchmarks/results/convert_memory.json.
+--memory measures, in place of that, the largest anonymous and shared memory of a process, polled,
+on sparse files of one and of ten times the size, and writes benchmarks/results/convert_memory.json.
 """
 
 from __future__ import annotations
@@ -142,7 +144,9 @@ def throughput(root: Path, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def extrapolated(name: str, num_bytes: int, seconds: dict[str, float]) -> dict[str, float]:
-    """Minutes of each way for a published model in bfloat16, at the rate of `num_bytes` in so many `seconds`."""
+    """Minutes of each way for a published model in bfloat16, at the rate of `num_bytes` in so
+    many `seconds`.
+    """
     total = 2 * sum(
         prod(hf.shape)
         for rule in make_weight_table(read_hf_config(ROOT / "examples" / name))
@@ -155,8 +159,12 @@ def extrapolated(name: str, num_bytes: int, seconds: dict[str, float]) -> dict[s
 
 
 def peak_bytes(work: Callable[[], None]) -> int:
-    """The largest RssAnon + RssShmem of this process or of a child while it works, over what it was before."""
-    before, peak, is_over = _held(os.getpid()), [0], threading.Event()
+    """The largest RssAnon + RssShmem of this process or of a child while it works, over what
+    it was before.
+    """
+    before = _held(os.getpid())
+    peak = [0]
+    is_over = threading.Event()
 
     def watch() -> None:
         while not is_over.wait(0.02):

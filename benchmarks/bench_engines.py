@@ -1,18 +1,22 @@
-"""Tokens per second of stock SGLang beside the bundled engine, over HTTP as in a run: same model, prompts and lengths.
+"""Tokens per second of stock SGLang beside the bundled engine, over HTTP as in a run: same model, \
+prompts and lengths.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_engines [--models quickstart smollm2] [--engines local sglang ...]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_engines [--models quickstart smollm2] [--engines
+        local sglang ...]
 
-The engines are started one after the other (an idle server polls) with the settings of the shipped configurations and
-the weights of their model. `sglang` has its prefix cache and no seeds, `sglang_seeded` has
-`enable_deterministic_inference`, which takes the prefix cache away on a CPU. Workloads, each with the prompts of the
-configuration, all engines with the same ones:
+The engines are started one after the other (an idle server polls) with the settings of the shipped
+configurations and the weights of their model. `sglang` has its prefix cache and no seeds,
+`sglang_seeded` has `enable_deterministic_inference`, which takes the prefix cache away on a CPU.
+Workloads, each with the prompts of the configuration, all engines with the same ones:
 
-    step    what `generate` of a training step asks for: all prompts and samples, the configuration's stop tokens
-    decode  a fourth of the prompts, 24 tokens a sample and no stop tokens but those that SGLang knows of the model
+    step    what `generate` of a training step asks for: all prompts and samples, the
+            configuration's stop tokens
+    decode  a fourth of the prompts, 24 tokens a sample and no stop tokens but those that SGLang
+            knows of the model
 
-A repetition takes the prompts of the next step, and the prefix cache is emptied before it, as a weight sync does.
-Tokens are response tokens, counted. `ratio` is tokens per second of sglang over those of local (above 1: sglang is
-faster). Writes benchmarks/results/engines.json.
+A repetition takes the prompts of the next step, and the prefix cache is emptied before it, as a
+weight sync does. Tokens are response tokens, counted. `ratio` is tokens per second of sglang over
+those of local (above 1: sglang is faster). Writes benchmarks/results/engines.json.
 """
 
 from __future__ import annotations

@@ -1,31 +1,38 @@
 """A whole GRPO step against TRL's GRPOTrainer: same cores, model, prompts, lengths and group size.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--shape quickstart] [--rounds 3 --steps 24]
+    OMP_NUM_THREADS=1 python -m benchmarks.bench_grpo_step [--shape quickstart]
+        [--rounds 3 --steps 24]
 
-A step of the quickstart: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy, group advantages, four
-optimizer steps of 128 samples, weights to the engine. `SHAPES` has two more: its model (random, since the warm one ends
-after four tokens) with prompts of 512 and answers of up to 64 tokens, and SmolLM2-135M with 256 and up to 512.
+A step of the quickstart: 32 prompts x 16 samples of up to 4 tokens, log-probs of the old policy,
+group advantages, four optimizer steps of 128 samples, weights to the engine. `SHAPES` has two more:
+its model (random, since the warm one ends after four tokens) with prompts of 512 and answers of up
+to 64 tokens, and SmolLM2-135M with 256 and up to 512.
 
 Runs, each a process (group) of its own, in turns, `rounds` times:
 
-    ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine, which take turns
+    ours_1     `rlhf-megatron train` with the inline launcher: one rank and one local engine,
+               which take turns
     ours_dp2   two ranks (dp2) and two local engines
-    ours_dp2_shared   the same with share_prompts: a prompt is computed once for its samples in a micro-batch
-    trl_1      benchmarks/trl_grpo.py (its settings are explained there) in one process with one thread
+    ours_dp2_shared   the same with share_prompts: a prompt is computed once for its samples
+                      in a micro-batch
+    trl_1      benchmarks/trl_grpo.py (its settings are explained there) in one process
+               with one thread
     trl_2      the same with two threads
     trl_dp2    two processes of one thread, data parallel over gloo
 
-A step's seconds are wall time from the start of one step to the start of the next, logging and data loading included;
-the first step of a run is a warm-up and left out. TRL computes the entropy in its update, ours with the old log-probs;
-ours also compares the engine's log-probs with the trainer's and verifies digests of the weights in each step. Where a
-step is one optimizer step (smollm2), neither side has a pass for the old log-probs, but ours in its first step.
+A step's seconds are wall time from the start of one step to the start of the next, logging and data
+loading included; the first step of a run is a warm-up and left out. TRL computes the entropy in its
+update, ours with the old log-probs; ours also compares the engine's log-probs with the trainer's
+and verifies digests of the weights in each step. Where a step is one optimizer step (smollm2),
+neither side has a pass for the old log-probs, but ours in its first step.
 
-CPU seconds a step are those of all processes of a run, less what starting and the first steps cost; their ratio is to
-TRL's run of as many processes. The mean tokens of a response tell that both sides generated alike.
+CPU seconds a step are those of all processes of a run, less what starting and the first steps cost;
+their ratio is to TRL's run of as many processes. The mean tokens of a response tell that both sides
+generated alike.
 
-Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json, or grpo_step_SHAPE.json; the
-ratio is the median of our better run over the median of TRL's better run. Results of processors of another name stay in
-the file.
+Needs .venv-trl (`make .venv-trl/.installed`). Writes benchmarks/results/grpo_step.json, or
+grpo_step_SHAPE.json; the ratio is the median of our better run over the median of TRL's better run.
+Results of processors of another name stay in the file.
 """
 
 from __future__ import annotations
@@ -114,8 +121,9 @@ Steps = list[dict[str, float]]
 
 
 def make_model(directory: Path, shape: str) -> str:
-    """The quickstart's warm weights where they exist and are asked for, else random ones, or SmolLM2's, for both sides.
-    Returns which."""
+    """The quickstart's warm weights where they exist and are asked for, else random ones, or
+    SmolLM2's, for both sides. Returns which.
+    """
     if shape == "smollm2":
         directory.symlink_to(SMOLLM2)
         return "SmolLM2-135M-Instruct"
@@ -138,13 +146,16 @@ def make_model(directory: Path, shape: str) -> str:
 
 
 def write_prompts(path: Path, model: Path, shape: str) -> None:
-    """Prompts for TRL: the quickstart's, in its own order, or one of the shape's length; ours reads the same."""
+    """Prompts for TRL: the quickstart's, in its own order, or one of the shape's length; ours
+    reads the same.
+    """
     from rlhf_megatron.config.load import load_run_config
     from rlhf_megatron.data.prompts import load_prompt_sets
     from rlhf_megatron.data.tokenizer import load_tokenizer
 
     if shape != "quickstart":
-        tokenizer, wanted = load_tokenizer(model), SHAPES[shape].prompt_tokens
+        tokenizer = load_tokenizer(model)
+        wanted = SHAPES[shape].prompt_tokens
         prompts = [
             tokenizer.decode(tokenizer.encode(f"{n % 10}" + TEXT[shape] * wanted)[:wanted])
             for n in range(64)
@@ -159,7 +170,9 @@ def write_prompts(path: Path, model: Path, shape: str) -> None:
 
 
 def run_ours(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
-    """A training run of num_steps + 1 steps through the command line; timings from its metrics.jsonl."""
+    """A training run of num_steps + 1 steps through the command line; timings from
+    its metrics.jsonl.
+    """
     overrides = {
         "model.path": folder / "model",
         "model.init_seed": "null",
@@ -209,7 +222,8 @@ def our_step(before: dict[str, Any], row: dict[str, Any]) -> dict[str, float]:
 
 
 def run_trl(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
-    (launcher, threads), output = TRL[name], folder / f"{name}.json"
+    launcher, threads = TRL[name]
+    output = folder / f"{name}.json"
     command = [str(TRL_PYTHON), *launcher, "benchmarks/trl_grpo.py", str(folder / "model")]
     command += [str(folder / "prompts.json")]
     command += [
@@ -221,7 +235,8 @@ def run_trl(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
         "--shape",
         json.dumps(asdict(shape)),
     ]
-    # Threads that wait must not spin: on a machine that others use too they would take each other's core.
+    # Threads that wait must not spin: on a machine that others use too they would take
+    # each other's core.
     _run(command, folder / f"{name}.log", OMP_NUM_THREADS=str(threads), OMP_WAIT_POLICY="passive")
     return json.loads(output.read_text())["steps"]
 
@@ -287,8 +302,8 @@ def summarize(steps: dict[str, Steps]) -> dict[str, Any]:
 
 
 def cpu_summary(cpu_s: dict[str, list[float]], more_steps: int) -> dict[str, Any]:
-    """CPU seconds a step, all processes of a run together: what `more_steps` steps more cost than the first, short run.
-    Ratios to TRL's run of as many processes, where it was measured.
+    """CPU seconds a step, all processes of a run together: what `more_steps` steps more cost than
+    the first, short run. Ratios to TRL's run of as many processes, where it was measured.
 
     Steadier than wall time on a busy machine, but blind to how well two cores are used.
     """
@@ -317,13 +332,15 @@ def main() -> int:
     args = parser.parse_args()
     if not TRL_PYTHON.is_file():
         print(
-            f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes it (benchmarks/requirements-trl.txt)."
+            f"{TRL_PYTHON} is missing: `make .venv-trl/.installed` makes"
+            " it (benchmarks/requirements-trl.txt)."
         )
         return 1
     steps: dict[str, Steps] = {name: [] for name in args.runs}
     cpu_s: dict[str, list[float]] = {name: [] for name in args.runs}
     shape = SHAPES[args.shape]
-    num_rounds, num_steps = args.rounds or shape.num_rounds, args.steps or shape.num_steps
+    num_rounds = args.rounds or shape.num_rounds
+    num_steps = args.steps or shape.num_steps
     with tempfile.TemporaryDirectory() as path:
         folder = Path(path)
         weights = make_model(folder / "model", args.shape)
@@ -339,7 +356,10 @@ def main() -> int:
                 steps[name] += measured if count != SHORT else []
     result = summarize(steps) | cpu_summary(cpu_s, num_steps - SHORT)
     print_table(result)
-    command = f"python -m benchmarks.bench_grpo_step --shape {args.shape} --rounds {num_rounds} --steps {num_steps}"
+    command = (
+        f"python -m benchmarks.bench_grpo_step --shape {args.shape} --rounds {num_rounds}"
+        f" --steps {num_steps}"
+    )
     command += f" --runs {' '.join(args.runs)}" if len(args.runs) < len(OURS) + len(TRL) else ""
     trl_requirements = (ROOT / "benchmarks/requirements-trl.txt").read_text().split()
     pins = [word for word in trl_requirements if "==" in word]
@@ -370,7 +390,10 @@ def print_table(result: dict[str, Any]) -> None:
         print(name.ljust(16) + "".join(cell.rjust(11) for cell in cells))
     for name, ratio in result["ratio_by_run"].items():
         cpu = result["cpu_ratio"].get(name)
-        text = f"{name} / {result['baseline']}: {ratio['median']:.3f} (median), {ratio['min']:.3f} (minimum)"
+        text = (
+            f"{name} / {result['baseline']}: {ratio['median']:.3f} (median),"
+            f" {ratio['min']:.3f} (minimum)"
+        )
         print(
             text
             + (f"; CPU time {cpu:.3f} of TRL's with as many processes" if cpu is not None else "")

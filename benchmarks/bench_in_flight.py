@@ -1,13 +1,15 @@
-"""What a group in flight costs the controller: threads, memory and CPU time, over real HTTP to servers that stand for
-engines.
+"""What a group in flight costs the controller: threads, memory and CPU time, over real HTTP to
+servers that stand for engines.
 
-    python -m benchmarks.bench_in_flight [--groups 20000] [--engines 64] [--samples 8] [--soft-limit 1024] [--drivers N]
-    python -m benchmarks.bench_in_flight --tokens    # long answers of SGLang through drivers: what a token costs
+    python -m benchmarks.bench_in_flight [--groups 20000] [--engines 64] [--samples 8] [--soft-limit
+        1024] [--drivers N]
+    python -m benchmarks.bench_in_flight --tokens    # long answers of SGLang through drivers:
+                                                     what a token costs
 
-The servers speak the bundled engine's part, or stock SGLang's (`--tokens`), in processes of their own. They answer
-nobody before all groups that may have connections have come to them; so all are on their way at one moment, which is
-what is measured. The session, the clients, the drivers and the parsing are the run's own. The process begins with
-`--soft-limit` files.
+The servers speak the bundled engine's part, or stock SGLang's (`--tokens`), in processes of their
+own. They answer nobody before all groups that may have connections have come to them; so all are on
+their way at one moment, which is what is measured. The session, the clients, the drivers and the
+parsing are the run's own. The process begins with `--soft-limit` files.
 """
 
 from __future__ import annotations
@@ -51,10 +53,8 @@ ROOM = 1 << 20  # samples that an engine says it decodes at once
 def sample_of(length: int, is_sglang: bool) -> bytes:
     """A sample as the server says it, with numbers as long as they are."""
     rng = np.random.default_rng(1)
-    ids, log_probs = (
-        rng.integers(0, VOCABULARY, length).tolist(),
-        -rng.exponential(0.5, length).astype(np.float32),
-    )
+    ids = rng.integers(0, VOCABULARY, length).tolist()
+    log_probs = -rng.exponential(0.5, length).astype(np.float32)
     values = [float(value) for value in log_probs]
     if not is_sglang:
         sample = {
@@ -169,7 +169,9 @@ def resident(process: int | str = "self") -> int:
 
 
 def cpu_of(processes: Sequence[int]) -> float:
-    """Return the seconds of CPU that these have taken, by their own clocks (/proc counts in ticks of 10 ms)."""
+    """Return the seconds of CPU that these have taken, by their own clocks (/proc counts in
+    ticks of 10 ms).
+    """
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in processes)
 
 
@@ -184,7 +186,8 @@ def requests_of(num_groups: int, num_samples: int, length: int) -> list[Generate
 def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
     """All groups in flight at once, and then their answers."""
     drivers = DriverPool(args.drivers) if args.drivers else None
-    num_groups, num_tokens = args.groups, args.groups * args.samples * args.response
+    num_groups = args.groups
+    num_tokens = args.groups * args.samples * args.response
     engines: list[InferenceEngine] = []
     for i, port in enumerate(servers.ports):
         url = f"http://127.0.0.1:{port}"
@@ -202,19 +205,19 @@ def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
         num_groups, args.samples, args.response
     )  # a run has its prompts, in flight or not
     with fleet.open_session() as session:
-        threads, stood, cpu, began = (
-            threading.active_count(),
-            resident(),
-            time.process_time(),
-            time.monotonic(),
-        )
-        stood_there, cpu_there = sum(map(resident, pids)), cpu_of(pids)
+        threads = threading.active_count()
+        stood = resident()
+        cpu = time.process_time()
+        began = time.monotonic()
+        stood_there = sum(map(resident, pids))
+        cpu_there = cpu_of(pids)
         for key, request in enumerate(requests):
             session.submit_requests(key, [request])
         most = http_client.run_in_event_loop(_most(), 60.0)
         while servers.ask("count") < min(num_groups, most):
             session.poll_finished()
-        sent_s, sent_cpu = time.monotonic() - began, time.process_time() - cpu
+        sent_s = time.monotonic() - began
+        sent_cpu = time.process_time() - cpu
         found = {
             "on_their_way": len(session._generation._task_by_call),
             "connections": len(os.listdir("/proc/self/fd"))
@@ -224,11 +227,15 @@ def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
             "bytes_a_group_in_drivers": (sum(map(resident, pids)) - stood_there) / num_groups,
         }
         servers.ask("go")
-        cpu, began, num_done = time.process_time(), time.monotonic(), 0
-        sent_cpu_there, cpu_there = cpu_of(pids) - cpu_there, cpu_of(pids)
+        cpu = time.process_time()
+        began = time.monotonic()
+        num_done = 0
+        sent_cpu_there = cpu_of(pids) - cpu_there
+        cpu_there = cpu_of(pids)
         while num_done < num_groups:
             num_done += len(session.poll_finished())
-        answer_cpu, answer_cpu_there = time.process_time() - cpu, cpu_of(pids) - cpu_there
+        answer_cpu = time.process_time() - cpu
+        answer_cpu_there = cpu_of(pids) - cpu_there
         found |= {
             "send_cpu_ms_a_group": sent_cpu / num_groups * 1e3,
             "send_cpu_ms_a_group_in_drivers": sent_cpu_there / num_groups * 1e3,
@@ -281,7 +288,8 @@ def main() -> None:
         servers.end()
     limits = f"{args.soft_limit} files, at most {hard}"
     print(
-        f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits}; {args.drivers} drivers"
+        f"{args.groups} groups of {args.samples} samples to {args.engines} engines; {limits};"
+        f" {args.drivers} drivers"
     )
     for name, value in found.items():
         print(f"{value:12.5g}  {name}")

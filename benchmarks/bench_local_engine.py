@@ -1,12 +1,14 @@
-"""The bundled engine's generator against transformers' own batched `generate`: same model, prompts and lengths.
+"""The bundled engine's generator against transformers' own batched `generate`: same model, \
+prompts and lengths.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_local_engine            # on CPU, float32
     python -m benchmarks.bench_local_engine --device cuda --dtype bfloat16
 
-Two workloads. `quickstart`: 32 prompts of 6 tokens x 16 samples, 4 new tokens each. `lognormal`: 64 prompts, one sample
-each, response lengths lognormal (median 55, sigma 0.8) up to 256. transformers gets its best static batching: all rows
-at once, sampling at temperature 1 without top-k, and, for lognormal lengths, also the rows sorted by length in batches
-of 16 (the better of both counts). Repetitions alternate in one process; the median is reported.
+Two workloads. `quickstart`: 32 prompts of 6 tokens x 16 samples, 4 new tokens each. `lognormal`: 64
+prompts, one sample each, response lengths lognormal (median 55, sigma 0.8) up to 256. transformers
+gets its best static batching: all rows at once, sampling at temperature 1 without top-k, and, for
+lognormal lengths, also the rows sorted by length in batches of 16 (the better of both counts).
+Repetitions alternate in one process; the median is reported.
 Writes benchmarks/results/local_engine.json.
 """
 
@@ -73,7 +75,9 @@ def workloads() -> dict[str, list[GenerateRequest]]:
 
 
 def stock_generate(model: Any, requests: list[GenerateRequest], rows_at_once: int) -> None:
-    """transformers decodes a batch until its longest row is done; `rows_at_once` rows are a batch."""
+    """transformers decodes a batch until its longest row is done;
+    `rows_at_once` rows are a batch.
+    """
     rows = [
         (request.prompt_ids, request.params.max_new_tokens)
         for request in requests
@@ -151,10 +155,13 @@ def main() -> None:
                 "speedup": round(best / medians["local"], 3),
             }
             print(
-                f"{name}: local {medians['local']:.3f} s, transformers {best:.3f} s: {best / medians['local']:.2f}x"
+                f"{name}: local {medians['local']:.3f} s, transformers {best:.3f}"
+                f" s: {best / medians['local']:.2f}x"
             )
     report = {
-        "command": f"python -m benchmarks.bench_local_engine --device {args.device} --dtype {args.dtype}",
+        "command": (
+            f"python -m benchmarks.bench_local_engine --device {args.device} --dtype {args.dtype}"
+        ),
         "torch": torch.__version__,
         "device": torch.cuda.get_device_name()
         if args.device != "cpu"

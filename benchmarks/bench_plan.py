@@ -1,10 +1,11 @@
-"""What the planner and a dry run take for the largest published shapes: seconds and memory of each command.
+"""What the planner and a dry run take for the largest published shapes: seconds and memory \
+of each command.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_plan [--models deepseek_v3 kimi_k2]
 
-Each command is a process of its own, with no weights: `plan sync` and `plan memory` of the model's recipe, `plan
-layout` of its config.json, and `convert --dry-run` of an index that is generated from it (46 and 70 thousand tensors).
-Writes benchmarks/results/plan.json.
+Each command is a process of its own, with no weights: `plan sync` and `plan memory` of the model's
+recipe, `plan layout` of its config.json, and `convert --dry-run` of an index that is generated from
+it (46 and 70 thousand tensors). Writes benchmarks/results/plan.json.
 """
 
 from __future__ import annotations
@@ -49,7 +50,8 @@ def write_index(model: str, directory: Path) -> Path:
 
 def commands(model: str, index: Path) -> dict[str, list[str]]:
     """By name, the words after `rlhf-megatron`."""
-    recipe, shape = f"configs/recipes/{model}_grpo.yaml", f"examples/{model}"
+    recipe = f"configs/recipes/{model}_grpo.yaml"
+    shape = f"examples/{model}"
     return {
         "plan sync": ["plan", "sync", recipe, "--network", "h200-8x400g"],
         "plan memory": ["plan", "memory", recipe, "--gpu", "h200"],
@@ -116,7 +118,8 @@ def main() -> None:
             rows[model] = run(model, Path(folder))
             for name, row in rows[model].items():
                 print(
-                    f"{model}, {name}: {row['wall_s']:.1f} s, {row['cpu_s']:.1f} s of CPU, {row['peak_gb']:.2f} GB"
+                    f"{model}, {name}: {row['wall_s']:.1f} s, {row['cpu_s']:.1f} s of CPU,"
+                    f" {row['peak_gb']:.2f} GB"
                 )
     print(write_result("plan", "python -m benchmarks.bench_plan", {"models": rows}))
 

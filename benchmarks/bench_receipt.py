@@ -1,16 +1,18 @@
-"""The digest of a tensor against a memory copy of the same bytes, on one core: seconds, bytes a second, the ratio.
+"""The digest of a tensor against a memory copy of the same bytes, on one core: seconds, bytes a \
+second, the ratio.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_receipt [--repetitions 7]
 
-"model": the 272 tensors of SmolLM2-135M, norms and all. Beside them tensors of one size, 1 to 512 MiB: "memory": they
-are parts of an arena that no cache holds, and all of it is digested or copied in one go, as when the weights of a model
-are; the target of the copy is mapped already. "cache": one tensor again and again, which for the small ones a cache
-holds, source and target: a copy is then up to three times as fast, the digest is not. The bar of 2 is on all but these.
+"model": the 272 tensors of SmolLM2-135M, norms and all. Beside them tensors of one size, 1 to 512
+MiB: "memory": they are parts of an arena that no cache holds, and all of it is digested or copied
+in one go, as when the weights of a model are; the target of the copy is mapped already. "cache":
+one tensor again and again, which for the small ones a cache holds, source and target: a copy is
+then up to three times as fast, the digest is not. The bar of 2 is on all but these.
 
-"columns": what one of 2 or 8 ranks of an engine holds of a tensor that is cut along its columns, digested at its place,
-against a plain digest of the same bytes. "rank": all that such a rank holds of a model, a third of it columns, against
-a plain digest of the whole model: what a receipt costs a rank beside what it would cost an engine of one rank.
-Writes benchmarks/results/receipt.json.
+"columns": what one of 2 or 8 ranks of an engine holds of a tensor that is cut along its columns,
+digested at its place, against a plain digest of the same bytes. "rank": all that such a rank holds
+of a model, a third of it columns, against a plain digest of the whole model: what a receipt costs a
+rank beside what it would cost an engine of one rank. Writes benchmarks/results/receipt.json.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ PROJECTIONS = {
     "up": (0, 4),
     "down": (1, 4),
 }  # axis, times hidden
-RANK_HIDDEN, RANK_LAYERS = 2048, 4
+RANK_HIDDEN = 2048
+RANK_LAYERS = 4
 MODEL = [49152 * 576, *(LAYER * 30), 576]  # numbers in the tensors of SmolLM2-135M
 
 
@@ -89,7 +92,8 @@ def measure_rank(dtype: torch.dtype, num_ranks: int, repetitions: int) -> dict[s
     held: list[tuple[torch.Tensor, tuple[int, int], int, int]] = []
     whole: list[torch.Tensor] = []
     for axis, times in list(PROJECTIONS.values()) * RANK_LAYERS:
-        long, hidden = times * RANK_HIDDEN, RANK_HIDDEN
+        long = times * RANK_HIDDEN
+        hidden = RANK_HIDDEN
         tensor = torch.randn((hidden, long) if axis else (long, hidden)).to(dtype)
         count = tensor.shape[axis] // num_ranks
         part = tensor.narrow(axis, count, count).contiguous()
@@ -128,27 +132,32 @@ def main() -> None:
     for name, dtype in DTYPES.items():
         cases = {f"model, {name}": MODEL}
         for size_mib in SIZES_MIB:
-            size, count = size_mib * MIB // dtype.itemsize, ARENA_MIB // size_mib
+            size = size_mib * MIB // dtype.itemsize
+            count = ARENA_MIB // size_mib
             cases[f"{size_mib} MiB {name}, memory"] = [size] * count
             if count > 1:
                 cases[f"{size_mib} MiB {name}, cache"] = [size]
         for case, sizes in cases.items():
             runs[case] = row = measure(dtype, sizes, args.repetitions)
-            rate, ratio = row["gigabytes_per_s"], row["ratio"]["cpu_min"]
+            rate = row["gigabytes_per_s"]
+            ratio = row["ratio"]["cpu_min"]
             print(
-                f"digest, {case}: {rate['digest']:.1f} GB/s, a copy {rate['copy']:.1f} GB/s: {ratio:.2f} times a copy"
+                f"digest, {case}: {rate['digest']:.1f} GB/s, a copy {rate['copy']:.1f} GB/s:"
+                f" {ratio:.2f} times a copy"
             )
         for shape in COLUMNS:
             for num_ranks in RANKS:
                 case = f"columns of {shape[0]} x {shape[1]} in {num_ranks} ranks, {name}"
                 runs[case] = row = measure_columns(dtype, shape, num_ranks, args.repetitions)
-                rate, ratio = row["gigabytes_per_s"]["columns"], row["ratio"]["cpu_min"]
+                rate = row["gigabytes_per_s"]["columns"]
+                ratio = row["ratio"]["cpu_min"]
                 print(f"digest, {case}: {rate:.1f} GB/s, {ratio:.2f} times a plain digest")
         for num_ranks in RANKS:
             case = f"rank of {num_ranks}, {name}"
             runs[case] = row = measure_rank(dtype, num_ranks, args.repetitions)
             print(
-                f"digest, {case}: {row['ratio']['cpu_min']:.2f} times that of the whole model in one rank"
+                f"digest, {case}: {row['ratio']['cpu_min']:.2f} times that of the whole model"
+                " in one rank"
             )
     command = f"python -m benchmarks.bench_receipt --repetitions {args.repetitions}"
     result = {"runs": runs, "ratio": {name: row["ratio"]["cpu_min"] for name, row in runs.items()}}

@@ -1,9 +1,11 @@
-"""`rlhf-megatron report` on a run of 500 steps: wall and CPU time of the whole command, size of the page.
+"""`rlhf-megatron report` on a run of 500 steps: wall and CPU time of the whole command, \
+size of the page.
 
     python -m benchmarks.bench_report [--steps 500] [--repeats 3]
 
-The run directory is written by benchmarks/synthetic_run.py: a PPO run with a critic, three sources, six samples a step.
-Each measurement is a process of its own, with and without the pictures (matplotlib hidden). The bar is the product's:
+The run directory is written by benchmarks/synthetic_run.py: a PPO run with a critic, three sources,
+six samples a step. Each measurement is a process of its own, with and without the pictures
+(matplotlib hidden). The bar is the product's:
 the page with pictures in less than 5 s, and below 1 MB. Writes benchmarks/results/report.json.
 """
 
@@ -21,14 +23,19 @@ from pathlib import Path
 from benchmarks.common import ROOT, significant, spread, write_result
 from benchmarks.synthetic_run import Shape, write_run
 
-MAX_SECONDS, MAX_MEGABYTES = 5.0, 1.0
-HIDE = "import sys; sys.modules['matplotlib'] = None; from rlhf_megatron.cli.main import main; sys.exit(main())"
+MAX_SECONDS = 5.0
+MAX_MEGABYTES = 1.0
+HIDE = (
+    "import sys; sys.modules['matplotlib'] = None; from rlhf_megatron.cli.main import"
+    " main; sys.exit(main())"
+)
 COMMANDS = {"with_pictures": ["-m", "rlhf_megatron"], "page_only": ["-c", HIDE]}
 
 
 def measure(command: list[str], run_dir: Path, out: Path) -> tuple[float, float]:
     """Wall and CPU seconds of one command."""
-    before, start = resource.getrusage(resource.RUSAGE_CHILDREN), time.perf_counter()
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    start = time.perf_counter()
     arguments = [*command, "report", str(run_dir), "--out", str(out), "--open", "no"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     subprocess.run(
@@ -38,7 +45,8 @@ def measure(command: list[str], run_dir: Path, out: Path) -> tuple[float, float]
         stdout=subprocess.DEVNULL,
         env=environment,
     )
-    wall, after = time.perf_counter() - start, resource.getrusage(resource.RUSAGE_CHILDREN)
+    wall = time.perf_counter() - start
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return wall, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
 
@@ -48,7 +56,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as directory:
-        run_dir, out = Path(directory) / "synthetic", Path(directory) / "report"
+        run_dir = Path(directory) / "synthetic"
+        out = Path(directory) / "report"
         write_run(run_dir, Shape(steps=args.steps, total_steps=args.steps))
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in COMMANDS}
         for _ in range(args.repeats):

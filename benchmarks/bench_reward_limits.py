@@ -2,11 +2,12 @@
 
     python -m benchmarks.bench_reward_limits [--rate 40] [--seconds 20] [--away-s 20] [--workers 8]
 
-A real server on this machine counts requests by when they come, and how many it has at once. `rate`: requests a second
-that arrived over those that `requests_per_s` allows, from the first to the last. `away`: the server refuses connections
-for 20 s in the midst of the samples, then is there again at its address; each sample must have its own score, once, and
-none may be masked. A third batch has less patience than the server is away: those samples are masked, and told.
-A difference ends the benchmark. Writes benchmarks/results/reward_limits.json.
+A real server on this machine counts requests by when they come, and how many it has at once.
+`rate`: requests a second that arrived over those that `requests_per_s` allows, from the first to
+the last. `away`: the server refuses connections for 20 s in the midst of the samples, then is there
+again at its address; each sample must have its own score, once, and none may be masked. A third
+batch has less patience than the server is away: those samples are masked, and told. A difference
+ends the benchmark. Writes benchmarks/results/reward_limits.json.
 """
 
 from __future__ import annotations
@@ -35,7 +36,10 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, port: int = 0) -> None:
         super().__init__(("127.0.0.1", port), Handler)
-        self.lock, self.arrivals, self.at_once, self.most = threading.Lock(), list[float](), 0, 0
+        self.lock = threading.Lock()
+        self.arrivals = list[float]()
+        self.at_once = 0
+        self.most = 0
         threading.Thread(
             target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
@@ -102,7 +106,8 @@ def check(results: list[RewardResult]) -> dict[str, int]:
 
 
 def limited(args: argparse.Namespace) -> dict[str, Any]:
-    server, count = Server(), int(args.rate * args.seconds)
+    server = Server()
+    count = int(args.rate * args.seconds)
     results, _ = score(
         server.server_address[1],
         count,
@@ -128,7 +133,8 @@ def limited(args: argparse.Namespace) -> dict[str, Any]:
 def away(args: argparse.Namespace, patience_s: float) -> dict[str, Any]:
     """A rate by which samples go on for longer than the server is away."""
     server = Server()
-    port, count = server.server_address[1], int(2 * args.away_s)
+    port = server.server_address[1]
+    count = int(2 * args.away_s)
 
     def leave() -> None:
         first = len(server.arrivals)

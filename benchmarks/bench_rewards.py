@@ -1,17 +1,20 @@
-"""Rewards in worker processes: a batch with some bad samples in a hundred against the same batch without them.
+"""Rewards in worker processes: a batch with some bad samples in a hundred against the same \
+batch without them.
 
-    python -m benchmarks.bench_rewards [--samples 10000] [--repetitions 3] [--num-workers N] [--timeout-s S]
+    python -m benchmarks.bench_rewards [--samples 10000] [--repetitions 3] [--num-workers N]
+        [--timeout-s S]
 
-In the bad batch 1 % of the samples hang, 1 % raise, 1 % give garbage and, of `function`, 1 % kill their worker, in
-places drawn at random. Every sample must get
-the status of its kind, and every good one the score that it has in the clean batch: a difference ends the benchmark.
-The ratio is wall time, bad over clean, medians of runs in turns; `cpu_ratio` is that of the workers' CPU time, which
-says more where the machine has other work.
+In the bad batch 1 % of the samples hang, 1 % raise, 1 % give garbage and, of `function`, 1 % kill
+their worker, in places drawn at random. Every sample must get
+the status of its kind, and every good one the score that it has in the clean batch: a difference
+ends the benchmark. The ratio is wall time, bad over clean, medians of runs in turns; `cpu_ratio` is
+that of the workers' CPU time, which says more where the machine has other work.
 
-`function`: a user's function of some milliseconds; its hanging samples sleep. `math_verify`: real answers; the hanging
-ones keep the library alone busy for seconds or for ever, the raising ones have no label, the garbage is no mathematics.
-`function_burning`, `math_verify_endless` (with --all): hangs that use a CPU all the time and that no look at the text
-can tell. Each costs its limit on a core: `least_added_s` is that over the cores. They have no bar.
+`function`: a user's function of some milliseconds; its hanging samples sleep. `math_verify`: real
+answers; the hanging ones keep the library alone busy for seconds or for ever, the raising ones have
+no label, the garbage is no mathematics. `function_burning`, `math_verify_endless` (with --all):
+hangs that use a CPU all the time and that no look at the text can tell. Each costs its limit on a
+core: `least_added_s` is that over the cores. They have no bar.
 Writes benchmarks/results/rewards.json.
 """
 
@@ -71,7 +74,8 @@ def spoil(
     """The samples with 1 % replaced by each kind, and which are of which."""
     share = max(1, len(samples) // 100)
     places = random.Random(seed).sample(range(len(samples)), share * len(kinds))
-    spoilt, where = list(samples), {}
+    spoilt = list(samples)
+    where = {}
     for number, place in enumerate(places):
         where[place] = kinds[number % len(kinds)]
         spoilt[place] = where[place].make(number // len(kinds))
@@ -81,7 +85,9 @@ def spoil(
 def check(
     clean: Sequence[RewardResult], results: Sequence[RewardResult], where: dict[int, Bad]
 ) -> dict[str, Any]:
-    """Statuses by kind. Raises ValueError for a sample with a wrong one, or a good sample with another score."""
+    """Statuses by kind. Raises ValueError for a sample with a wrong one, or a good sample with
+    another score.
+    """
     counts: dict[str, Counter[str]] = {}
     wrong = []
     for place, result in enumerate(results):

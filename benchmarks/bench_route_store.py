@@ -1,10 +1,13 @@
-"""Routes of samples through this package's stores and through Ray's object store: CPU time, and what has to move.
+"""Routes of samples through this package's stores and through Ray's object store: CPU time, and
+what has to move.
 
-    python -m benchmarks.bench_route_store [--samples 128] [--tokens 8192] [--layers 48] [--top-k 8] [--stages 8]
+    python -m benchmarks.bench_route_store [--samples 128] [--tokens 8192] [--layers 48] [--top-k
+        8] [--stages 8]
 
-A sample's routes are put, and a rank of one of `--stages` pipeline stages reads its layers of all tokens: from a store
-of its machine, and as from another one, over a connection. Seconds are of all processes that take part, the store's and
-Ray's included, a GB of routes; each way has its turn in each repetition, and the median counts.
+A sample's routes are put, and a rank of one of `--stages` pipeline stages reads its layers of all
+tokens: from a store of its machine, and as from another one, over a connection. Seconds are of all
+processes that take part, the store's and Ray's included, a GB of routes; each way has its turn in
+each repetition, and the median counts.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def main() -> None:
         for _ in range(args.samples)
     ]
     gigabytes = sum(sample.nbytes for sample in whole) / 1e9
-    own, every = np.arange(args.layers // args.stages), np.arange(args.tokens)
+    own = np.arange(args.layers // args.stages)
+    every = np.arange(args.tokens)
     width = len(own) * args.top_k
     seconds: dict[str, list[float]] = {}
 

@@ -1,11 +1,13 @@
-"""KL between engine and trainer on the sampled tokens of a bfloat16 model with experts: own routing, R2, R3.
+"""KL between engine and trainer on the sampled tokens of a bfloat16 model with experts: own
+routing, R2, R3.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_router_replay [--samples 96]
 
-The bundled engine samples from a random Qwen3-MoE of 6 layers, 32 experts, 4 of them a token; one rank of the trainer
-computes log-probs of the same tokens. R2: recorded in one pass, replayed in another that is packed otherwise, as an
-update is. KL of a token: exp(d) - 1 - d, d = trainer - engine (never below 0, and its mean over samples is the KL).
-Each interval is that of the mean over samples of the difference to own routing, paired by sample (Student's t).
+The bundled engine samples from a random Qwen3-MoE of 6 layers, 32 experts, 4 of them a token; one
+rank of the trainer computes log-probs of the same tokens. R2: recorded in one pass, replayed in
+another that is packed otherwise, as an update is. KL of a token: exp(d) - 1 - d, d = trainer -
+engine (never below 0, and its mean over samples is the KL). Each interval is that of the mean over
+samples of the difference to own routing, paired by sample (Student's t).
 
 Writes benchmarks/results/router_replay.json.
 """
@@ -47,7 +49,9 @@ HF_CONFIG: dict[str, Any] = {
     "num_experts_per_tok": 4,
     "norm_topk_prob": True,
 }
-PROMPT_TOKENS, RESPONSE_TOKENS, GROUP = 12, 48, 4
+PROMPT_TOKENS = 12
+RESPONSE_TOKENS = 48
+GROUP = 4
 BUDGETS = (
     600,
     1000,
@@ -110,7 +114,9 @@ def trained(state: dict[str, Tensor], batch: TokenBatch, mode: ReplayMode, world
 
 def _forward(actor: ActorModel, batch: TokenBatch, plan: ReplicaPlan) -> Tensor:
     """Log-probs with the routing that an update would have."""
-    shard, backend, world = take_replica_shard(batch, plan), actor.backend, actor.world
+    shard = take_replica_shard(batch, plan)
+    backend = actor.backend
+    world = actor.world
     packed = pack_batch(shard, plan, world.layout, with_source_tokens=True)
     if backend.routes is not None:
         packed = backend.routes.prepare_update_pass(shard, packed)

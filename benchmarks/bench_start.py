@@ -1,10 +1,11 @@
-"""How long `rlhf-megatron train` takes to the first row of a run, which its first optimizer step has made.
+"""How long `rlhf-megatron train` takes to the first row of a run, which its first optimizer \
+step has made.
 
     python -m benchmarks.bench_start [--tree DIR] [--repeats 3]
 
-The quickstart, with a warm-up that looks at ten samples after its first step. `--tree`: a checkout of another commit,
-which runs in turns with this one in the same environment. CPU seconds are those of all processes of the run until then.
-Writes benchmarks/results/start.json.
+The quickstart, with a warm-up that looks at ten samples after its first step. `--tree`: a checkout
+of another commit, which runs in turns with this one in the same environment. CPU seconds are those
+of all processes of the run until then. Writes benchmarks/results/start.json.
 """
 
 from __future__ import annotations

@@ -1,21 +1,24 @@
-"""A whole weight sync against a plain memory copy of the same bytes: seconds, bytes a second, and where they go.
+"""A whole weight sync against a plain memory copy of the same bytes: seconds, bytes a second, and \
+where they go.
 
     OMP_NUM_THREADS=1 python -m benchmarks.bench_weight_sync [--repetitions 5]
 
-A sync: open the transaction, convert to Hugging Face tensors and write them with digests into shared memory, hand each
-bucket to a local engine (a process of its own) that loads it and digests what stands there, compare, commit. Shard to
-shard each rank writes what it holds, into shared memory (`shards`) or over a process group (`links`: gloo); `whole`
-gathers whole tensors on one rank first, as files and broadcasts need them. All in turns. Trainer ranks are processes
-over gloo that hold the shards a model would have; float32. Models:
+A sync: open the transaction, convert to Hugging Face tensors and write them with digests into
+shared memory, hand each bucket to a local engine (a process of its own) that loads it and digests
+what stands there, compare, commit. Shard to shard each rank writes what it holds, into shared
+memory (`shards`) or over a process group (`links`: gloo); `whole` gathers whole tensors on one rank
+first, as files and broadcasts need them. All in turns. Trainer ranks are processes over gloo that
+hold the shards a model would have; float32. Models:
 
     quickstart   the quickstart's model (3.2 MB), buckets of 4 MiB
-    smollm2      about 135 million parameters in SmolLM2-135M's shapes with 12 heads and 4 key heads of 48 instead of 9
+    smollm2      about 135 million parameters in SmolLM2-135M's shapes with 12 heads and 4 key heads
+                 of 48 instead of 9
                  and 3 of 64, so that tp2 can split them; buckets of 64 MiB
 
-The copy, in turns with the sync, moves the same bytes within rank 0 into memory that is mapped already: the floor of
-one of the sync's several passes over the bytes. Parts are summed over buckets (`write_bucket` contains
-`digest_part`); `deliver` runs in a thread beside the others, so they add up to more than the whole. Writes
-benchmarks/results/weight_sync.json.
+The copy, in turns with the sync, moves the same bytes within rank 0 into memory that is mapped
+already: the floor of one of the sync's several passes over the bytes. Parts are summed over buckets
+(`write_bucket` contains `digest_part`); `deliver` runs in a thread beside the others, so they add
+up to more than the whole. Writes benchmarks/results/weight_sync.json.
 """
 
 from __future__ import annotations
@@ -217,7 +220,8 @@ def measure(
 
     seconds: dict[str, list[float]] = {way: [] for way in WAYS}
     parts: dict[str, dict[str, list[float]]] = {way: {part: [] for part in PARTS} for way in WAYS}
-    copies, num_bytes = [], 0
+    copies = []
+    num_bytes = 0
     for version in range(len(WAYS) * (repetitions + 1)):
         way = tuple(WAYS)[version % len(WAYS)]
         clock.seconds.clear()
@@ -268,7 +272,8 @@ def run(model: str, tp: int, repetitions: int, folder: Path) -> dict[str, Any]:
         str(tp),
     ]
     command += ["--repetitions", str(repetitions), "--result", str(output)]
-    processes, logs = [], []
+    processes = []
+    logs = []
     for rank in range(tp):
         place = {
             "RANK": rank,
@@ -316,12 +321,16 @@ def main() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 rows[name] = row = run(model, tp, args.repetitions, Path(folder))
             print(
-                f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB, a copy {row['copy_s']['min']:.4f} s"
+                f"weight sync, {name}: {row['num_bytes'] / 1e6:.1f} MB, a copy"
+                f" {row['copy_s']['min']:.4f} s"
             )
             for way in WAYS:
                 found = row[way]
                 print(
-                    f"    {way}: {found['sync_s']['min']:.4f} s, {found['over_copy']['min']:.1f} times a copy:",
+                    (
+                        f"    {way}: {found['sync_s']['min']:.4f} s,"
+                        f" {found['over_copy']['min']:.1f} times a copy:"
+                    ),
                     end="",
                 )
                 print(

@@ -1,4 +1,5 @@
-"""What every benchmark shares: turns between the measured and its baseline, the machine, and the result file.
+"""What every benchmark shares: turns between the measured and its baseline, the machine, and
+the result file.
 
 Standard library only, so that a benchmark can start in any environment.
 """
@@ -52,14 +53,16 @@ def take_turns(
     num_warmups: int = 1,
     finish: Callable[[], None] = int,
 ) -> dict[str, Timings]:
-    """Time every run `repetitions` times, each after the other, so that a busy machine hits them alike.
+    """Time every run `repetitions` times, each after the other, so that a busy machine
+    hits them alike.
 
     `finish` waits for what a run has left behind on a device.
     """
     timings = {name: Timings() for name in runs}
     for repetition in range(num_warmups + repetitions):
         for name, run in runs.items():
-            wall, cpu = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            cpu = time.process_time()
             run()
             finish()
             if repetition >= num_warmups:
@@ -83,7 +86,9 @@ def ratios(measured: Timings, baseline: Timings) -> dict[str, float]:
 
 
 def machine() -> dict[str, Any]:
-    """Where and when this runs. `load_average`: above the number of cores, others were measured too."""
+    """Where and when this runs. `load_average`: above the number of cores, others
+    were measured too.
+    """
     return {
         "cpu": _cpu_name(),
         "cores": os.cpu_count(),
@@ -100,7 +105,9 @@ def versions(packages: Sequence[str] = PACKAGES) -> dict[str, str | None]:
 
 
 def commit() -> str:
-    """Abbreviated git commit, with "+" behind it where tracked files differ from it; "unknown" outside of git."""
+    """Abbreviated git commit, with "+" behind it where tracked files differ from it; "unknown"
+    outside of git.
+    """
     try:
         name = _git("rev-parse", "--short=10", "HEAD")
         return name + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
@@ -111,7 +118,9 @@ def commit() -> str:
 def write_result(
     name: str, command: str, result: Mapping[str, Any], directory: Path = RESULTS
 ) -> Path:
-    """`directory`/`name`.json: what was run, where, and the result. Appears by rename when complete."""
+    """`directory`/`name`.json: what was run, where, and the result. Appears by rename
+    when complete.
+    """
     report = {
         "command": command,
         "commit": commit(),

@@ -1,9 +1,11 @@
-"""Curves of runs that differ in their seed, with the baseline of always giving the most common answer, as one picture.
+"""Curves of runs that differ in their seed, with the baseline of always giving the most common
+answer, as one picture.
 
     python -m benchmarks.draw_seeds --out docs/images/smollm2_seeds.png smollm2_grpo smollm2_ppo
 
-One panel a configuration: runs/<configuration>-seed<N>, as `benchmarks.quickstart_seeds` leaves them. Thin lines are
-the mean reward of each step of each seed; thick ones held-out accuracy, mean over the seeds with Student's t interval.
+One panel a configuration: runs/<configuration>-seed<N>, as `benchmarks.quickstart_seeds` leaves
+them. Thin lines are the mean reward of each step of each seed; thick ones held-out accuracy, mean
+over the seeds with Student's t interval.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ from benchmarks.quickstart_seeds import mean_interval
 
 
 def curves(run_dir: Path) -> tuple[list[tuple[int, float]], list[tuple[int, float]], float]:
-    """(step, mean reward) of each step, (step, held-out accuracy) of each evaluation, the baseline."""
+    """(step, mean reward) of each step, (step, held-out accuracy) of each
+    evaluation, the baseline.
+    """
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     rewards = [(row["step"], row["critic/rewards/mean"]) for row in rows if row["kind"] == "step"]
     accuracies = [(row["step"], row["val/accuracy"]) for row in rows if row["kind"] == "evaluation"]
@@ -48,7 +52,8 @@ def draw_panel(axes: Any, name: str, run_dirs: list[Path]) -> None:
     )
     if len(seeds) > 1:
         bounds = [mean_interval(values) for values in by_step]
-        low, high = [max(0.0, b[0]) for b in bounds], [min(1.0, b[1]) for b in bounds]
+        low = [max(0.0, b[0]) for b in bounds]
+        high = [min(1.0, b[1]) for b in bounds]
         axes.fill_between(
             steps, low, high, color="tab:orange", alpha=0.25, label="95 % interval over the seeds"
         )

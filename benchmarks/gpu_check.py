@@ -1,18 +1,22 @@
-"""All tests that need CUDA, and the kernels' benchmarks on it: `make gpu-check`, with the system's Python and torch.
+"""All tests that need CUDA, and the kernels' benchmarks on it: `make gpu-check`, with the system's
+Python and torch.
 
-    python -m benchmarks.gpu_check [--part 1|2] [--only tests G1 ...] [--budget-s 570] [--output DIR] [--commit NAME]
+    python -m benchmarks.gpu_check [--part 1|2] [--only tests G1 ...] [--budget-s 570] [--output
+        DIR] [--commit NAME]
 
-Part 1: the tests of kernels and training, then G1 to G9. Part 2: G10, G11, the tests that start servers, whole runs of
-`train` against the same on the CPU (tools/cuda_rehearsal/cases.py), and the bundled engine's benchmark. Without --part
-both, one after the other; each takes `budget-s` seconds at most, and what does not fit is named. Installs nothing and
-needs no network: megatron-core, msgspec, transformers, liger-kernel and cut-cross-entropy may come as wheels on
-PYTHONPATH; what needs a missing one is skipped by name.
+Part 1: the tests of kernels and training, then G1 to G9. Part 2: G10, G11, the tests that start
+servers, whole runs of `train` against the same on the CPU (tools/cuda_rehearsal/cases.py), and the
+bundled engine's benchmark. Without --part both, one after the other; each takes `budget-s` seconds
+at most, and what does not fit is named. Installs nothing and needs no network: megatron-core,
+msgspec, transformers, liger-kernel and cut-cross-entropy may come as wheels on PYTHONPATH; what
+needs a missing one is skipped by name.
 
-Prints one line a test and a figure, and writes benchmarks/results/gpu_check-<date>-<commit>[-part<n>].json after each
-of them: device, clocks and power, versions, outcomes, figures with their bars. --quick: tiny sizes, on a CPU too.
+Prints one line a test and a figure, and writes
+benchmarks/results/gpu_check-<date>-<commit>[-part<n>].json after each of them: device, clocks and
+power, versions, outcomes, figures with their bars. --quick: tiny sizes, on a CPU too.
 
-Exit code 1 when a test failed or a case broke; a bar that is missed is reported, not an error. Without a CUDA device it
-says so, writes nothing, and exits with 0.
+Exit code 1 when a test failed or a case broke; a bar that is missed is reported, not an error.
+Without a CUDA device it says so, writes nothing, and exits with 0.
 """
 
 from __future__ import annotations
@@ -50,7 +54,10 @@ PARTS = {
     1: ("tests", "G1", "G2", "G3", "G4", "G6", "G8", "G9", "G5", "G7"),
     2: ("G10", "G11", "slow-tests", "runs", "local-engine"),
 }
-TESTS_BUDGET_S, SLOW_TESTS_BUDGET_S, ENGINE_BUDGET_S, RUNS_BUDGET_S = 170.0, 150.0, 200.0, 240.0
+TESTS_BUDGET_S = 170.0
+SLOW_TESTS_BUDGET_S = 150.0
+ENGINE_BUDGET_S = 200.0
+RUNS_BUDGET_S = 240.0
 CORES_PER_RUN = 3  # trainer, engine, controller
 LEAST_S = 15.0  # less time than this is no time for another process
 
@@ -210,7 +217,8 @@ def summarise(check: Check) -> None:
             verdict = "met" if figure["is_met"] else "NOT MET"
             bar = f"{sign} {figure['bar']:g}"
             print(
-                f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar {bar}: {verdict}"
+                f"       {figure['what']:62} {figure['value']:>10g} {figure['unit']:9} bar"
+                f" {bar}: {verdict}"
             )
         for kind in ("failed", "skipped"):
             for what, why in case["details"].get(kind, {}).items():
@@ -226,7 +234,8 @@ def summarise(check: Check) -> None:
     counts = ", ".join(f"{number} {kind}" for kind, number in check.result["counts"].items())
     left_out = ", ".join(check.result.get("out_of_time", ())) or "nothing"
     print(
-        f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left out: {left_out}"
+        f"tests: {counts or 'none'}; bars missed: {num_missed(check.result['cases'])}; left"
+        f" out: {left_out}"
     )
     print(check.write())
 
@@ -246,7 +255,8 @@ def has_device() -> bool:
 
     if not torch.cuda.is_available():
         print(
-            f"gpu-check: no CUDA device (torch {torch.__version__}); nothing was run, nothing was written."
+            f"gpu-check: no CUDA device (torch {torch.__version__}); nothing was run, nothing"
+            " was written."
         )
         return False
     return True

@@ -1,11 +1,15 @@
-"""The same recorded rollouts trained under every launcher: each figure of each step must be the same, bit for bit.
+"""The same recorded rollouts trained under every launcher: each figure of each step must be the \
+same, bit for bit.
 
-    python -m benchmarks.launchers                       # records 3 steps of the quickstart, then replays them 7 times
-    python -m benchmarks.launchers --record RUN_DIR      # replays an earlier record of the quickstart
+    python -m benchmarks.launchers                       # records 3 steps of the quickstart, then
+                                                         replays them 7 times
+    python -m benchmarks.launchers --record RUN_DIR      # replays an earlier record of
+                                                         the quickstart
 
-On one rank: inline, torchrun, Ray. On four (tp2 pp2) and on two replicas: torchrun, Ray. Ray is a cluster of this
-machine that each run makes. A replay computes log-probs, advantages, mini-batches and optimizer steps anew; compared
-are all numbers of a step but times. Exit code 1 on a difference. Writes benchmarks/results/launchers.json.
+On one rank: inline, torchrun, Ray. On four (tp2 pp2) and on two replicas: torchrun, Ray. Ray is a
+cluster of this machine that each run makes. A replay computes log-probs, advantages, mini-batches
+and optimizer steps anew; compared are all numbers of a step but times. Exit code 1 on a difference.
+Writes benchmarks/results/launchers.json.
 """
 
 from __future__ import annotations
@@ -77,7 +81,8 @@ def compare(
     """A row a step. A figure that only one of them has is a difference."""
     rows = []
     for step, (mine, other) in enumerate(zip(found, first, strict=True), start=1):
-        ours, theirs = figures(mine), figures(other)
+        ours = figures(mine)
+        theirs = figures(other)
         different = sorted(
             name for name in ours.keys() | theirs.keys() if ours.get(name) != theirs.get(name)
         )
@@ -131,9 +136,11 @@ def table(rows: Sequence[Row]) -> str:
             if not row.different
             else f"{len(row.different)} DIFFER: {', '.join(row.different[:4])}"
         )
-        loss, norm = row.shown["actor/loss"], row.shown["actor/grad_norm"]
+        loss = row.shown["actor/loss"]
+        norm = row.shown["actor/grad_norm"]
         lines.append(
-            f"{row.layout:<10} {row.runtime:<9} {row.step:>4} {loss:>24} {norm:>24} {row.num_figures}, {verdict}"
+            f"{row.layout:<10} {row.runtime:<9} {row.step:>4} {loss:>24} {norm:>24}"
+            f" {row.num_figures}, {verdict}"
         )
     return "\n".join(lines)
 

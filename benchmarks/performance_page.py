@@ -1,10 +1,12 @@
 """docs/performance.md, written from the files in benchmarks/results.
 
     python -m benchmarks.performance_page --write    # writes the page
-    python -m benchmarks.performance_page            # exit code 1 where the page is not what the files say
+    python -m benchmarks.performance_page            # exit code 1 where the page is not
+                                                     what the files say
 
-Each section tells the command, the hardware, versions and commit of its figures; a benchmark that has not been run is
-named with the command that runs it. A case of kernels is shown by the figure nearest to its bar, and all that missed.
+Each section tells the command, the hardware, versions and commit of its figures; a benchmark that
+has not been run is named with the command that runs it. A case of kernels is shown by the figure
+nearest to its bar, and all that missed.
 """
 
 from __future__ import annotations
@@ -29,13 +31,19 @@ PACKAGES = ("torch", "triton", "megatron-core", "transformers", "liger-kernel", 
 INTRODUCTION = """\
 # Performance
 
-Written by `python -m benchmarks.performance_page --write` from the files in `benchmarks/results/`; do not edit.
+Written by `python -m benchmarks.performance_page --write` from the files in \
+`benchmarks/results/`; do not edit.
 
-A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU figures are CPU seconds of
-one thread unless they say wall time. What each case does is told at the top of its file: `benchmarks/kernels/` for
-C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for the rest. Of a case of
-kernels the number of figures, the one nearest to its bar and all that missed are shown; the command prints every one.
-A weight sync sends what each rank holds through shared memory (`shards`) or over process groups (`links`), or gathers
+A value in `x` is ours over the baseline of the same run: below 1 is faster, or smaller. CPU \
+figures are CPU seconds of
+one thread unless they say wall time. What each case does is told at the top of its file: \
+`benchmarks/kernels/` for
+C1 to C11, `benchmarks/gpu/` for G1 to G11, [benchmarks/README.md](../benchmarks/README.md) for \
+the rest. Of a case of
+kernels the number of figures, the one nearest to its bar and all that missed are shown; \
+the command prints every one.
+A weight sync sends what each rank holds through shared memory (`shards`) or over process groups \
+(`links`), or gathers
 whole tensors on one rank first (`whole`).
 """
 
@@ -109,7 +117,8 @@ def newest_gpu_results(directory: Path) -> list[dict[str, Any]]:
     """The parts of the latest whole run. Runs of tiny sizes do not count."""
     runs: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for path in sorted(directory.glob("gpu_check-*.json")):
-        match, result = GPU_FILE.fullmatch(path.name), read(path)
+        match = GPU_FILE.fullmatch(path.name)
+        result = read(path)
         if match and result is not None and not result.get("is_quick"):
             runs.setdefault((match[1], match[2]), []).append(result)
     if not runs:
@@ -189,8 +198,11 @@ def engine_speeds(directory: Path) -> str:
 
 
 def provenance(result: Mapping[str, Any]) -> str:
-    """One paragraph: command, hardware, versions, commit, day. What a file does not say is left out."""
-    machine, device = result.get("machine", {}), result.get("device")
+    """One paragraph: command, hardware, versions, commit, day. What a file does not
+    say is left out.
+    """
+    machine = result.get("machine", {})
+    device = result.get("device")
     hardware = [device["name"]] if isinstance(device, dict) else []
     if machine:
         hardware.append(f"{machine['cpu']}, {machine['cores']} cores")
@@ -254,7 +266,8 @@ def main() -> int:
         return 0
     if not PAGE.is_file() or PAGE.read_text() != text:
         print(
-            "docs/performance.md is not what the result files say: python -m benchmarks.performance_page --write"
+            "docs/performance.md is not what the result files say: python -m"
+            " benchmarks.performance_page --write"
         )
         return 1
     return 0

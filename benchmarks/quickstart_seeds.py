@@ -1,14 +1,18 @@
-"""A quickstart with several seeds: mean gain of held-out accuracy with its interval. `make quickstart-seeds`.
+"""A quickstart with several seeds: mean gain of held-out accuracy with its \
+interval. `make quickstart-seeds`.
 
-    python -m benchmarks.quickstart_seeds [--config configs/quickstart.yaml] [--seeds 1 2 3] [key=value ...]
+    python -m benchmarks.quickstart_seeds [--config configs/quickstart.yaml] [--seeds 1 2 3]
+        [key=value ...]
 
-A seed is trainer.seed and, where the configuration starts from random weights, model.init_seed: weights, order of
-prompts, sampling and shuffling all follow it. Held-out accuracy is that of the configuration's rollout.val_kwargs. Runs
-go to runs/<config>-seed<N>; overrides after the options go to every run. The interval of the mean gain is Student's t
-over the seeds; each accuracy has its own Wilson interval over held-out items. Writes benchmarks/results/
-quickstart_seeds.json; for another configuration quickstart_seeds_<what follows "quickstart_" in its name>.json, or
-seeds_<its name>.json. `python -m benchmarks.draw_seeds` draws the curves.
-Exit code 1 when something is below the bars of the configuration (BARS), or the interval of the mean gain has 0.
+A seed is trainer.seed and, where the configuration starts from random weights, model.init_seed:
+weights, order of prompts, sampling and shuffling all follow it. Held-out accuracy is that of the
+configuration's rollout.val_kwargs. Runs go to runs/<config>-seed<N>; overrides after the options go
+to every run. The interval of the mean gain is Student's t over the seeds; each accuracy has its own
+Wilson interval over held-out items. Writes benchmarks/results/ quickstart_seeds.json; for another
+configuration quickstart_seeds_<what follows "quickstart_" in its name>.json, or seeds_<its
+name>.json. `python -m benchmarks.draw_seeds` draws the curves.
+Exit code 1 when something is below the bars of the configuration (BARS), or the interval of the
+mean gain has 0.
 """
 
 from __future__ import annotations
@@ -46,7 +50,9 @@ BARS = {
     "smollm2_grpo": Bars(0.3, 0.6),
     "smollm2_ppo": Bars(0.3, 0.4),
 }
-"""By configuration. Those of PPO and of SmolLM2 measure the accuracy of samples, the others greedy accuracy."""
+"""By configuration. Those of PPO and of SmolLM2 measure the accuracy of samples, the others
+greedy accuracy.
+"""
 
 T_975 = (
     12.706,
@@ -106,9 +112,11 @@ def evaluate(summaries: Sequence[dict[str, Any]], bars: Bars) -> dict[str, Any]:
     """Gains, finals, and what falls short of `bars` in `problems`."""
     rows = []
     for summary in summaries:
-        before, after = summary["accuracy_before"], summary["accuracy_after"]
+        before = summary["accuracy_before"]
+        after = summary["accuracy_after"]
         rows.append({**summary, "gain": significant(after - before)})
-    gains, finals = [row["gain"] for row in rows], [row["accuracy_after"] for row in rows]
+    gains = [row["gain"] for row in rows]
+    finals = [row["accuracy_after"] for row in rows]
     mean = statistics.mean(gains)
     low, high = mean_interval(gains)
     problems = [f"mean gain {mean:.3f} is below {bars.mean_gain}"] if mean < bars.mean_gain else []
@@ -133,13 +141,12 @@ def evaluate(summaries: Sequence[dict[str, Any]], bars: Bars) -> dict[str, Any]:
 def print_table(result: dict[str, Any]) -> None:
     print("seed    before  [95 % interval]      after  [95 % interval]     gain   seconds")
     for row in result["runs"]:
-        (low, high), (after_low, after_high) = (
-            row["accuracy_before_interval"],
-            row["accuracy_after_interval"],
-        )
+        low, high = row["accuracy_before_interval"]
+        after_low, after_high = row["accuracy_after_interval"]
         print(
-            f"{row['seed']:4}    {row['accuracy_before']:6.3f}  [{low:.3f}, {high:.3f}]   {row['accuracy_after']:8.3f}"
-            f"  [{after_low:.3f}, {after_high:.3f}]  {row['gain']:7.3f}  {row['seconds']:8.1f}"
+            f"{row['seed']:4}    {row['accuracy_before']:6.3f}  [{low:.3f}, {high:.3f}]"
+            f"   {row['accuracy_after']:8.3f}  [{after_low:.3f}, {after_high:.3f}]"
+            f"  {row['gain']:7.3f}  {row['seconds']:8.1f}"
         )
     interval = result["mean_gain_interval_95"]
     words = f" [{interval[0]:.3f}, {interval[1]:.3f}]" if interval else ""

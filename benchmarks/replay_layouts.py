@@ -1,24 +1,29 @@
-"""The same recorded rollouts trained in every layout: losses and gradient norms of each step must agree.
+"""The same recorded rollouts trained in every layout: losses and gradient norms of each \
+step must agree.
 
-    python -m benchmarks.replay_layouts                  # records 5 steps of the quickstart, then replays them 10 times
-    python -m benchmarks.replay_layouts --record RUN_DIR # replays an earlier record of the quickstart
+    python -m benchmarks.replay_layouts                  # records 5 steps of the quickstart, then
+                                                         replays them 10 times
+    python -m benchmarks.replay_layouts --record RUN_DIR # replays an earlier record of
+        the quickstart
 
 Then the same with PPO, the critic in the actor's pool and in a pool and layout of its own.
 
 The record is made once, on one rank, from weights that already solve some problems: those in
-examples/quickstart/warm_model where they are, else a warm-up is part of the recorded run. Each replay is a whole
-`rlhf-megatron train --replay` in float32 with its launcher, controller and hosts; log-probs, advantages, mini-batches
-and optimizer steps are computed anew. One rank, inline, is what the others are compared with:
+examples/quickstart/warm_model where they are, else a warm-up is part of the recorded run. Each
+replay is a whole `rlhf-megatron train --replay` in float32 with its launcher, controller and hosts;
+log-probs, advantages, mini-batches and optimizer steps are computed anew. One rank, inline, is what
+the others are compared with:
 
     |loss - loss at one rank|             <= 1e-4 x mean |advantage| over the step's response tokens
     |grad norm / grad norm at one rank - 1| <= 1e-4
     |value loss / value loss at one rank - 1| <= 1e-4
 
-PPO's advantages are whitened over a step: their scale is 1. In its first step the critic learns alone. Its value head
-starts with weights from a seed, so that the first values already differ from token to token.
+PPO's advantages are whitened over a step: their scale is 1. In its first step the critic learns
+alone. Its value head starts with weights from a seed, so that the first values already differ from
+token to token.
 
-Losses and norms are means over the step's optimizer steps, as a run reports them. Exit code 1 on a miss.
-Writes benchmarks/results/replay_layouts.json.
+Losses and norms are means over the step's optimizer steps, as a run reports them. Exit code 1 on a
+miss. Writes benchmarks/results/replay_layouts.json.
 """
 
 from __future__ import annotations
@@ -67,7 +72,9 @@ REPLAYED = (
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the models stand. `critic`: a pool of its own; None: the actor's pool, where there is a critic at all."""
+    """Where the models stand. `critic`: a pool of its own; None: the actor's pool, where there is a
+    critic at all.
+    """
 
     actor: Axes
     critic: Axes | None = None
@@ -116,7 +123,9 @@ class Row:
 
 
 def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path:
-    """`rlhf-megatron train` in processes of its own. Returns the directory of that name; SystemExit when it fails."""
+    """`rlhf-megatron train` in processes of its own. Returns the directory of that name; SystemExit
+    when it fails.
+    """
     runs.mkdir(parents=True, exist_ok=True)
     log = runs / f"{name}.log"
     shared = [
@@ -140,7 +149,8 @@ def train(config: Path, name: str, arguments: Sequence[str], runs: Path) -> Path
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, env=environment,
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT,
+            env=environment,
             start_new_session=True,
         )  # fmt: skip
         try:
@@ -252,8 +262,9 @@ def compare(
     baseline: list[dict[str, float]],
     advantages: Sequence[float],
 ) -> list[Row]:
-    """`advantages`: mean absolute advantage of each step. A quantity may be missing: in a step without an actor's
-    update, in a run without a critic; but on both sides then."""
+    """`advantages`: mean absolute advantage of each step. A quantity may be missing: in a step
+    without an actor's update, in a run without a critic; but on both sides then.
+    """
     rows = []
     for step, (mine, theirs, advantage) in enumerate(
         zip(found, baseline, advantages, strict=True), 1
@@ -261,9 +272,11 @@ def compare(
         for name in (*LOSSES, *RELATIVE):
             if name not in theirs and name not in mine:
                 continue
-            error, bar = abs(mine[name] - theirs[name]), LOSS_TOLERANCE * advantage
+            error = abs(mine[name] - theirs[name])
+            bar = LOSS_TOLERANCE * advantage
             if name in RELATIVE:
-                error, bar = error / abs(theirs[name]), RELATIVE_TOLERANCE
+                error = error / abs(theirs[name])
+                bar = RELATIVE_TOLERANCE
             rows.append(
                 Row(layout, step, name, mine[name], theirs[name], error, bar, bool(error <= bar))
             )
@@ -278,8 +291,8 @@ def table(rows: Sequence[Row]) -> str:
     for row in rows:
         mark = "" if row.ok else "  OVER THE BAR"
         lines.append(
-            f"{row.layout:<{wide}} {row.step:>4} {row.quantity:<16} {row.value:12.5e} {row.error:9.2e}"
-            f" {row.bar:9.2e}{mark}"
+            f"{row.layout:<{wide}} {row.step:>4} {row.quantity:<16} {row.value:12.5e}"
+            f" {row.error:9.2e} {row.bar:9.2e}{mark}"
         )
     return "\n".join(lines)
 
@@ -292,7 +305,8 @@ def replay_all(
     advantages: Sequence[float],
     runs: Path,
 ) -> list[Row]:
-    """Rows of every placement but the baseline, and of the recorded run. `advantages`: the scale of each step's.
+    """Rows of every placement but the baseline, and of the recorded run. `advantages`: the scale
+    of each step's.
 
     Raises ValueError where the record teaches nothing.
     """
@@ -311,7 +325,10 @@ def replay_all(
             rows += found
             worst = max(row.error / row.bar for row in found)
             print(
-                f"{placement.name}: {time.monotonic() - begin:.0f} s, at most {worst:.2g} of the bar",
+                (
+                    f"{placement.name}: {time.monotonic() - begin:.0f} s, at most"
+                    f" {worst:.2g} of the bar"
+                ),
                 flush=True,
             )
     if (recorded / "metrics.jsonl").exists():

@@ -1,6 +1,8 @@
-"""Samples of the reward benchmark: good ones, and bad ones of every kind with the status that each must get.
+"""Samples of the reward benchmark: good ones, and bad ones of every kind with the status that
+each must get.
 
-`similarity` is the user's function of it, called in worker processes as benchmarks/reward_samples.py:similarity.
+`similarity` is the user's function of it, called in worker processes
+as benchmarks/reward_samples.py:similarity.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from rlhf_megatron.rewards.scorers import RewardSample
 
 @dataclass(frozen=True)
 class Bad:
-    """One sample in a hundred of such a kind. `make` numbers its samples, so that no two are equal."""
+    """One sample in a hundred of such a kind. `make` numbers its samples,
+    so that no two are equal.
+    """
 
     kind: str
     make: Callable[[int], RewardSample]
@@ -30,7 +34,9 @@ def sample(response: str, label: str, source: str = "benchmark") -> RewardSample
 
 
 def similarity(response: str, label: str, source: str) -> object:
-    """A reward of some milliseconds of plain Python: how alike two texts are. A response may order its own misdeed."""
+    """A reward of some milliseconds of plain Python: how alike two texts are. A response may order
+    its own misdeed.
+    """
     match response.partition(" ")[0]:
         case "hang":
             time.sleep(3600)
@@ -63,7 +69,9 @@ def texts(count: int, seed: int) -> list[RewardSample]:
 
 
 def answers(count: int, seed: int) -> list[RewardSample]:
-    """Answers as mathematics problems have them, a third in the label's notation, a third in another, a third wrong."""
+    """Answers as mathematics problems have them, a third in the label's notation, a third in
+    another, a third wrong.
+    """
     chance = random.Random(seed)
     forms: list[Callable[[int, int], tuple[str, str]]] = [
         lambda a, b: (rf"\frac{{{a}}}{{{b}}}", f"{a}/{b}"),

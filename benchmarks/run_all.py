@@ -2,9 +2,9 @@
 
     python -m benchmarks.run_all [--only NAME ...] [--table]
 
-Each is a program of its own whose results lie in benchmarks/results/; --table prints the table of what lies there and
-measures nothing. A ratio is ours over the baseline: below 1 is faster, or smaller. Exit code 1 when a benchmark fails
-or misses its bar.
+Each is a program of its own whose results lie in benchmarks/results/; --table prints the table of
+what lies there and measures nothing. A ratio is ours over the baseline: below 1 is faster, or
+smaller. Exit code 1 when a benchmark fails or misses its bar.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ from benchmarks.kernels.report import figures_of
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the table. `bar`: the largest ratio that is good enough; None: it is only reported."""
+    """One line of the table. `bar`: the largest ratio that is good enough; None: it is
+    only reported.
+    """
 
     what: str
     ratio: float
@@ -53,7 +55,9 @@ def engine_rows(result: Mapping[str, Any]) -> list[Row]:
 
 
 def kernel_rows(result: Mapping[str, Any]) -> list[Row]:
-    """Of each case the figure that is nearest to its bar, or furthest over it, as a share of the bar."""
+    """Of each case the figure that is nearest to its bar, or furthest over it, as a
+    share of the bar.
+    """
     return [
         Row(
             f"{name} {case['what']}"[:60],

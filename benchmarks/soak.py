@@ -1,10 +1,13 @@
-"""`python -m benchmarks.soak --minutes 10 --faults 20 --seed 1`: learning goes on whatever happens to it.
+"""`python -m benchmarks.soak --minutes 10 --faults 20 --seed 1`: learning goes on whatever
+happens to it.
 
-A small task is learnt on two ranks with two engines while seeded random troubles come from outside (the kinds and their
-mix: benchmarks/chaos/trouble.py). A launch that ends is started again. At the end the run is asked to stop, and:
-the reward has reached its target; steps, versions and samples are exactly those of a run that nobody disturbed; nothing
-is left: no process, port, file in shared memory or the temporary directory, and no file descriptor was leaked; and
-ETTR, the time of the steps that count over wall time since the first launch, is at least 0.8.
+A small task is learnt on two ranks with two engines while seeded random troubles come from outside
+(the kinds and their mix: benchmarks/chaos/trouble.py). A launch that ends is started again. At the
+end the run is asked to stop, and:
+the reward has reached its target; steps, versions and samples are exactly those of a run that
+nobody disturbed; nothing is left: no process, port, file in shared memory or the temporary
+directory, and no file descriptor was leaked; and ETTR, the time of the steps that count over wall
+time since the first launch, is at least 0.8.
 
 Results: benchmarks/results/soak.json. The exit code is 1 when something does not hold.
 """
@@ -82,7 +85,8 @@ class Soak:
         self.run_dir = self.directory / "runs" / NAME
         self._start = time.monotonic()
         self._undo: list[tuple[float, Done]] = []
-        self._seen_size, self._steps_seen = 0, 0
+        self._seen_size = 0
+        self._steps_seen = 0
         self._cause: str | None = None
         self.launch = self._launch()
 
@@ -101,7 +105,8 @@ class Soak:
             self.launch.kill()
 
     def _launch(self) -> Launch:
-        self._steps_seen, self._cause = 0, None
+        self._steps_seen = 0
+        self._cause = None
         self.launches.append(LaunchRecord(round(self.now, 1)))
         temporary = self.directory / "tmp"
         temporary.mkdir(exist_ok=True)
@@ -159,15 +164,16 @@ class Soak:
 
     def _ended(self) -> None:
         record = self.launches[-1]
-        record.ended_s, record.exit_code, record.cause = (
-            round(self.now, 1),
-            self.launch.exit_code,
-            self._cause,
-        )
+        record.ended_s = round(self.now, 1)
+        record.exit_code = self.launch.exit_code
+        record.cause = self._cause
         left = self.launch.left_over(END_S)
         self.launch.kill()
         print(
-            f"{self.now:6.0f} s  ended: {signal_name(record.exit_code)} ({record.cause or 'by itself'})",
+            (
+                f"{self.now:6.0f} s  ended: {signal_name(record.exit_code)}"
+                f" ({record.cause or 'by itself'})"
+            ),
             flush=True,
         )
         self.problems += [f"left over: {process.role} {process.command[:200]}" for process in left]
@@ -260,8 +266,9 @@ def main(argv: list[str] | None = None) -> int:
     path = write_result(args.out.stem, command, result, args.out.parent)
     print("\n".join(f"FAIL {problem}" for problem in problems))
     print(
-        f"{result['steps']} steps, {len(result['troubles'])} troubles, {len(result['launches'])} launches,"
-        f" reward {result.get('reward_last', 0.0):.3f}, ETTR {result['ettr']:.3f}, {len(problems)} problems; {path}"
+        f"{result['steps']} steps, {len(result['troubles'])} troubles, {len(result['launches'])}"
+        f" launches, reward {result.get('reward_last', 0.0):.3f}, ETTR {result['ettr']:.3f},"
+        f" {len(problems)} problems; {path}"
     )
     return 1 if problems else 0
 

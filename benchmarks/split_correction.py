@@ -1,7 +1,8 @@
-"""The modes of the rollout correction that split_pure.py enumerates, and what they do to one sample, in plain numbers.
+"""The modes of the rollout correction that split_pure.py enumerates, and what they do to one
+sample, in plain numbers.
 
-The plain formulas share nothing with the package: bounds are read from their texts here, and everything is as
-docs/rollout_correction.md says it, a token or a sample at a time.
+The plain formulas share nothing with the package: bounds are read from their texts here, and
+everything is as docs/rollout_correction.md says it, a token or a sample at a time.
 """
 
 # T tokens of the batch
@@ -57,8 +58,9 @@ class Mode:
 
 
 def modes() -> Iterator[Mode]:
-    """Every preset that corrects anything; every filter alone; veto; weights of both levels that are cut, made 0, and
-    divided by their mean; and all at once."""
+    """Every preset that corrects anything; every filter alone; veto; weights of both levels that
+    are cut, made 0, and divided by their mean; and all at once.
+    """
     for name, preset in PRESETS.items():
         if preset["mode"] == "bypass":
             yield Mode(name, RolloutCorrectionConfig(name), (str(preset["loss_type"]),))
@@ -104,7 +106,8 @@ def with_engine(
 ) -> TrainBatch:
     """`batch` from an engine that is off by SCALES from the policy that the mode compares it with.
 
-    `log_probs_T`: of the moving policy, which bypass mode looks at. The policy before the update is close to it there.
+    `log_probs_T`: of the moving policy, which bypass mode looks at. The policy before the update is
+    close to it there.
     """
     generator = torch.Generator().manual_seed(23)
     noise, step = torch.randn(2, batch.num_tokens, generator=generator)
@@ -149,8 +152,10 @@ def plain_kept(logs: Sequence[float], section: RolloutCorrectionConfig) -> list[
 
 
 def plain_mean(samples: Sequence[Sequence[float]], section: RolloutCorrectionConfig) -> float:
-    """What batch normalisation divides by: the mean weight of the tokens that are kept, or of the sequences of which
-    any is. `samples`: log r of the policy before the update. 1 where nothing is normalised."""
+    """What batch normalisation divides by: the mean weight of the tokens that are kept, or of the
+    sequences of which any is. `samples`: log r of the policy before the update. 1 where nothing
+    is normalised.
+    """
     settings = resolve_rollout_correction(section)
     if not settings.rollout_is_batch_normalize:
         return 1.0

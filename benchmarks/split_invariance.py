@@ -1,18 +1,24 @@
 """The gradient of a mini-batch does not depend on how it was cut. `make split-invariance`.
 
-    python -m benchmarks.split_invariance [--only pure|corrected|megatron|losses] [--families A,B] [--layouts A,B]
+    python -m benchmarks.split_invariance [--only pure|corrected|megatron|losses] [--families A,B]
+        [--layouts A,B]
 
-Token budget (all in one micro-batch, 1/2, 1/7), data-parallel and context-parallel size (1, 2), pipeline stages (1, 2,
-2 virtual ones on 2), sequence parallelism, order of the samples, each aggregation mode. Compared with the gradient of
-the same mini-batch on one rank in one micro-batch; error: L2 norm of the difference of all gradients over the L2 norm.
+Token budget (all in one micro-batch, 1/2, 1/7), data-parallel and context-parallel size (1, 2),
+pipeline stages (1, 2, 2 virtual ones on 2), sequence parallelism, order of the samples, each
+aggregation mode. Compared with the gradient of the same mini-batch on one rank in one micro-batch;
+error: L2 norm of the difference of all gradients over the L2 norm.
 
-    pure       every registered loss with its regularizers, float64, one process (split_pure.py)      <= 1e-12
-               metrics of the update likewise, absolute                                               <= 1e-12
-               uncut, against means over single samples; weights are float32                          <= 2e-7
-    corrected  every mode of the rollout correction with every loss and aggregation (split_correction.py): the same
+    pure       every registered loss with its regularizers, float64, one process
+               (split_pure.py) <= 1e-12
+               metrics of the update likewise, absolute <= 1e-12
+               uncut, against means over single samples; weights are float32 <= 2e-7
+    corrected  every mode of the rollout correction with every loss and aggregation
+               (split_correction.py): the same
                three comparisons, in two of the splits each, all of them in turn
-    megatron   actor and critic through megatron-core, float32, on the layout's ranks (split_mcore.py)  <= 5e-6
-    losses     the actor with every registered policy loss, and with five corrections, likewise        <= 5e-6
+    megatron   actor and critic through megatron-core, float32, on the layout's ranks
+               (split_mcore.py) <= 5e-6
+    losses     the actor with every registered policy loss, and with five corrections,
+               likewise <= 5e-6
 
 Exit code 1 when a figure is over its bar. Writes benchmarks/results/split_invariance.json.
 """
@@ -46,7 +52,9 @@ MEGATRON_BAR = 5e-6
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison. `error`: of all gradients together; the tensor that is worst by itself is reported only."""
+    """One comparison. `error`: of all gradients together; the tensor that is worst by itself is
+    reported only.
+    """
 
     kind: str  # pure, pure metrics, plain means, megatron
     what: str  # loss and regularizers, or family and layout
@@ -63,7 +71,9 @@ class Row:
 
 
 def compare(value: Mapping[str, Tensor], truth: Mapping[str, Tensor]) -> tuple[float, str, float]:
-    """(relative L2 error of all tensors together, the tensor that is worst by itself, its error)."""
+    """(relative L2 error of all tensors together,
+    the tensor that is worst by itself, its error).
+    """
     assert set(value) == set(truth), (
         f"tensors that one side lacks: {sorted(set(value) ^ set(truth))}"
     )
@@ -122,7 +132,9 @@ def pure_rows(
 
 
 def corrected_rows(cases: Iterable[split_pure.LossCase], num_splits: int = 2) -> Iterator[Row]:
-    """Each case in one split that cuts every way but stages, and in another one in turn: a mode meets all of them."""
+    """Each case in one split that cuts every way but stages, and in another one in turn: a mode
+    meets all of them.
+    """
     for number, case in enumerate(cases):
         others = [
             SPLITS[(number * (num_splits - 1) + i) * 7 % len(SPLITS)] for i in range(num_splits - 1)
@@ -164,7 +176,8 @@ def megatron_rows(
 
 def loss_rows(layouts: Sequence[split_mcore.Axes], report: Callable[[str], None]) -> Iterator[Row]:
     """Starts worker processes, and ends them."""
-    pool, parts = DistPool(), split_mcore.LOSS_PARTS
+    pool = DistPool()
+    parts = split_mcore.LOSS_PARTS
     try:
         case = make_case(split_mcore.LOSS_FAMILY, Recipe(), cuts=())
         whole = {
@@ -261,7 +274,10 @@ def main(argv: list[str] | None = None) -> int:
     print(table(worst_rows(rows, "kind", "what")))
     misses = [row for row in rows if not row.is_ok]
     result = {
-        "measure": "relative L2 error of all gradients against one rank and one micro-batch; metrics: absolute",
+        "measure": (
+            "relative L2 error of all gradients against one rank and one micro-batch;"
+            " metrics: absolute"
+        ),
         "seconds": round(time.monotonic() - start, 1),
         "num_comparisons": dict(Counter(row.kind for row in rows)),
         "num_over_the_bar": len(misses),
@@ -276,7 +292,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     path = write_result(args.out.stem, command, result, args.out.parent)
     print(
-        f"{len(rows)} comparisons, {len(misses)} over the bar, {time.monotonic() - start:.0f} s; {path}"
+        f"{len(rows)} comparisons, {len(misses)} over the bar,"
+        f" {time.monotonic() - start:.0f} s; {path}"
     )
     return 1 if misses or not rows else 0
 

@@ -1,4 +1,6 @@
-"""The same through megatron-core in float32: actor and critic on worker processes, gradients before the first step."""
+"""The same through megatron-core in float32: actor and critic on worker processes, gradients before
+the first step.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ FAMILIES: dict[str, tuple[str, Role]] = {
     "llama_untied": ("llama_untied", "actor"),
     "qwen3_critic": ("qwen3_tied", "critic"),
 }
-LOSS_FAMILY, LOSS_PARTS = "qwen3_tied", 7
+LOSS_FAMILY = "qwen3_tied"
+LOSS_PARTS = 7
 LOSS_LAYOUTS = (Axes(dp=2), Axes(cp=2), Axes(pp=2, vpp=2), Axes(dp=2, cp=2))
 """Of the policy losses one by one."""
 CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
@@ -65,7 +68,9 @@ CORRECTIONS: dict[str, tuple[str, RolloutCorrectionConfig]] = {
         ),
     ),
 }
-"""Name -> (policy loss, correction); sequences are weighed and rejected that context-parallel ranks share."""
+"""Name -> (policy loss, correction); sequences are weighed and rejected that
+context-parallel ranks share.
+"""
 LAYOUTS = (
     Axes(),
     Axes(dp=2),
@@ -142,9 +147,10 @@ def run_losses(
     losses: Sequence[str] = tuple(POLICY_LOSSES),
     corrections: Sequence[str] = tuple(CORRECTIONS),
 ) -> Iterator[Cell]:
-    """Every policy loss in one layout, and every correction of CORRECTIONS; `Cell.mode` is its name. A mean over
-    sequences of their means, as the losses of sequences have it; in the order of the batch, by which its samples are
-    known to a loss that picks tokens."""
+    """Every policy loss in one layout, and every correction of CORRECTIONS; `Cell.mode` is its
+    name. A mean over sequences of their means, as the losses of sequences have it; in the order of
+    the batch, by which its samples are known to a loss that picks tokens.
+    """
     batch = with_engine(case.batch)
     plain = cut_of(batch, axes, "seq-mean-token-mean", parts)
     cuts = [replace(plain, name=name, policy_loss=_loss(name)) for name in losses]
@@ -167,9 +173,12 @@ def _loss(name: str) -> PolicyLossConfig:
 
 
 def with_engine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    """With an engine that is off from the old policy, a sample in turn by the factors of `split_correction`."""
+    """With an engine that is off from the old policy, a sample in turn by the factors
+    of `split_correction`.
+    """
     generator = torch.Generator().manual_seed(29)
-    old, lengths = batch["old_log_probs"], batch["offsets"].diff()
+    old = batch["old_log_probs"]
+    lengths = batch["offsets"].diff()
     scale_T = torch.tensor(SCALES)[torch.arange(lengths.numel()) % len(SCALES)].repeat_interleave(
         lengths
     )
@@ -180,7 +189,9 @@ def with_engine(batch: dict[str, Tensor]) -> dict[str, Tensor]:
 def run_family(
     pool: DistPool, family: str, layouts: Sequence[Axes], report: Callable[[str], None]
 ) -> tuple[dict[str, dict[str, Tensor]], list[Cell]]:
-    """(mode -> gradient on one rank in one micro-batch; every other cell). `family`: of FAMILIES."""
+    """(mode -> gradient on one rank in one micro-batch; every other cell).
+    `family`: of FAMILIES.
+    """
     name, role = FAMILIES[family]
     case = make_case(name, Recipe(), cuts=(), role=role)
     baseline = {cell.mode: cell.gradients for cell in run_layout(pool, case, Axes(), parts=(1,))}

@@ -1,9 +1,10 @@
-"""The losses alone, in float64 and one process: the gradient of a mini-batch that is cut, and of the same one uncut.
-With every mode of the rollout correction, too (split_correction.py).
+"""The losses alone, in float64 and one process: the gradient of a mini-batch that is cut, and of
+the same one uncut. With every mode of the rollout correction, too (split_correction.py).
 
-Between samples and loss everything is the package's: weights, plans, packing, losses. The model is a small causal one
-that reads whole documents: what context-parallel ranks hold is put together before it and cut out again after it.
-`plain_gradient` knows of none of this: one sample at a time, and means written as means.
+Between samples and loss everything is the package's: weights, plans, packing, losses. The model is
+a small causal one that reads whole documents: what context-parallel ranks hold is put together
+before it and cut out again after it. `plain_gradient` knows of none of this: one sample at a time,
+and means written as means.
 """
 
 # T tokens of a micro-batch, R rows, B samples, H hidden, V vocabulary
@@ -53,7 +54,9 @@ from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, list_token_
 from rlhf_megatron.runtime.call_dispatch import make_scattered_call
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-VOCAB, HIDDEN, LONGEST = 29, 8, 40
+VOCAB = 29
+HIDDEN = 8
+LONGEST = 40
 TEMPERATURE = 0.8
 COLUMNS = list_token_columns(MiniBatch)
 Spoil = Callable[[MiniBatch], MiniBatch]
@@ -105,13 +108,16 @@ SPLITS = tuple(
     for parts in (1, 2, 7)
     for is_shuffled in (False, True)
 )
-"""Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism, for its padding."""
+"""Every combination of token budget, dp, cp, order and stages; tp has sequence parallelism,
+for its padding.
+"""
 EVERY_CUT = Split(ParallelLayout(4, cp=2), parts=7, is_shuffled=True)
 """Every way but stages."""
 
 
 PARAMS: dict[str, dict[str, float]] = {
-    # So that the random columns below lie on both sides of every bound, and more than one token is picked.
+    # So that the random columns below lie on both sides of every bound, and more than one
+    # token is picked.
     "gspo": {"clip_ratio_low": 0.5, "clip_ratio_high": 0.5},
     "clip_cov": {"clip_cov_ratio": 0.1, "clip_cov_lb": 0.1},
     "kl_cov": {"kl_cov_ratio": 0.1},
@@ -120,9 +126,11 @@ PARAMS: dict[str, dict[str, float]] = {
 
 
 def loss_cases() -> Iterator[LossCase]:
-    """Supervised; every registered policy loss; one with entropy, and with each KL estimate and entropy.
+    """Supervised; every registered policy loss; one with entropy, and with each KL
+    estimate and entropy.
 
-    Those terms are added to any loss in one place (algorithms/losses/total_token_loss.py), so one loss shows them.
+    Those terms are added to any loss in one place (algorithms/losses/total_token_loss.py), so one
+    loss shows them.
     """
     for mode in AGGREGATIONS:
         base = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
@@ -141,8 +149,8 @@ def loss_cases() -> Iterator[LossCase]:
 
 
 def corrected_cases() -> Iterator[LossCase]:
-    """Every mode of the correction with every loss that it may stand with and every aggregation; and with KL and
-    entropy terms, of which what is rejected has no share, either.
+    """Every mode of the correction with every loss that it may stand with and every aggregation;
+    and with KL and entropy terms, of which what is rejected has no share, either.
     """
     for mode in AGGREGATIONS:
         plain = ActorConfig(loss_agg_mode=mode, loss_scale_factor=LONGEST)
@@ -160,7 +168,9 @@ def corrected_cases() -> Iterator[LossCase]:
 
 
 def token_budget(lengths: Tensor, layout: ParallelLayout, parts: int) -> int:
-    """Tokens of a rank's micro-batch so that samples of these lengths fill about `parts` of them, or fit in one."""
+    """Tokens of a rank's micro-batch so that samples of these lengths fill about `parts` of them,
+    or fit in one.
+    """
     multiple = layout.packed_multiple
     padded = (
         -(-count_forwarded_tokens(lengths) // layout.document_multiple) * layout.document_multiple
@@ -170,7 +180,9 @@ def token_budget(lengths: Tensor, layout: ParallelLayout, parts: int) -> int:
 
 
 class TinyModel(torch.nn.Module):
-    """One layer of causal attention and a nonlinear one, over documents that are packed; float64, random weights."""
+    """One layer of causal attention and a nonlinear one, over documents that are packed; float64,
+    random weights.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +216,8 @@ class TinyModel(torch.nn.Module):
 
 
 def make_batch(num_samples: int = 31) -> TrainBatch:
-    """Ragged samples, random columns. One has a single token and one no response: both count as sequences.
+    """Ragged samples, random columns. One has a single token and one no response: both
+    count as sequences.
 
     Two replicas cannot have equally many, so that no local count is right.
     """
@@ -241,7 +254,8 @@ def batch_of(case: LossCase) -> TrainBatch:
 @torch.no_grad()
 def moving_log_probs(batch: TrainBatch) -> Tensor:
     """[T] float64, of the model; of a sample's first token, which is of the prompt, anything."""
-    model, document = TinyModel(), torch.repeat_interleave(batch.lengths)
+    model = TinyModel()
+    document = torch.repeat_interleave(batch.lengths)
     hidden = model(
         batch.token_ids, document, torch.arange(batch.num_tokens) - batch.offsets[document]
     )
@@ -269,8 +283,11 @@ def _corrected(batch: TrainBatch, case: LossCase) -> TrainBatch:
 def split_gradient(
     batch: TrainBatch, case: LossCase, split: Split, spoil: Spoil | None = None
 ) -> Outcome:
-    """The gradients of all micro-batches of all replicas, added up: what ranks and stages add up between them."""
-    model, row_loss = TinyModel(), make_row_loss(case)
+    """The gradients of all micro-batches of all replicas, added up: what ranks and stages add
+    up between them.
+    """
+    model = TinyModel()
+    row_loss = make_row_loss(case)
     (order,) = iterate_mini_batch_indices(
         len(batch), 1, len(batch), use_shuffle=split.is_shuffled, seed=1, step=0
     )
@@ -316,8 +333,8 @@ def _at_once(
 ) -> list[LossAndMetricSums]:
     """`row_loss` on context-parallel ranks that add up sums between them.
 
-    In one process a rank cannot wait for the next: all are run until their next exchange, which is added up, and then
-    again from the start, with what is known of the exchanges so far.
+    In one process a rank cannot wait for the next: all are run until their next exchange, which is
+    added up, and then again from the start, with what is known of the exchanges so far.
     """
     known: list[Tensor] = []
     while True:
@@ -359,7 +376,9 @@ def _on_rank(
 
 
 def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
-    """The gradient as a textbook has it: each sample by itself, then the means that the mode is called after."""
+    """The gradient as a textbook has it: each sample by itself, then the means that the mode
+    is called after.
+    """
     model = TinyModel()
     row_loss = make_row_losses(case.config)[case.loss]
     is_picked = picks(batch, case)
@@ -367,7 +386,8 @@ def plain_gradient(batch: TrainBatch, case: LossCase) -> dict[str, Tensor]:
     losses = []
     for i in range(len(batch)):
         span = slice(int(batch.offsets[i]), int(batch.offsets[i + 1]))
-        ids, mask = batch.token_ids[span], batch.response_mask[span][1:]
+        ids = batch.token_ids[span]
+        mask = batch.response_mask[span][1:]
         hidden = model(ids, torch.zeros_like(ids), torch.arange(len(ids)))[:-1][mask]
         log_probs, entropies = model.log_probs(hidden, ids[1:][mask])
         columns = {
@@ -407,11 +427,15 @@ def _token_losses(
 
 
 class _PlainCorrection:
-    """Columns of one sample -> (those with its weights, 1.0 a token that is kept, 0.0 a rejected one)."""
+    """Columns of one sample -> (those with its weights, 1.0 a token that is kept, 0.0 a
+    rejected one).
+    """
 
     def __init__(self, batch: TrainBatch, section: RolloutCorrectionConfig) -> None:
-        self.section, self.is_bypass = section, is_bypass_mode(section)
-        before, engine = batch.old_log_probs, batch.rollout_log_probs
+        self.section = section
+        self.is_bypass = is_bypass_mode(section)
+        before = batch.old_log_probs
+        engine = batch.rollout_log_probs
         assert before is not None
         spans = zip(batch.offsets.tolist(), batch.offsets[1:].tolist(), strict=False)
         masks = [(slice(a, b), batch.response_mask[a:b]) for a, b in spans]
@@ -454,7 +478,9 @@ def _aggregated(losses: Sequence[Tensor], config: ActorConfig) -> Tensor:
 def _rows(
     model: TinyModel, micros: Sequence[MicroBatch]
 ) -> Iterator[tuple[Tensor, Tensor, MicroBatch]]:
-    """(log-probs, entropies, micro-batch) of each cp rank; `micros`: the shares of one micro-batch."""
+    """(log-probs, entropies, micro-batch) of each cp rank; `micros`:
+    the shares of one micro-batch.
+    """
     borders = micros[0].cu_seqlens.to(torch.int64)
     lengths = borders.diff()
     owner = torch.repeat_interleave(lengths // len(micros))

@@ -1,12 +1,13 @@
-"""A student learns from a teacher on Megatron: divergence, held-out loss and accuracy along its steps, three seeds.
+"""A student learns from a teacher on Megatron: divergence, held-out loss and accuracy along its \
+steps, three seeds.
 
     python -m benchmarks.student_curve [--seeds 1 2 3] [--runs runs] [key=value ...]
 
-configs/quickstart_sft.yaml (tp2, two processes) from random weights, with sft.loss_mode forward_kl towards the
-quickstart's warm model: no answer of the rows counts, only what the teacher tells of its places. Accuracy is greedy, on
-the 2,000 held-out problems, of the student at each checkpoint and of the teacher. Writes
-benchmarks/results/student_curve.json. Runs and answers that are there go on. Exit code 1 where a student is not within
-BAR of its teacher.
+configs/quickstart_sft.yaml (tp2, two processes) from random weights, with sft.loss_mode forward_kl
+towards the quickstart's warm model: no answer of the rows counts, only what the teacher tells of
+its places. Accuracy is greedy, on the 2,000 held-out problems, of the student at each checkpoint
+and of the teacher. Writes benchmarks/results/student_curve.json. Runs and answers that are there go
+on. Exit code 1 where a student is not within BAR of its teacher.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Each weight transport from each trainer layout to stock SGLang, of a dense model and two of experts, at its tp-size 1
-and 2, ep-size 2 and with DP attention: what arrives, and what moves.
+"""Each weight transport from each trainer layout to stock SGLang, of a dense model and two of
+experts, at its tp-size 1 and 2, ep-size 2 and with DP attention: what arrives, and what moves.
 
     OMP_NUM_THREADS=1 python -m benchmarks.sync_matrix
 
-Runs TEST (real Megatron ranks, two real servers): after every sync the digests of what stands in the engine are those
-of what was exported, bit for bit, and its log-probs are those of transformers with the exported weights to 1e-4. Bytes
-moved are what the ranks of the engine read or were sent; bytes needed, what stands in them afterwards. Writes
-benchmarks/results/sync_matrix.json.
+Runs TEST (real Megatron ranks, two real servers): after every sync the digests of what stands in
+the engine are those of what was exported, bit for bit, and its log-probs are those of transformers
+with the exported weights to 1e-4. Bytes moved are what the ranks of the engine read or were sent;
+bytes needed, what stands in them afterwards. Writes benchmarks/results/sync_matrix.json.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from benchmarks.common import ROOT, write_result
 
 TEST = "tests/engines/test_sync_matrix.py"
 TIMEOUT_S = 7200
-RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"  # environment variable: file that the tests add a line to for each sync
+# environment variable: file that the tests add a line to for each sync
+RESULTS = "RLHF_MEGATRON_SYNC_MATRIX"
 
 
 def main() -> None:
@@ -38,9 +39,9 @@ def main() -> None:
         raise SystemExit(f"{TEST} ended with code {done.returncode} after {len(rows)} syncs.")
     for row in rows:
         print(
-            f"{row['model']:>11}, {row['transport']:>13}, trainer {row['trainer']:>11}, engine {row['engine']:>11}:"
-            f" moved {row['bytes_moved']}, needed {row['bytes_needed']} bytes,"
-            f" log-probs differ by {row['log_prob_max_abs_diff']:.1e}"
+            f"{row['model']:>11}, {row['transport']:>13}, trainer {row['trainer']:>11}, engine"
+            f" {row['engine']:>11}: moved {row['bytes_moved']}, needed {row['bytes_needed']}"
+            f" bytes, log-probs differ by {row['log_prob_max_abs_diff']:.1e}"
         )
     worst = max(row["log_prob_max_abs_diff"] for row in rows)
     figures = {

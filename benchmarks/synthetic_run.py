@@ -1,6 +1,8 @@
-"""A run directory as a PPO run with a critic and three sources leaves it, written from formulas: input of bench_report.
+"""A run directory as a PPO run with a critic and three sources leaves it, written from formulas: \
+input of bench_report.
 
-The files have the formats of controller/observe/tracker.py; curves, texts and times are invented (seeded), no model is trained.
+The files have the formats of controller/observe/tracker.py; curves, texts and times are invented
+(seeded), no model is trained.
 
     python -m benchmarks.synthetic_run DIR [--steps 500] [--seed 1]
 """
@@ -34,14 +36,18 @@ STAGES = {
     "update": 6.4,
     "sync": 0.7,
 }
-NUM_SAMPLES, TEST_FREQ, HELD_OUT = 256, 25, 400
+NUM_SAMPLES = 256
+TEST_FREQ = 25
+HELD_OUT = 400
 EDGES = (0.0, *(10 ** (-8 + i / 5) for i in range(41)))
 STATUSES = ("ok", "malformed", "timeout")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is written. `steps` of `total_steps` were done; a run that was cut off has no summary."""
+    """What is written. `steps` of `total_steps` were done;
+    a run that was cut off has no summary.
+    """
 
     steps: int = 500
     total_steps: int = 500
@@ -56,7 +62,9 @@ class Shape:
 
 
 def write_run(directory: Path, shape: Shape) -> None:
-    """config.yaml, metrics.jsonl, trace.json, samples.jsonl, mismatch.jsonl and, if it finished, summary.json."""
+    """config.yaml, metrics.jsonl, trace.json, samples.jsonl, mismatch.jsonl and, if it
+    finished, summary.json.
+    """
     directory.mkdir(parents=True)
     noise = random.Random(shape.seed)
     write_config(directory / "config.yaml", shape)
@@ -138,7 +146,8 @@ def metric_rows(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]:
 def step_metrics(
     step: int, shape: Shape, noise: random.Random, state: dict[str, float]
 ) -> dict[str, float]:
-    progress, g = step / shape.total_steps, noise.gauss
+    progress = step / shape.total_steps
+    g = noise.gauss
     shares = {name: accuracy(step, first, shape) for name, (_, first) in SOURCES.items()}
     mean = sum(SOURCES[name][0] * share for name, share in shares.items())
     reward = min(1.1, max(0.0, mean + g(0, 0.03)))
@@ -265,7 +274,8 @@ def sample_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]
         for i in range(shape.samples_kept):
             kind = kinds[i * len(kinds) // shape.samples_kept]
             source = noise.choice(list(SOURCES))
-            a, b = noise.randrange(10, 999), noise.randrange(10, 999)
+            a = noise.randrange(10, 999)
+            b = noise.randrange(10, 999)
             is_right = kind == "best" or (kind == "random" and noise.random() < 0.6)
             answer = a + b if is_right else a + b + noise.randrange(1, 30)
             steps = "".join(
@@ -276,8 +286,10 @@ def sample_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]
             yield {
                 "step": step,
                 "kind": kind,
-                "prompt": f"<|user|>\nA shop has {a} apples and buys {b} more. How many are there? Think first, then"
-                " put the number into <answer></answer>.\n<|assistant|>\n",
+                "prompt": (
+                    f"<|user|>\nA shop has {a} apples and buys {b} more. How many are there? Think"
+                    " first, then put the number into <answer></answer>.\n<|assistant|>\n"
+                ),
                 "response": f"{steps}So the sum is {answer}.\n<answer>{answer}</answer>",
                 "label": str(a + b),
                 "source": source,
@@ -350,7 +362,9 @@ def _worst(step: int, groups: list[dict[str, Any]], noise: random.Random) -> lis
 
 
 def _write_trace(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Left open at its end, as by a run that was killed: readers must not need the closing bracket."""
+    """Left open at its end, as by a run that was killed:
+    readers must not need the closing bracket.
+    """
     lines = ['{"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "controller"}},']
 
     def event(name: str, begin_s: float, seconds: float, thread: int, step: int) -> None:

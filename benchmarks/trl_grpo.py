@@ -1,10 +1,13 @@
-"""The baseline of bench_grpo_step: the quickstart's GRPO step by TRL's GRPOTrainer, tuned. Runs in .venv-trl.
+"""The baseline of bench_grpo_step: the quickstart's GRPO step by TRL's GRPOTrainer, tuned. \
+Runs in .venv-trl.
 
-    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/trl_grpo.py MODEL PROMPTS.json OUT.json --shape JSON --steps 6
+    OMP_NUM_THREADS=1 .venv-trl/bin/python benchmarks/trl_grpo.py MODEL PROMPTS.json OUT.json
+        --shape JSON --steps 6
 
-PROMPTS.json: a list of {"prompt", "answer"}. OUT.json: seconds of each step and of its parts. A step is one batch of
-rollouts (32 prompts x 16 samples) and four optimizer steps of 128 samples; it lasts from the start of one batch's
-generation to the start of the next one's, so everything between counts. The first step is a warm-up and is left out.
+PROMPTS.json: a list of {"prompt", "answer"}. OUT.json: seconds of each step and of its parts. A
+step is one batch of rollouts (32 prompts x 16 samples) and four optimizer steps of 128 samples; it
+lasts from the start of one batch's generation to the start of the next one's, so everything between
+counts. The first step is a warm-up and is left out.
 """
 
 from __future__ import annotations
@@ -24,12 +27,15 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def grpo_config(num_steps: int, seed: int, num_processes: int, shape: dict[str, Any]) -> GRPOConfig:
-    """The same algorithmic work as ours in bench_grpo_step, and nothing beside it. `shape`: `bench_grpo_step.Shape`."""
+    """The same algorithmic work as ours in bench_grpo_step, and nothing beside it.
+    `shape`: `bench_grpo_step.Shape`.
+    """
     optimizer_steps = shape["num_prompts"] * shape["group_size"] // shape["mini_batch"]
     return GRPOConfig(
         output_dir="trl-output",  # nothing is saved, so it is never made
-        # The same work: 512 samples a step in four optimizer steps, each one forward and backward of all 128 samples.
-        # Generation runs on all 512 at once: the largest batch is the fastest for four new tokens.
+        # The same work: 512 samples a step in four optimizer steps, each one forward and backward
+        # of all 128 samples. Generation runs on all 512 at once: the largest batch is the fastest
+        # for four new tokens.
         per_device_train_batch_size=shape["mini_batch"] // num_processes,
         gradient_accumulation_steps=1,
         steps_per_generation=optimizer_steps,
@@ -39,7 +45,8 @@ def grpo_config(num_steps: int, seed: int, num_processes: int, shape: dict[str, 
         max_steps=(num_steps + 1)
         * optimizer_steps,  # one more: the start of its generation ends the last step
         temperature=1.0,
-        # The same loss: token mean over the mini-batch, clip 0.2, dual clip 3 (delta), no KL term, no reference model.
+        # The same loss: token mean over the mini-batch, clip 0.2, dual clip 3 (delta), no KL term,
+        # no reference model.
         loss_type="bnpo",
         epsilon=0.2,
         delta=3.0,
@@ -61,7 +68,8 @@ def grpo_config(num_steps: int, seed: int, num_processes: int, shape: dict[str, 
         gradient_checkpointing=False,
         disable_dropout=True,
         pad_to_multiple_of=None,  # padding is work without use on a CPU
-        # Nothing is evaluated, reported, saved or shown; no worker process competes for the two cores.
+        # Nothing is evaluated, reported, saved or shown; no worker process competes for
+        # the two cores.
         eval_strategy="no",
         save_strategy="no",
         logging_strategy="no",

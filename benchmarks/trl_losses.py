@@ -1,10 +1,12 @@
-"""Preference and distillation losses against TRL 1.16's own functions: value and gradient on 200 random ragged batches.
+"""Preference and distillation losses against TRL 1.16's own functions: value and gradient on 200
+random ragged batches.
 
     make .venv-trl/.installed && .venv-trl/bin/python -m benchmarks.trl_losses
 
-TRL's loss of pairs is `DPOTrainer._compute_loss`, called on a stand-in for the trainer whose models hand out given
-log-probs; its divergence from a teacher's most likely tokens is `ServerDistillationTrainer`'s, those of the whole
-vocabulary are `GKDTrainer`'s, in float64. Exits 1 where a value or a gradient differs by more than 1e-6.
+TRL's loss of pairs is `DPOTrainer._compute_loss`, called on a stand-in for the trainer whose models
+hand out given log-probs; its divergence from a teacher's most likely tokens is
+`ServerDistillationTrainer`'s, those of the whole vocabulary are `GKDTrainer`'s, in float64. Exits 1
+where a value or a gradient differs by more than 1e-6.
 """
 # B pairs, T tokens, V vocabulary, K most likely tokens
 
@@ -30,7 +32,8 @@ from rlhf_megatron.algorithms.distillation.reverse_kl import reverse_kl
 from rlhf_megatron.algorithms.preferences.dpo import DPOParams, dpo
 from rlhf_megatron.algorithms.preferences.preference_loss import PreferencePairs
 
-BATCHES, BAR = 200, 1e-6
+BATCHES = 200
+BAR = 1e-6
 LOSSES = (("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1))
 
 
@@ -100,8 +103,11 @@ def loss_of_ours(policy: Tensor, reference: Tensor, mask: Tensor, params: DPOPar
 
 
 def pairs_batch(number: int, generator: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
-    """(policy [2B, T - 1], reference, mask [2B, T]): chosen answers first, of any length, after prompts of any."""
-    pairs, tokens = 1 + number % 5, 6 + number % 9
+    """(policy [2B, T - 1], reference, mask [2B, T]): chosen answers first, of any length, after
+    prompts of any.
+    """
+    pairs = 1 + number % 5
+    tokens = 6 + number % 9
     mask = torch.zeros(2 * pairs, tokens, dtype=torch.long)
     for row in mask:
         begin = int(torch.randint(1, tokens - 1, (1,), generator=generator))
@@ -140,7 +146,8 @@ def main() -> int:
     for number in range(BATCHES):
         policy, reference, mask = pairs_batch(number, generator)
         for kind, smoothing in LOSSES:
-            theirs, ours = policy.clone().requires_grad_(), policy.clone().requires_grad_()
+            theirs = policy.clone().requires_grad_()
+            ours = policy.clone().requires_grad_()
             found = loss_of_trl(theirs, reference, mask, 0.3, kind, smoothing)
             params = DPOParams(0.3, kind, smoothing)
             compare(
@@ -150,7 +157,10 @@ def main() -> int:
                 loss_of_ours(ours, reference, mask, params),
                 (theirs, ours),
             )
-        rows, tokens, vocabulary, count = 1 + number % 3, 4 + number % 7, 11, 2 + number % 4
+        rows = 1 + number % 3
+        tokens = 4 + number % 7
+        vocabulary = 11
+        count = 2 + number % 4
         logits, of_teacher = (
             torch.randn(2, rows, tokens, vocabulary, generator=generator, dtype=torch.float64) * 2
         )
@@ -159,7 +169,8 @@ def main() -> int:
         teacher_TK, ids_TK = of_teacher.log_softmax(-1).topk(count, -1)
         is_trained = labels != -100
         for has_tail in (True, False):
-            theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+            theirs = logits.clone().requires_grad_()
+            ours = logits.clone().requires_grad_()
             found = teacher_of_trl(theirs.log_softmax(-1), ids_TK, teacher_TK, labels, has_tail)
             student = normalize_top_k_log_probs(ours.log_softmax(-1).gather(-1, ids_TK), has_tail)
             mine = forward_kl(student, normalize_top_k_log_probs(teacher_TK, has_tail))[
@@ -169,9 +180,11 @@ def main() -> int:
                 worst, f"forward_kl{' with tail' if has_tail else ''}", found, mine, (theirs, ours)
             )
         for beta, name, loss in ((0.0, "forward_kl", forward_kl), (1.0, "reverse_kl", reverse_kl)):
-            theirs, ours = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+            theirs = logits.clone().requires_grad_()
+            ours = logits.clone().requires_grad_()
             found = GKDTrainer.generalized_jsd_loss(theirs, of_teacher, labels, beta=beta)
-            student, teacher = ours.log_softmax(-1), of_teacher.log_softmax(-1)
+            student = ours.log_softmax(-1)
+            teacher = of_teacher.log_softmax(-1)
             compare(
                 worst,
                 f"{name}, whole vocabulary",
@@ -180,7 +193,8 @@ def main() -> int:
                 (theirs, ours),
             )
     print(
-        f"TRL {trl.__version__}, {BATCHES} random ragged batches, the largest difference of a value or a gradient:"
+        f"TRL {trl.__version__}, {BATCHES} random ragged batches, the largest difference of a"
+        " value or a gradient:"
     )
     for name, error in worst.items():
         print(f"  {name}: {error:.1e}")

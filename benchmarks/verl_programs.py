@@ -1,4 +1,6 @@
-"""Programs for verl_scores: right ones in many forms, mistakes and cheats, with {0} for what a right one computes."""
+"""Programs for verl_scores: right ones in many forms, mistakes and cheats, with {0} for what a
+right one computes.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ OF_PRINTED = {
     "input()": "t = input().split()\nprint({0})",
     "open(0)": "t = open(0).read().split()\nprint({0})",
     "buffer": "import sys\nt = sys.stdin.buffer.read().decode().split()\nprint({0})",
-    "lines of stdin": "import sys\nt = [word for line in sys.stdin for word in line.split()]\nprint({0})",
+    "lines of stdin": (
+        "import sys\nt = [word for line in sys.stdin for word in line.split()]\nprint({0})"
+    ),
     "main guard": READS + "def main():\n    print({0})\nif __name__ == '__main__':\n    main()",
     "class": READS + "class Solution:\n    def run(self):\n        print({0})\nSolution().run()",
     "exit behind": READS + "print({0})\nsys.exit()",

@@ -1,9 +1,12 @@
-"""What verl's own scorers say of their published examples and of adversarial answers, as a table for our tests.
+"""What verl's own scorers say of their published examples and of adversarial answers, as a table \
+for our tests.
 
-    python -m benchmarks.verl_scores VERL      # the folder of a verl package, such as an unpacked wheel of it
+    python -m benchmarks.verl_scores VERL      # the folder of a verl package, such as an
+                                               unpacked wheel of it
 
-Writes tests/support/verl_scores.jsonl: scorer, kind of the answer, response, label, verl's score from 0 to 1. Only the
-files of verl/utils/reward_score are read; the test (tests/unit/rewards/test_rewards_verl.py) needs no verl.
+Writes tests/support/verl_scores.jsonl: scorer, kind of the answer, response, label, verl's score
+from 0 to 1. Only the files of verl/utils/reward_score are read; the test
+(tests/unit/rewards/test_rewards_verl.py) needs no verl.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""The Python API: train a run, load its configuration, read what it wrote. The commands call the same functions.
+"""The Python API: train a run, load its configuration, read what it wrote. The commands call the
+same functions.
 
 Importing it imports no torch; docs/api.md has an example for a notebook.
 """
@@ -24,28 +25,35 @@ if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
 
 Overrides = Sequence[str] | Mapping[str, Any]
-"""Settings over those of a file: ["trainer.seed=7"] as on the command line, or {"trainer.seed": 7}."""
+"""Settings over those of a file: ["trainer.seed=7"] as on the command line,
+or {"trainer.seed": 7}.
+"""
 
 
 class RunFailed(RuntimeError):
     """A run that ended before it had all of its steps, or a replay that found other numbers."""
 
     def __init__(self, directory: Path, exit_code: int) -> None:
-        self.directory, self.exit_code = directory, exit_code
+        self.directory = directory
+        self.exit_code = exit_code
         super().__init__(
-            f"the run in {directory} ended with exit code {exit_code}; its last messages and {directory / 'logs'} say"
-            " why."
+            f"the run in {directory} ended with exit code {exit_code}; its last messages and"
+            f" {directory / 'logs'} say why."
         )
 
 
 @dataclass(frozen=True)
 class Run:
-    """The directory of a run. Each call reads its files anew, so a run that is going on can be watched."""
+    """The directory of a run. Each call reads its files anew, so a run that is going on
+    can be watched.
+    """
 
     directory: Path
 
     def __init__(self, directory: str | Path, must_exist: bool = True) -> None:
-        """Raises ValueError where there is no such directory, unless it may be on another machine."""
+        """Raises ValueError where there is no such directory,
+        unless it may be on another machine.
+        """
         object.__setattr__(self, "directory", Path(directory))
         if must_exist and not self.directory.is_dir():
             raise ValueError(
@@ -54,20 +62,26 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """Return the configuration that the run started with; secrets are redacted. Raises ConfigError."""
+        """Return the configuration that the run started with; secrets are redacted.
+        Raises ConfigError.
+        """
         return read_run_config(self.directory / "config.yaml").config
 
     def metrics(
         self, kind: Literal["step", "evaluation", "warmup"] = "step"
     ) -> list[dict[str, Any]]:
-        """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md. None is not finite."""
+        """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md.
+        None is not finite.
+        """
         rows = {
             row["step"]: row for row in self._read_rows("metrics.jsonl") if row.get("kind") == kind
         }
         return [rows[step] for step in sorted(rows)]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return the samples that each step kept (trainer.samples_kept): prompt, response, reward and more."""
+        """Return the samples that each step kept (trainer.samples_kept): prompt, response,
+        reward and more.
+        """
         return self._read_rows("samples.jsonl")
 
     def checkpoints(self) -> dict[int, Path]:
@@ -88,10 +102,13 @@ class Run:
         best: bool = False,
         dtype: str | None = None,
     ) -> Path:
-        """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout, and return that.
+        """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout,
+        and return that.
 
-        The newest checkpoint; that of `step`; or with `best` that with the largest trainer.keep_best. `dtype`:
-        "float32", "bfloat16", "float16"; None: that of the run. Raises ValueError where there is no such checkpoint.
+        The newest checkpoint; that of `step`; or with `best` that with the largest
+        trainer.keep_best. `dtype`:
+        "float32", "bfloat16", "float16"; None: that of the run. Raises ValueError where there is no
+        such checkpoint.
         """
         from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 
@@ -99,7 +116,9 @@ class Run:
         return Path(out)
 
     def report(self, out: Path | None = None) -> Path:
-        """Write the report (HTML and pictures) and return its page. Raises ValueError before the first step."""
+        """Write the report (HTML and pictures) and return its page. Raises ValueError before
+        the first step.
+        """
         return report([self.directory], out).page_path
 
     def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
@@ -117,8 +136,8 @@ def load_config(
 ) -> RunConfig:
     """Return the checked configuration of a run.
 
-    `with_files`: also check model, tokenizer and data on disk. `with_plugins`: run its plugins; without, the parts that
-    they may have are not checked.
+    `with_files`: also check model, tokenizer and data on disk. `with_plugins`: run its plugins;
+    without, the parts that they may have are not checked.
 
     Raises ConfigError with every problem at once.
     """
@@ -136,17 +155,20 @@ def train(
     allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
-    """Train the run that the YAML file at `path` describes, and return it when it has all of its steps.
+    """Train the run that the YAML file at `path` describes, and return it when it has
+    all of its steps.
 
-    A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record` writes every step's
-    batches; `replay` trains on them up to that step (of `replay_from`), or runs the mini-batch of a capsule again.
-    `allow_changes` takes a lock file also where model, data or plugins are not what they were.
+    A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record`
+    writes every step's batches; `replay` trains on them up to that step (of `replay_from`), or runs
+    the mini-batch of a capsule again. `allow_changes` takes a lock file also where model, data or
+    plugins are not what they were.
 
-    The run gets a process of its own, whose output is printed here; when this call is interrupted, the run is told to
-    stop, which saves a checkpoint. `is_own_process=False` is for a program that does nothing else: this process becomes
-    the launcher and mostly does not return.
+    The run gets a process of its own, whose output is printed here; when this call is interrupted,
+    the run is told to stop, which saves a checkpoint. `is_own_process=False` is for a program that
+    does nothing else: this process becomes the launcher and mostly does not return.
 
-    Raises ConfigError with every problem before anything starts, RunFailed when the run did not end well.
+    Raises ConfigError with every problem before anything starts, RunFailed when the run
+    did not end well.
     """
     words = _build_override_arguments(overrides, fresh)
     source = None if replay_from is None else Path(replay_from)
@@ -163,9 +185,7 @@ def _run_job(job: TrainJob, is_own_process: bool) -> Run:
     exit_code = _run_in_subprocess(job) if is_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
-    return Run(
-        job.run_dir, must_exist=is_own_process
-    )  # a rank of another machine may not see it
+    return Run(job.run_dir, must_exist=is_own_process)  # a rank of another machine may not see it
 
 
 def sft(
@@ -176,7 +196,9 @@ def sft(
     allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
-    """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft). As `train`."""
+    """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job:
+    sft). As `train`.
+    """
     return _train_supervised("sft", path, overrides, fresh, allow_changes, is_own_process)
 
 
@@ -209,9 +231,11 @@ def _train_supervised(
 def report(
     run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None
 ) -> WrittenReport:
-    """Write the report of one run, or of several side by side. Raises ValueError where there is nothing to report.
+    """Write the report of one run, or of several side by side. Raises ValueError where there is
+    nothing to report.
 
-    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
+    `reload_s`: seconds after which a browser reads the page again, while a run goes
+    on; None: never.
     """
     from rlhf_megatron.controller.observe.report.report_writer import write_report
 

@@ -1,4 +1,5 @@
-"""The only file that names a kind of accelerator. Everything else takes a `torch.device` and asks here.
+"""The only file that names a kind of accelerator. Everything else takes a `torch.device`
+and asks here.
 
 The functions at the end share device memory with another process of the same machine (CUDA IPC).
 """
@@ -40,8 +41,11 @@ def count_devices() -> int:
 
 
 def list_visible_devices() -> list[str]:
-    """Return their names in CUDA_VISIBLE_DEVICES, or their numbers without it; none without CUDA."""
-    given, num = os.environ.get("CUDA_VISIBLE_DEVICES"), count_devices()
+    """Return their names in CUDA_VISIBLE_DEVICES, or their numbers without it;
+    none without CUDA.
+    """
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    num = count_devices()
     names = (
         [str(number) for number in range(num)]
         if given is None
@@ -53,7 +57,9 @@ def list_visible_devices() -> list[str]:
 def select_rank_device(
     device_kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0
 ) -> torch.device:
-    """Return the device of a rank, made current. "auto": CUDA where available. Raises ValueError for none."""
+    """Return the device of a rank, made current. "auto": CUDA where available. Raises
+    ValueError for none.
+    """
     if device_kind == "cpu" or (device_kind == "auto" and not has_accelerator()):
         return torch.device("cpu")
     if not has_accelerator():
@@ -62,8 +68,9 @@ def select_rank_device(
         )
     if local_rank >= torch.cuda.device_count():
         raise ValueError(
-            f"local rank {local_rank} has no device: this machine shows {torch.cuda.device_count()};"
-            " start at most one rank a device (trainer.n_gpus_per_node)."
+            f"local rank {local_rank} has no device: this machine shows"
+            f" {torch.cuda.device_count()}; start at most one rank a"
+            " device (trainer.n_gpus_per_node)."
         )
     device = torch.device("cuda", local_rank)
     torch.cuda.set_device(device)
@@ -71,7 +78,9 @@ def select_rank_device(
 
 
 def read_local_rank() -> int:
-    """This process's number on its machine, as the launcher says in LOCAL_RANK; 0 without a launcher."""
+    """This process's number on its machine, as the launcher says in LOCAL_RANK; 0
+    without a launcher.
+    """
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
@@ -81,7 +90,9 @@ def choose_distributed_backend(device: torch.device) -> str:
 
 
 def make_deterministic(warn_only: bool = False) -> None:
-    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that names it, or warn."""
+    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that
+    names it, or warn.
+    """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Filling is for programs that read what they never wrote.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
@@ -127,13 +138,17 @@ def read_own_resident_bytes() -> int:
 
 
 def allocate_host_buffer(num_bytes: int, device: torch.device) -> Tensor:
-    """Return [num_bytes] uint8 in host memory, page-locked where that makes copies from and to `device` faster."""
+    """Return [num_bytes] uint8 in host memory, page-locked where that makes copies from and to
+    `device` faster.
+    """
     return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 def page_lock_memory(host_memory: Tensor, device: torch.device) -> bool:
-    """Page-lock host memory that others allocated, for copies from `device` at full speed. False: it is not, which is
-    slower and nothing else. Undo it with `page_unlock_memory` before the memory goes."""
+    """Page-lock host memory that others allocated, for copies from `device` at full speed. False:
+    it is not, which is slower and nothing else. Undo it with `page_unlock_memory` before
+    the memory goes.
+    """
     if device.type != "cuda" or host_memory.device.type != "cpu":
         return False
     if not host_memory.nbytes:
@@ -148,8 +163,9 @@ def page_lock_memory(host_memory: Tensor, device: torch.device) -> bool:
 
 
 def _clear_cuda_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call that failed, and torch raises it at the next kernel, whichever that is: this one.
-    What also ends later kernels is raised by them."""
+    """CUDA keeps the error of a call that failed, and torch raises it at the next kernel, whichever
+    that is: this one. What also ends later kernels is raised by them.
+    """
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
 
@@ -160,8 +176,9 @@ def page_unlock_memory(host_memory: Tensor) -> None:
 
 
 def copy_tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on `device` of small tensors of the host: all in one transfer, which nobody waits for. On a CPU they
-    themselves."""
+    """Copies on `device` of small tensors of the host: all in one transfer, which nobody waits for.
+    On a CPU they themselves.
+    """
     if device.type == "cpu":
         return list(tensors)
     staging = allocate_host_buffer(
@@ -174,7 +191,8 @@ def copy_tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> l
 
 def _split_into_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
     """Views of `buffer` (bytes), one after the other, in the shapes and types of `tensors`."""
-    found, start = [], 0
+    found = []
+    start = 0
     for tensor in tensors:
         found.append(buffer[start : start + tensor.nbytes].view(tensor.dtype).view(tensor.shape))
         start += _round_up_to_alignment(tensor.nbytes)
@@ -186,7 +204,9 @@ def _round_up_to_alignment(num_bytes: int) -> int:
 
 
 class CopyQueue:
-    """Copies between a device and host memory, beside its computation. On a CPU each is made at once."""
+    """Copies between a device and host memory, beside its computation. On a CPU each
+    is made at once.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -208,7 +228,9 @@ class CopyQueue:
             yield
 
     def record_mark(self) -> Any:
-        """Mark the end of the copies so far, for `wait_for_mark`. None on a device that copies at once."""
+        """Mark the end of the copies so far, for `wait_for_mark`. None on a device that
+        copies at once.
+        """
         return None if self._stream is None else self._stream.record_event()
 
     def wait_for_mark(self, mark: Any) -> None:
@@ -222,7 +244,9 @@ class CopyQueue:
 
 
 def list_device_ids() -> list[str]:
-    """Identities of the devices that this process can use, the same in every process; none on a CPU."""
+    """Identities of the devices that this process can use, the same in every process;
+    none on a CPU.
+    """
     if not torch.cuda.is_available():
         return []
     return [
@@ -236,8 +260,9 @@ def get_device_id(device: torch.device) -> str:
 
 
 def can_share_device_memory(device: torch.device) -> bool:
-    """Whether memory of `device` can be opened by other processes. Expandable segments need rights that containers
-    rarely give, so they count as no."""
+    """Whether memory of `device` can be opened by other processes. Expandable segments need rights
+    that containers rarely give, so they count as no.
+    """
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return False
     return not torch.cuda.memory._snapshot()["allocator_settings"].get("expandable_segments", False)
@@ -250,8 +275,9 @@ def get_shareable_device_id(device: torch.device) -> str:
 
 @dataclass(frozen=True)
 class SharedDeviceMemory:
-    """A flat tensor of bytes on a device, as a reference that other processes of this machine can open. One reference
-    for one reader: each counts what it has open."""
+    """A flat tensor of bytes on a device, as a reference that other processes of this machine can
+    open. One reference for one reader: each counts what it has open.
+    """
 
     device_id: str  # `get_device_id`
     offset: int  # bytes in the storage
@@ -266,7 +292,9 @@ class SharedDeviceMemory:
 
 
 def share_device_memory(bucket: Tensor) -> SharedDeviceMemory:
-    """`bucket`: [bytes] uint8, contiguous, on a device that `can_share_device_memory`. It must live until the reader closed it."""
+    """`bucket`: [bytes] uint8, contiguous, on a device that `can_share_device_memory`. It must live
+    until the reader closed it.
+    """
     assert bucket.dtype == torch.uint8 and bucket.is_contiguous(), (
         f"{bucket.dtype} of strides {bucket.stride()}"
     )
@@ -288,11 +316,13 @@ def share_device_memory(bucket: Tensor) -> SharedDeviceMemory:
 
 
 def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
-    """Returns what another process shares. Raises ValueError where this process does not see its device, or the memory
-    is gone."""
+    """Returns what another process shares. Raises ValueError where this process does not see its
+    device, or the memory is gone.
+    """
     if shared_memory.device_id not in list_device_ids():
         raise ValueError(
-            f"the memory lies on device {shared_memory.device_id}; this process sees {list_device_ids() or 'none'}."
+            f"the memory lies on device {shared_memory.device_id}; this process"
+            f" sees {list_device_ids() or 'none'}."
         )
     device_index = list_device_ids().index(shared_memory.device_id)
     try:
@@ -322,7 +352,9 @@ def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
 
 
 def release_unopened_memory(shared_memory: SharedDeviceMemory) -> None:
-    """Take a reference for closed that its reader will never open: the memory would stay for it else."""
+    """Take a reference for closed that its reader will never open: the memory would
+    stay for it else.
+    """
     torch.UntypedStorage._release_ipc_counter_cuda(
         shared_memory.counter_handle, shared_memory.counter_offset
     )

@@ -2,13 +2,14 @@
 
 A plan is text, `ACTION@POINT[:key=value,...]`, several separated by semicolons:
 
-    kill@ckpt.before_commit:step=4; stop@actor.before_optimizer_step:who=rank1,nth=3; delay@sync.after_bucket:seconds=2
+    kill@ckpt.before_commit:step=4; stop@actor.before_optimizer_step:who=rank1,nth=3;
+        delay@sync.after_bucket:seconds=2
 
-`who` is "controller" (also of an inline run), "rank0", "rank1" ..., "driver0" ... of the job; without it whoever comes
-first acts.
-`step` is the step of the loop, known on the controller; `nth` counts how often this process has passed the point.
-Each fault acts once, also over restarts: a file in the directory of the plan marks it as done before it acts.
-Without a plan a point costs one comparison.
+`who` is "controller" (also of an inline run), "rank0", "rank1" ..., "driver0" ... of the job;
+without it whoever comes first acts.
+`step` is the step of the loop, known on the controller; `nth` counts how often this process has
+passed the point. Each fault acts once, also over restarts: a file in the directory of the plan
+marks it as done before it acts. Without a plan a point costs one comparison.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ DIRECTORY_ENV = "RLHF_MEGATRON_FAULTS_DIR"
 
 POINTS = {
     "loop.step_begins": "controller: before the prompts of a step are drawn",
-    "rollout.mid_generate": "controller: some groups of the step are taken and journalled, others are not yet",
+    "rollout.mid_generate": (
+        "controller: some groups of the step are taken and journalled, others are not yet"
+    ),
     "driver.before_reply": "driver: an engine has answered, the controller has not got it",
     "rollout.after_generate": "controller: all groups have come",
     "reward.before_score": "controller: before the rewards are computed",
@@ -42,9 +45,15 @@ POINTS = {
     "sync.after_bucket": "rank: a sender has delivered a bucket",
     "sync.before_commit": "controller: all weights were sent and verified",
     "sync.after_commit": "controller: engines serve the new version",
-    "turns.before_restore": "controller: colocated engines have released their memory, the trainer is away",
-    "turns.before_stream": "controller: colocated, gradients and optimizer state are away, the engines have no memory",
-    "turns.after_stream": "controller: colocated, all of the trainer is away, the engines have no cache",
+    "turns.before_restore": (
+        "controller: colocated engines have released their memory, the trainer is away"
+    ),
+    "turns.before_stream": (
+        "controller: colocated, gradients and optimizer state are away, the engines have no memory"
+    ),
+    "turns.after_stream": (
+        "controller: colocated, all of the trainer is away, the engines have no cache"
+    ),
     "loop.step_ends": "controller: metrics of the step are written",
     "ckpt.before_data": "rank: before the first byte of a checkpoint",
     "ckpt.mid_data": "rank: while its files are written",
@@ -56,7 +65,8 @@ POINTS = {
 }
 """Where a fault can act, and who passes there."""
 
-MARK = "mark"  # the action of points where the caller itself does the damage (a NaN, a changed parameter)
+# the action of points where the caller itself does the damage (a NaN, a changed parameter)
+MARK = "mark"
 _ITEM = re.compile(r"(?P<action>\w+)@(?P<point>[\w.]+)(?::(?P<arguments>.*))?", re.DOTALL)
 
 EXTRA_ACTIONS = (
@@ -86,7 +96,8 @@ def parse_fault_plan(text: str) -> tuple[PlannedFault, ...]:
             raise ValueError(f"fault {item!r} is not of the form ACTION@POINT[:key=value,...].")
         if match["point"] not in POINTS:
             raise ValueError(
-                f"fault {item!r}: there is no point {match['point']!r}; the points are {sorted(POINTS)}."
+                f"fault {item!r}: there is no point {match['point']!r}; the points"
+                f" are {sorted(POINTS)}."
             )
         given = dict(pair.split("=", 1) for pair in (match["arguments"] or "").split(",") if pair)
         if unknown := given.keys() - {"who", "step", "nth", "seconds"}:
@@ -126,7 +137,9 @@ class FaultPlan:
         self._num_passes: Counter[str] = Counter()
 
     def reach_point(self, point: str) -> bool:
-        """Act if a fault waits for this. True where the caller is to do the damage itself (`mark`)."""
+        """Act if a fault waits for this. True where the caller is to do the damage
+        itself (`mark`).
+        """
         assert point in POINTS, f"{point} is not a named point"
         self._num_passes[point] += 1
         is_marked = False
@@ -155,7 +168,10 @@ class FaultPlan:
             )
         except FileExistsError:
             return False
-        text = f"{fault.action}@{fault.point} by {self._process_name}, process {os.getpid()}, at {time.time():.3f}\n"
+        text = (
+            f"{fault.action}@{fault.point} by {self._process_name}, process {os.getpid()},"
+            f" at {time.time():.3f}\n"
+        )
         os.write(descriptor, text.encode())
         os.fsync(descriptor)
         os.close(descriptor)
@@ -212,5 +228,7 @@ def set_fault_step(step: int) -> None:
 
 
 def reach_fault_point(point: str) -> bool:
-    """Called at a named point. True where a `mark` of the plan waits for it: the caller does the damage."""
+    """Called at a named point. True where a `mark` of the plan waits for it: the caller
+    does the damage.
+    """
     return _plan is not None and _plan.reach_point(point)

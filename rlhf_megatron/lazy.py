@@ -1,4 +1,6 @@
-"""torch and numpy, loaded at their first use: the configuration reads modules that declare parts without them."""
+"""torch and numpy, loaded at their first use: the configuration reads modules that declare
+parts without them.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ else:
         def __getattr__(self, name: str) -> Any:
             return getattr(importlib.import_module(self._name), name)
 
-    np, torch = _LazyModule("numpy"), _LazyModule("torch")
+    np = _LazyModule("numpy")
+    torch = _LazyModule("torch")
     Tensor = Any  # it stands in annotations only
 
 __all__ = ["Tensor", "np", "torch"]

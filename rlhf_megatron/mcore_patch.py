@@ -10,15 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-OLDEST, NEWEST = (
-    (0, 16, 1),
-    (0, 19),
-)  # megatron-core versions that were run: from OLDEST, any patch release of NEWEST
+# megatron-core versions that were run: from OLDEST, any patch release of NEWEST
+OLDEST = (0, 16, 1)
+NEWEST = (0, 19)
 NEEDS_TRITON = (0, 18)  # from here on megatron-core imports triton wherever it runs
 
 KNOWN_WARNINGS = (
     (
-        "(Apex|Transformer Engine|TransformerEngine|transformer_engine).*(not|Falling back|fall back)",
+        (
+            "(Apex|Transformer Engine|TransformerEngine|transformer_engine).*(not|Falling back|fall"
+            " back)"
+        ),
         UserWarning,
     ),
     ("Apex is not installed", UserWarning),
@@ -52,7 +54,9 @@ class MegatronPatch:
     )
 
     def covers_version(self, version: str) -> bool:
-        """Whether `affected_versions` covers a release of megatron-core; "0.19.x" covers every patch release."""
+        """Whether `affected_versions` covers a release of megatron-core; "0.19.x" covers every
+        patch release.
+        """
         first, _, last = self.affected_versions.partition(" to ")
         bound = _parse_version_numbers((last or first).removesuffix(".x"))
         return (
@@ -69,43 +73,53 @@ def apply_needed_patches(patches: Sequence[MegatronPatch]) -> None:
                 patch.apply_patch()
         except (AttributeError, ImportError, KeyError) as error:
             raise RuntimeError(
-                f"megatron-core {importlib.metadata.version('megatron-core')}: cannot replace {patch.symbol}"
-                f" ({patch.reason}): {error}. Install a version from {_format_version(OLDEST)} to {_format_version(NEWEST)}.x."
+                f"megatron-core {importlib.metadata.version('megatron-core')}: cannot replace"
+                f" {patch.symbol} ({patch.reason}): {error}. Install a version from"
+                f" {_format_version(OLDEST)} to {_format_version(NEWEST)}.x."
             ) from error
 
 
 def check_megatron_version(installed_version: str | None = None) -> None:
-    """Raises RuntimeError naming the installed and the supported versions of megatron-core. None: look it up."""
+    """Raises RuntimeError naming the installed and the supported versions of megatron-core.
+    None: look it up.
+    """
     version = _read_installed_version() if installed_version is None else installed_version
     numbers = _parse_version_numbers(version)
     if numbers < OLDEST or numbers[:2] > NEWEST:
         raise RuntimeError(
-            f"megatron-core {version} is installed, supported are {_format_version(OLDEST)} to {_format_version(NEWEST)}.x;"
-            f" run: pip install --no-deps 'megatron-core>={_format_version(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
+            f"megatron-core {version} is installed, supported are {_format_version(OLDEST)} to"
+            f" {_format_version(NEWEST)}.x; run: pip install"
+            f" --no-deps 'megatron-core>={_format_version(OLDEST)},<{NEWEST[0]}.{NEWEST[1] + 1}'"
         )
 
 
 def check_undeclared_dependencies(installed_version: str | None = None) -> None:
-    """Raises RuntimeError where megatron-core would not import, for a package that it needs and does not name."""
+    """Raises RuntimeError where megatron-core would not import, for a package that it needs and
+    does not name.
+    """
     version = _read_installed_version() if installed_version is None else installed_version
     if (
         _parse_version_numbers(version) >= NEEDS_TRITON
         and importlib.util.find_spec("triton") is None
     ):
         raise RuntimeError(
-            f"megatron-core {version} imports triton, which is not installed (torch without CUDA does not bring it);"
-            " run: pip install --no-deps triton"
+            f"megatron-core {version} imports triton, which is not installed (torch without CUDA"
+            " does not bring it); run: pip install --no-deps triton"
         )
 
 
 def replace_symbol(owner: Any, name: str, value: Any) -> None:
-    """Like setattr; raises AttributeError where `owner` has no such name, so that nothing reads the new one."""
+    """Like setattr; raises AttributeError where `owner` has no such name, so that nothing
+    reads the new one.
+    """
     getattr(owner, name)
     setattr(owner, name, value)
 
 
 def quiet_known_warnings() -> None:
-    """Hide what megatron-core says on every start without Transformer Engine or Apex, and nothing else."""
+    """Hide what megatron-core says on every start without Transformer Engine or Apex,
+    and nothing else.
+    """
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
     logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_is_not_rng_warning)

@@ -53,7 +53,7 @@ def check_part_class(part: type, interface: type, description: str) -> None:
             f" from {interface.__name__} of rlhf_megatron.extend for those that have a default."
         )
     _checked_classes.add(part)
-    _warn_of_near_names(part, interface, description)
+    _warn_of_near_names(part, list_hooks(interface), description)
     if problems:
         raise ValueError(f"{description}: {' '.join(problems)}")
 
@@ -65,8 +65,8 @@ def check_params_class(params: type, protocols: tuple[type, ...], description: s
         return
     problems = [text for protocol in protocols for text in _find_former_hooks(params, protocol)]
     _checked_classes.add(params)
-    for protocol in protocols:
-        _warn_of_near_names(params, protocol, description)
+    hooks = {name for protocol in protocols for name in list_hooks(protocol)}
+    _warn_of_near_names(params, hooks, description)
     if problems:
         raise ValueError(f"{description}: {' '.join(dict.fromkeys(problems))}")
 
@@ -87,16 +87,17 @@ def list_user_subclasses() -> set[type]:
 def find_subclass_problems(former_subclasses: set[type]) -> list[str]:
     """Check the classes of users that are new since `former_subclasses`.
 
-    Returns a sentence for each problem. The classes are clients, balancers and others that no registry sees; registered ones were checked.
+    Returns a sentence for each problem. The classes are clients, balancers and others that no
+    registry sees; registered ones were checked before.
     """
     problems = []
     new_classes = list_user_subclasses() - former_subclasses - set(_checked_classes)
     for new_class in sorted(new_classes, key=_name_class):
         _checked_classes.add(new_class)
         problems += _find_former_hooks(new_class, new_class)
-        description = f"class {_name_class(new_class)}"
-        for base in new_class.__bases__:
-            _warn_of_near_names(new_class, base, description)
+        package_bases = filter(_is_of_this_package, new_class.__mro__)
+        hooks = {name for base in package_bases for name in list_hooks(base)}
+        _warn_of_near_names(new_class, hooks, f"class {_name_class(new_class)}")
     return problems
 
 
@@ -155,9 +156,8 @@ def _is_required(member: object) -> bool:
     return getattr(function, "is_required_hook", False)
 
 
-def _warn_of_near_names(part: type, interface: type, description: str) -> None:
+def _warn_of_near_names(part: type, hooks: set[str], description: str) -> None:
     """Warn of a name that is one letter away from a hook's: most probably the hook was meant."""
-    hooks = list_hooks(interface)
     for owner in _list_user_owners(part):
         own_names = _list_own_names(owner)
         for name in sorted(own_names - hooks):

@@ -1,4 +1,6 @@
-"""Being asked to stop: a run ends at the next place where its state can be saved, and can be resumed from there."""
+"""Being asked to stop: a run ends at the next place where its state can be saved, and can be
+resumed from there.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ STOPPED_EXIT_CODE = (
 
 
 def get_startup_exit_code(signal_number: int) -> int:
-    """Return the exit code of a run that signal `signal_number` ended before its first step: nothing is lost, and the same
-    command begins it again.
+    """Return the exit code of a run that signal `signal_number` ended before its first step:
+    nothing is lost, and the same command begins it again.
     """
     return 128 + signal_number if signal_number == signal.SIGINT else STOPPED_EXIT_CODE
 

@@ -31,7 +31,9 @@ def dist_pool() -> Iterator[DistPool]:
 
 @pytest.fixture(scope="session")
 def triton_interpreter() -> Iterator[TritonInterpreter]:
-    """A warm process in which Triton kernels run on the CPU; see tests/support/triton_interpreter.py."""
+    """A warm process in which Triton kernels run on the CPU;
+    see tests/support/triton_interpreter.py.
+    """
     support = query_interpreter_support()
     if not support.is_usable:
         pytest.skip(support.why_not)

@@ -24,7 +24,8 @@ EXTEND = ROOT / "rlhf_megatron" / "extend"
 PAGE = ROOT / "docs" / "extending.md"
 MOVES = ROOT / "docs" / "dev" / "moves.tsv"
 RENAMES = ROOT / "docs" / "dev" / "renames.tsv"
-TABLES_START, TABLES_END = "<!-- names: begin -->\n", "<!-- names: end -->\n"
+TABLES_START = "<!-- names: begin -->\n"
+TABLES_END = "<!-- names: end -->\n"
 FORMER_NAMES_HEADER = "former module\tformer name\tmodule\tname\tname in rlhf_megatron.extend"
 FORMER_HOOKS_HEADER = "module\tclass\tformer hook\thook"
 
@@ -53,7 +54,8 @@ def render_former_names() -> str:
     A name of the door has a row also where only its module was moved. Raises ValueError for a new
     name that no module has.
     """
-    moves, renames = _read_module_moves(), _read_renames()
+    moves = _read_module_moves()
+    renames = _read_renames()
     module_names = _list_names_by_module()
     rows = {(former, "", new, "", "") for former, new in moves.items()}
     missing = [f"{former} is not {new}" for former, new in moves.items() if new not in module_names]
@@ -79,7 +81,8 @@ def render_former_names() -> str:
 
 def render_former_hooks() -> str:
     """Return the table of former names of the hooks of all base classes."""
-    moves, renames = _read_module_moves(), _read_renames()
+    moves = _read_module_moves()
+    renames = _read_renames()
     former_modules = {new: former for former, new in moves.items()}
     former_classes = {(module, new): former for module, former, new in renames if "." not in former}
     rows = set()

@@ -11,7 +11,9 @@ WIDTH = 44  # of the column of names
 
 
 def file_map() -> list[str]:
-    """Return a line for each folder and each module below it, modules of a folder before its folders."""
+    """Return a line for each folder and each module below it, modules of a folder
+    before its folders.
+    """
     return [_line(PACKAGE / "__init__.py", PACKAGE.name, 0), *_lines(PACKAGE, 1)]
 
 

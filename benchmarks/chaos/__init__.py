@@ -1,4 +1,5 @@
-"""Runs that are killed, stopped and started again on purpose, against a run that was left alone: `make chaos`.
+"""Runs that are killed, stopped and started again on purpose, against a run that was left
+alone: `make chaos`.
 
 program     one launch of the real program, its processes by role, its end
 task        the tiny run that is disturbed, in its layouts

@@ -85,7 +85,9 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _run(case: cases.Case, config: Path, references: dict[str, Path], directory: Path) -> Outcome:
-    """The case, after the undisturbed run of its layout and settings where that has not been made."""
+    """The case, after the undisturbed run of its layout and settings where that
+    has not been made.
+    """
     shared = {key: value for key, value in case.settings.items() if key in cases.REFERENCE_SETTINGS}
     key = f"{case.layout}{json.dumps(shared, sort_keys=True) if shared else ''}"
     if key not in references:

@@ -1,6 +1,7 @@
 """Buckets of weights, damaged on their way to one engine. For tests and soaks; see `fault_proxy`.
 
-The damage is done to a copy in the transfer directory: other engines that are given the same bucket get it whole.
+The damage is done to a copy in the transfer directory: other engines that are given the same
+bucket get it whole.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ UPDATE_PATHS = {
 
 
 def read_manifest(kind: str, body: bytes) -> BucketManifest | None:
-    """The manifest in the body of an update request; None: the request is about something else (a commit)."""
+    """The manifest in the body of an update request; None: the request is about something
+    else (a commit).
+    """
     if kind == "local":
         return BucketManifest.parse_json(body.decode())
     order = _read_order(body)
@@ -53,7 +56,9 @@ def write_manifest(kind: str, body: bytes, manifest: BucketManifest) -> bytes:
 
 
 def _read_order(body: bytes) -> dict[str, Any]:
-    """The order in a request to SGLang: its JSON stands in the pickle as it is, so nothing has to be unpickled."""
+    """The order in a request to SGLang: its JSON stands in the pickle as it is, so nothing has
+    to be unpickled.
+    """
     raw = base64.b64decode(json.loads(body)["serialized_named_tensors"][0])
     order, _ = json.JSONDecoder().raw_decode(raw[raw.index(b'{"') :].decode("latin-1"))
     return order
@@ -80,33 +85,34 @@ def damaged(
     old: KeptBucket | None,
     random: Random,
 ) -> Iterator[tuple[BucketManifest, list[str]]]:
-    """The manifest of the damaged bucket, which lies in the directory while the block runs, and the tensors that are
-    wrong or missing in it: none where a bucket cannot be damaged this way.
+    """The manifest of the damaged bucket, which lies in the directory while the block runs, and the
+    tensors that are wrong or missing in it: none where a bucket cannot be damaged this way.
 
-    `is_hidden`: digests and version in the manifest are made to agree, so that the engine cannot see it on arrival.
-    `old`: a bucket of an earlier sync.
+    `is_hidden`: digests and version in the manifest are made to agree, so that the engine cannot
+    see it on arrival. `old`: a bucket of an earlier sync.
     """
     data = bytearray((directory / manifest.file).read_bytes()[: manifest.num_bytes])
-    changed, names = manifest, [entry.name for entry in manifest.tensors]
+    changed = manifest
+    names = [entry.name for entry in manifest.tensors]
     if kind == "drop_bucket":  # it is loaded as an empty one: the engine answers success
         changed = replace(manifest, tensors=())
     elif kind == "half_bucket":
         half = len(names) // 2
-        changed, names = replace(manifest, tensors=manifest.tensors[:half]), names[half:]
+        changed = replace(manifest, tensors=manifest.tensors[:half])
+        names = names[half:]
     elif kind == "swap_names":
         changed, names = _with_swapped_names(manifest)
     elif kind == "old_bucket" and old is not None:
         version = manifest.version if is_hidden else old.manifest.version
-        changed, data = replace(old.manifest, version=version), bytearray(old.data)
+        changed = replace(old.manifest, version=version)
+        data = bytearray(old.data)
     elif entries := [
         e for e in manifest.tensors if kind == "flip_byte" or len(e.shape) > 1 < e.shape[0]
     ]:
         entry = random.choice(entries)
         (_flip_byte if kind == "flip_byte" else _swap_rows)(data, entry, random)
-        changed, names = (
-            _with_digest(manifest, entry, data) if is_hidden else manifest,
-            [entry.name],
-        )
+        changed = _with_digest(manifest, entry, data) if is_hidden else manifest
+        names = [entry.name]
     else:
         names = []
     path = directory / f"damaged-{manifest.file}"
@@ -138,7 +144,8 @@ def _swap_rows(data: bytearray, entry: TensorEntry, random: Random) -> None:
     size = entry.num_bytes // entry.shape[0]
     places = [entry.offset + row * size for row in random.sample(range(entry.shape[0]), 2)]
     first, second = (bytes(data[place : place + size]) for place in places)
-    data[places[0] : places[0] + size], data[places[1] : places[1] + size] = second, first
+    data[places[0] : places[0] + size] = second
+    data[places[1] : places[1] + size] = first
 
 
 def _with_digest(manifest: BucketManifest, entry: TensorEntry, data: bytearray) -> BucketManifest:

@@ -1,7 +1,7 @@
 """The matrix: at which point, to whom, what, in which layout, and what must come of it.
 
-A plan may only reach processes that pass a named point. The launcher's agent passes none: there the point waits for two
-seconds, and the signal comes from outside (`from_outside`).
+A plan may only reach processes that pass a named point. The launcher's agent passes none: there the
+point waits for two seconds, and the signal comes from outside (`from_outside`).
 """
 
 from __future__ import annotations
@@ -16,14 +16,17 @@ from benchmarks.chaos.task import NUM_STEPS, SAMPLES
 from rlhf_megatron.faults import POINTS
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
-STEP = 5  # that is disturbed: the checkpoint of step 2 stands, since there is one save at a time; that of 4 may not yet
+# that is disturbed: the checkpoint of step 2 stands, since there is one save at a time; that
+# of 4 may not yet
+STEP = 5
 LAST_EVALUATION = 4  # before step 1, after steps 2 and 4, and at the end
 WAIT_S = 2.0  # at a point, for the signal from outside
 KILLED = -signal.SIGKILL
 FAILED = 1  # the controller's
 HANG_S = 20.0  # deadline of a stage in which somebody hangs; the stage takes a fraction of a second
-# How often a process passes a point until the step STEP reaches it (see task.py: two optimizer steps, four buckets a
-# weight sync, a sync before the first step, checkpoints after steps 2, 4 and 6).
+# How often a process passes a point until the step STEP reaches it (see task.py: two optimizer
+# steps, four buckets a weight sync, a sync before the first step, checkpoints after
+# steps 2, 4 and 6).
 _NTH = {
     "driver.before_reply": 2,
     "actor.before_log_probs": STEP,
@@ -78,7 +81,9 @@ class Case:
 
     @property
     def may_repeat(self) -> int:
-        """Samples of training that may be generated again: those under way. The others are in the journal."""
+        """Samples of training that may be generated again: those under way. The others are
+        in the journal.
+        """
         if not self.has_checkpoint:
             return NUM_STEPS * SAMPLES
         is_generating = any(
@@ -117,7 +122,8 @@ def needed_by(point: str) -> dict[str, Any]:
 def kills() -> Iterator[Case]:
     """kill -9 of every kind of process at every point it passes."""
     for point in POINTS:
-        plan, settings = f"kill@{point}:{when(point)}", needed_by(point)
+        plan = f"kill@{point}:{when(point)}"
+        settings = needed_by(point)
         codes = (0,) if passed_by(point) == "driver" else (KILLED,)
         yield Case(f"inline/kill/{point}", "inline", plan, first_exit=codes, settings=settings)
     for point in POINTS:
@@ -125,7 +131,8 @@ def kills() -> Iterator[Case]:
             codes = {"rank1": (FAILED,), "driver0": (0,)}.get(
                 who
             )  # rank 0 hands on the controller's code
-            plan, settings = f"kill@{point}:who={who},{when(point)}", needed_by(point)
+            plan = f"kill@{point}:who={who},{when(point)}"
+            settings = needed_by(point)
             yield Case(f"tp2/kill_{who}/{point}", "tp2", plan, first_exit=codes, settings=settings)
     for point, who, moment in (
         ("rollout.mid_generate", "controller", None),
@@ -162,7 +169,8 @@ def early_and_often() -> Iterator[Case]:
     ):
         plan = f"kill@{first}:step={STEP}; kill@{second}:step={STEP}"
         yield Case(f"inline/kill_twice/{first}", "inline", plan, first_exit=(KILLED,))
-    first, second = f"who=rank1,nth={2 * STEP - 1}", f"who=controller,step={STEP + 1}"
+    first = f"who=rank1,nth={2 * STEP - 1}"
+    second = f"who=controller,step={STEP + 1}"
     plan = f"kill@actor.after_optimizer_step:{first}; kill@loop.step_ends:{second}"
     yield Case("tp2/kill_twice/actor.after_optimizer_step", "tp2", plan)
 
@@ -183,8 +191,10 @@ def engines() -> Iterator[Case]:
 
 
 def colocated() -> Iterator[Case]:
-    """Trainer and engines take turns with the same devices; `kills` has the changes of turns. An engine dies in each of
-    them, also beside one that is generating; a stop comes in the engines' turn and in the trainer's."""
+    """Trainer and engines take turns with the same devices; `kills` has the changes of turns. An
+    engine dies in each of them, also beside one that is generating; a stop comes in the engines'
+    turn and in the trainer's.
+    """
     alone = {"rollout.colocated": True}
     points = ("turns.before_restore", "turns.before_stream", "turns.after_stream", *ENGINE_POINTS)
     for point in points:
@@ -219,7 +229,9 @@ def colocated() -> Iterator[Case]:
 
 
 def hangs() -> Iterator[Case]:
-    """A rank is stopped: the deadline of its stage names it, the run ends, and goes on when it is started again."""
+    """A rank is stopped: the deadline of its stage names it, the run ends, and goes on when it is
+    started again.
+    """
     for point, stage in (
         ("actor.before_optimizer_step", "update"),
         ("actor.before_log_probs", "annotate"),
@@ -268,7 +280,9 @@ def agents() -> Iterator[Case]:
 
 
 def by_state() -> Iterator[Case]:
-    """Not in deterministic mode: steps, versions, prompts and the number of samples are exact all the same."""
+    """Not in deterministic mode: steps, versions, prompts and the number of samples are
+    exact all the same.
+    """
     loose = {"trainer.deterministic": False, "rollout.num_engines": 2}
     for point, who in (
         ("rollout.mid_generate", "controller"),

@@ -58,11 +58,14 @@ def bare(row: Row) -> Row:
 
 
 def differences(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> list[str]:
-    """Empty when the two runs are the same. `is_bitwise` False: in state only, which a resumed run keeps always."""
+    """Empty when the two runs are the same. `is_bitwise` False: in state only, which a resumed
+    run keeps always.
+    """
     found = [*_repeated(disturbed), *_rows(undisturbed, disturbed, is_bitwise)]
     found += _samples(undisturbed, disturbed, is_bitwise)
     if is_bitwise:
-        mine, theirs = weight_digests(disturbed), weight_digests(undisturbed)
+        mine = weight_digests(disturbed)
+        theirs = weight_digests(undisturbed)
         assert theirs, f"{undisturbed} has no final weights"
         names = sorted(
             name for name in mine.keys() | theirs.keys() if mine.get(name) != theirs.get(name)
@@ -84,20 +87,30 @@ def _rows(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> Iterator[str]
             row = theirs or mine
             yield f"{row['kind']} {row['step']} is {'missing' if mine is None else 'one too many'}"
             continue
-        a, b = bare(theirs), bare(mine)
+        a = bare(theirs)
+        b = bare(mine)
         keys = sorted(a.keys() | b.keys()) if is_bitwise else STATE
         for key in keys:
             if a.get(key) != b.get(key):
-                yield f"{theirs['kind']} {theirs['step']} {key}: {a.get(key)!r} undisturbed, {b.get(key)!r} here"
+                yield (
+                    f"{theirs['kind']} {theirs['step']} {key}: {a.get(key)!r} undisturbed,"
+                    f" {b.get(key)!r} here"
+                )
 
 
 def _samples(undisturbed: Path, disturbed: Path, is_bitwise: bool) -> Iterator[str]:
-    """All samples of all steps; by state, the prompts of each step and how often each was sampled."""
-    theirs, mine = samples_of(undisturbed), samples_of(disturbed)
+    """All samples of all steps; by state, the prompts of each step and how often
+    each was sampled.
+    """
+    theirs = samples_of(undisturbed)
+    mine = samples_of(disturbed)
     if is_bitwise:
         if theirs != mine:
             where = next(i for i, (a, b) in enumerate(zip_longest(theirs, mine)) if a != b)
-            yield f"samples.jsonl differs from line {where + 1} of {len(theirs)} on ({len(mine)} lines here)"
+            yield (
+                f"samples.jsonl differs from line {where + 1} of {len(theirs)} on ({len(mine)}"
+                " lines here)"
+            )
         return
     expected, found = (
         Counter(tuple(row[key] for key in SAMPLE_STATE) for row in rows) for rows in (theirs, mine)

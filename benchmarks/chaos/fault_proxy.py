@@ -1,9 +1,11 @@
-"""An HTTP proxy on loopback between clients and one engine, that does what networks and engines do wrong. For tests.
+"""An HTTP proxy on loopback between clients and one engine, that does what networks and engines do
+wrong. For tests.
 
     with FaultProxy(address, transfer_dir, [ProxyFault("reset", "/generate", nth=2)]) as proxy:
         engine = connect(proxy.address, transfer_dir)
 
-It speaks for the bundled engine and for stock SGLang. Tokens pass through; neither they nor bodies are logged.
+It speaks for the bundled engine and for stock SGLang. Tokens pass through; neither they nor
+bodies are logged.
 """
 
 from __future__ import annotations
@@ -61,13 +63,14 @@ _START_S = 30.0
 class ProxyFault:
     """What is done to the requests number `nth` .. `nth + times - 1` of a path, counted from 1.
 
-    delay: held for `seconds`; drop: never answered; duplicate: sent twice; reset: the connection breaks, nothing is
-    sent; cut: it is sent, and the connection breaks in the middle of the answer; error: it is sent, and 500 answered;
-    kill_engine, hang_engine: the engine is killed or stopped, then the request is sent; old_version: the samples say
-    that they come from the version before; no_digests: the engine says that it cannot tell its digests. Those of
-    BUCKET_KINDS act on the buckets of weights, whatever their path: drop_bucket: success is answered, nothing was
-    loaded; half_bucket: half of its tensors; swap_names, swap_rows, flip_byte: of tensors in it; old_bucket: one of an
-    earlier sync in its place.
+    delay: held for `seconds`; drop: never answered; duplicate: sent twice; reset: the connection
+    breaks, nothing is sent; cut: it is sent, and the connection breaks in the middle of the answer;
+    error: it is sent, and 500 answered; kill_engine, hang_engine: the engine is killed or stopped,
+    then the request is sent; old_version: the samples say that they come from the version before;
+    no_digests: the engine says that it cannot tell its digests. Those of BUCKET_KINDS act on the
+    buckets of weights, whatever their path: drop_bucket: success is answered, nothing was loaded;
+    half_bucket: half of its tensors; swap_names, swap_rows, flip_byte: of tensors in it;
+    old_bucket: one of an earlier sync in its place.
     """
 
     kind: RequestKind | BucketKind
@@ -79,7 +82,9 @@ class ProxyFault:
 
 
 class FaultProxy:
-    """A context manager: it listens while the block runs. One engine each; `faults` may be replaced at any time."""
+    """A context manager: it listens while the block runs. One engine each; `faults` may be
+    replaced at any time.
+    """
 
     def __init__(
         self,
@@ -92,8 +97,10 @@ class FaultProxy:
         seed: int = 0,
         timeout_s: float = 600.0,
     ) -> None:
-        """`kill_engine`, `hang_engine`: needed for faults of that kind. `timeout_s`: limit of a request that is passed
-        on or dropped. Raises ValueError where the engine is not on this machine."""
+        """`kill_engine`, `hang_engine`: needed for faults of that kind. `timeout_s`: limit of a
+        request that is passed on or dropped. Raises ValueError where the engine is not
+        on this machine.
+        """
         if urlsplit(target.url).hostname not in _LOOPBACK:
             raise ValueError(
                 f"the fault proxy is for engines on loopback; {target.name} is at {target.url}."

@@ -72,7 +72,9 @@ class FileCounts:
             )
 
     def table(self) -> list[dict[str, object]]:
-        """A row for each process that was watched long enough: the fewest open at first, and at last."""
+        """A row for each process that was watched long enough: the fewest open at
+        first, and at last.
+        """
         rows = []
         for (role, _), counts in self._counts.items():
             seconds = counts[-1][0] - counts[0][0]

@@ -1,4 +1,6 @@
-"""One case: start, wait for the fault, for the end, start again until the run is complete, compare."""
+"""One case: start, wait for the fault, for the end,
+start again until the run is complete, compare.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +147,8 @@ def _judge(case: Case, outcome: Outcome, reference: Path, directory: Path) -> li
         problems.append("the disturbed launch ended with 0, as if nothing had happened")
     elif case.first_exit is not None and first not in case.first_exit:
         problems.append(
-            f"the disturbed launch ended with {first}, not with {' or '.join(map(str, case.first_exit))}"
+            f"the disturbed launch ended with {first}, not"
+            f" with {' or '.join(map(str, case.first_exit))}"
         )
     if outcome.orphans:
         problems.append(f"{len(outcome.orphans)} processes were left")
@@ -184,8 +187,10 @@ def resumed_from(run_dir: Path) -> list[int | None]:
 
 
 def num_generated(run_dir: Path) -> int:
-    """Samples of training that the engines of all launches have answered with, by their logs; an evaluation asks for
-    one sample a prompt. What an engine that was killed had under way has no line."""
+    """Samples of training that the engines of all launches have answered with, by their logs; an
+    evaluation asks for one sample a prompt. What an engine that was killed had under
+    way has no line.
+    """
     logs = [path.read_text(errors="replace") for path in (run_dir / "engines").glob("*.log")]
     found = [map(int, match) for log in logs for match in GENERATED.findall(log)]
     return sum(samples for samples, prompts in found if samples == GROUP_SIZE * prompts)

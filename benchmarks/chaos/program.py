@@ -1,4 +1,6 @@
-"""One launch of `rlhf-megatron train`: its processes by role, its end, and what it leaves behind."""
+"""One launch of `rlhf-megatron train`: its processes by role, its end,
+and what it leaves behind.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ _LAUNCHER_NAMES = {
 
 @dataclass(frozen=True)
 class Process:
-    """A living process of a job. `role`: agent, controller, rank0, rank1 ..., engine0 ..., driver0 ..., or other."""
+    """A living process of a job. `role`: agent, controller, rank0, rank1 ..., engine0 ..., driver0
+    ..., or other.
+    """
 
     pid: int
     role: str
@@ -41,7 +45,9 @@ class Process:
 
 
 class Launch:
-    """A started program. Its processes are found by a marker in their environment, wherever they have gone."""
+    """A started program. Its processes are found by a marker in their environment, wherever
+    they have gone.
+    """
 
     def __init__(
         self, arguments: Sequence[str], directory: Path, console: Path, env: Mapping[str, str]
@@ -84,7 +90,9 @@ class Launch:
         return found
 
     def find(self, role: str) -> Process | None:
-        """The process of a role. In a run of one process that is the controller and rank 0 alike."""
+        """The process of a role. In a run of one process that is the controller
+        and rank 0 alike.
+        """
         living = self.processes()
         for process in living:
             if process.role == role:
@@ -95,7 +103,9 @@ class Launch:
         return None
 
     def wait(self, timeout_s: float, watch: Callable[[], None] | None = None) -> int | None:
-        """The exit code; None when it still runs after `timeout_s`. `watch` is called again and again."""
+        """The exit code; None when it still runs after `timeout_s`. `watch` is called
+        again and again.
+        """
         deadline = time.monotonic() + timeout_s
         while (code := self._process.poll()) is None and time.monotonic() < deadline:
             if watch is not None:

@@ -1,9 +1,11 @@
-"""A checkpoint is loaded under another layout: the further optimizer step against one that stayed, and against float64.
+"""A checkpoint is loaded under another layout: the further optimizer step against one that stayed,
+and against float64.
 
-On the ranks: the parity benchmark's models, batch and recipe. One optimizer step in the old layout, its checkpoint, a
-worker with other weights in the new layout that loads it, one more step. What the further step changed is compared, a
-tensor at a time, with the same step of transformers in float64; the bar is that of the parity benchmark, three times
-float32's own error. The run that went on in the old layout is held to the same bar.
+On the ranks: the parity benchmark's models, batch and recipe. One optimizer step in the old layout,
+its checkpoint, a worker with other weights in the new layout that loads it, one more step. What the
+further step changed is compared, a tensor at a time, with the same step of transformers in float64;
+the bar is that of the parity benchmark, three times float32's own error. The run that went on in
+the old layout is held to the same bar.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ from rlhf_megatron.runtime.call_dispatch import make_scattered_call
 
 FAMILY = "qwen3_tied"
 WHOLE = ((0, NUM_SAMPLES),)
-ONE, TWO = Cut("one", WHOLE, 64, "token-mean"), Cut("two", WHOLE * 2, 64, "token-mean")
+ONE = Cut("one", WHOLE, 64, "token-mean")
+TWO = Cut("two", WHOLE * 2, 64, "token-mean")
 Weights = dict[str, Tensor]
 
 
@@ -95,7 +98,8 @@ class Figure:
 def first_step(
     world: World, directory: Path, go_on: bool, **arguments: Any
 ) -> tuple[Weights, Weights] | None:
-    """A job of the worker pool: one optimizer step and its checkpoint; `go_on`: and the further step without a break.
+    """A job of the worker pool: one optimizer step and its checkpoint; `go_on`: and the further
+    step without a break.
 
     Returns this rank's weights before and after the further step.
     """
@@ -110,7 +114,9 @@ def first_step(
 
 
 def further_step(world: World, directory: Path, **arguments: Any) -> tuple[Weights, Weights]:
-    """A job of the worker pool: a worker that holds other weights loads the checkpoint and makes one more step."""
+    """A job of the worker pool: a worker that holds other weights loads the checkpoint and makes
+    one more step.
+    """
     worker, step = _worker(world, seed=99, **arguments)
     worker.load(directory)
     before = _export(worker)
@@ -127,7 +133,9 @@ def _worker(
     megatron: MegatronConfig,
     role: Role,
 ) -> Any:
-    """(a worker, the function that makes one optimizer step with it). `seed`: of other weights than `state`."""
+    """(a worker, the function that makes one optimizer step with it). `seed`: of other
+    weights than `state`.
+    """
     if seed is not None:
         generator = torch.Generator().manual_seed(seed)
         state = {
@@ -173,12 +181,10 @@ class Truth:
 
 @cache
 def truth(role: Role) -> Truth:
-    recipe, hf_config, state, batch = (
-        Recipe(),
-        FAMILIES[FAMILY],
-        make_state(FAMILY, role),
-        make_batch(),
-    )
+    recipe = Recipe()
+    hf_config = FAMILIES[FAMILY]
+    state = make_state(FAMILY, role)
+    batch = make_batch()
     with torch.no_grad():
         model = make_model(hf_config, state, torch.float64, role)
         columns = COLUMNS[role](model, batch, range(NUM_SAMPLES), recipe)
@@ -203,7 +209,9 @@ def truth(role: Role) -> Truth:
 
 
 def run_move(pool: DistPool, move: Move, directory: Path) -> list[Figure]:
-    """Two figures: of the run that went on in the old layout, and of the one that was resumed in the new one."""
+    """Two figures: of the run that went on in the old layout, and of the one that was resumed
+    in the new one.
+    """
     known = truth(move.role)
     shutil.rmtree(directory, ignore_errors=True)
     directory.parent.mkdir(parents=True, exist_ok=True)
@@ -236,7 +244,9 @@ def run_move(pool: DistPool, move: Move, directory: Path) -> list[Figure]:
 
 
 def _full(shards: Sequence[Weights], axes: Axes, role: Role) -> Weights:
-    """Hugging Face name -> tensor. Raises AssertionError when ranks that hold the same weights differ."""
+    """Hugging Face name -> tensor. Raises AssertionError when ranks that hold the same
+    weights differ.
+    """
     copies = hf_tensors(list(shards), FAMILIES[FAMILY], axes, role, is_whole=True)
     first = copies.pop(FIRST)
     for copy, named in copies.items():

@@ -1,16 +1,20 @@
-"""`python -m benchmarks.chaos.schedules`: seeded random faults between a fleet of two engines and its trainer.
+"""`python -m benchmarks.chaos.schedules`: seeded random faults between a fleet of two engines
+and its trainer.
 
-    python -m benchmarks.chaos.schedules                                     # bundled engines, 200 schedules
+    python -m benchmarks.chaos.schedules
+        # bundled engines, 200 schedules
     python -m benchmarks.chaos.schedules --engine sglang --count 200         # stock SGLang
     python -m benchmarks.chaos.schedules --engine sglang --router sglang     # behind sglang-router
     python -m benchmarks.chaos.schedules --engine sglang --seed 17 --count 1 # one schedule alone
 
-One schedule is a weight sync of new weights and a generate call, while the proxies in front of the engines delay, drop,
-double and break requests, cut answers off, answer 500, damage buckets, answer with old versions, and kill engines or
-stop what holds their model. After each, by other means: every sample came exactly once; its version is the current one;
-its log-probs are those of transformers on the weights that the trainer holds; and a generate call that nobody disturbs
-gives the same tokens. A sync may end with an error where no engine is left in which the weights stand as sent; that is
-counted, and nothing is generated then. Servers are started once; only those that a schedule killed are started again.
+One schedule is a weight sync of new weights and a generate call, while the proxies in front of the
+engines delay, drop, double and break requests, cut answers off, answer 500, damage buckets, answer
+with old versions, and kill engines or stop what holds their model. After each, by other means:
+every sample came exactly once; its version is the current one; its log-probs are those of
+transformers on the weights that the trainer holds; and a generate call that nobody disturbs gives
+the same tokens. A sync may end with an error where no engine is left in which the weights stand as
+sent; that is counted, and nothing is generated then. Servers are started once; only those that a
+schedule killed are started again.
 """
 
 from __future__ import annotations
@@ -41,7 +45,9 @@ from rlhf_megatron.rollout.engine_interface import (
 )
 
 DIRECTORY = ROOT / "runs" / "chaos_schedules"
-NUM_GROUPS, GROUP_SIZE, NUM_TOKENS = 8, 3, 6
+NUM_GROUPS = 8
+GROUP_SIZE = 3
+NUM_TOKENS = 6
 LOG_PROB_TOLERANCE = 1e-4  # nats, float32
 DELAY_S = 0.3
 KINDS = ("delay", "duplicate", "reset", "cut", "error", "drop")
@@ -49,8 +55,9 @@ GENERATE_KINDS = (*KINDS, "old_version")
 
 
 def draw_faults(seed: int, pace: Pace, can_end: bool) -> tuple[ProxyFault, ...]:
-    """One to three faults for one engine. `nth` counts from the start of the schedule. `can_end`: it is also killed, or
-    stopped."""
+    """One to three faults for one engine. `nth` counts from the start of the schedule. `can_end`:
+    it is also killed, or stopped.
+    """
     draw = random.Random(seed)
     faults = []
     for _ in range(draw.randint(1, 3)):
@@ -197,7 +204,9 @@ def difference(model: Any, prompt: tuple[int, ...], sample: GeneratedSample) -> 
 
 
 def run(args: argparse.Namespace) -> tuple[list[Outcome], dict[str, int], float]:
-    """What the schedules came to, the faults that happened, and the seconds that the servers took to start."""
+    """What the schedules came to, the faults that happened, and the seconds that the servers
+    took to start.
+    """
     directory = args.directory.resolve()
     shutil.rmtree(directory, ignore_errors=True)
     outcomes: list[Outcome] = []

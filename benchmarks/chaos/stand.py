@@ -1,5 +1,6 @@
-"""What random schedules of faults run on: a trainer of one rank in this process, two engines, and a proxy in front of
-each engine."""
+"""What random schedules of faults run on: a trainer of one rank in this process, two engines, and a
+proxy in front of each engine.
+"""
 
 from __future__ import annotations
 
@@ -100,7 +101,9 @@ class Shaker:
 
 @dataclass
 class Proxies:
-    """The proxy in front of each engine, made anew when an engine is started again at another address."""
+    """The proxy in front of each engine, made anew when an engine is started again at
+    another address.
+    """
 
     servers: EngineServers
     transfer_dir: Path
@@ -150,7 +153,9 @@ class Proxies:
 
 
 def hang(pid: int) -> None:
-    """Stop the processes of a server that hold the model: of SGLang its HTTP side goes on, as when a kernel hangs."""
+    """Stop the processes of a server that hold the model: of SGLang its HTTP side goes on, as when
+    a kernel hangs.
+    """
     children = psutil.Process(pid).children(recursive=True)
     with suppress(psutil.NoSuchProcess):
         schedulers = [child.pid for child in children if "scheduler" in "".join(child.cmdline())]
@@ -188,7 +193,8 @@ class Stand:
         stack.callback(lambda: self.fleet.close())
 
     def _make_fleet(self) -> None:
-        rollout, pace = self.config.rollout, self.pace
+        rollout = self.config.rollout
+        pace = self.pace
         supervision = SupervisionSettings(
             self.servers, self.proxies.connect, 0.5, pace.health_s, max_restarts=10_000
         )
@@ -216,8 +222,9 @@ class Stand:
         )
 
     def restart(self) -> None:
-        """As a run that is started again would: another fleet, the version kept. Servers that take long to start and
-        have not died are those that run."""
+        """As a run that is started again would: another fleet, the version kept. Servers that take
+        long to start and have not died are those that run.
+        """
         self.version = self.sync.policy_version
         self.fleet.close()
         deadline = time.monotonic() + self.config.rollout.startup_timeout_s

@@ -1,7 +1,9 @@
-"""The run that is disturbed: six steps of a tiny random model that learns to write small digits, in several layouts.
+"""The run that is disturbed: six steps of a tiny random model that learns to write small digits, in
+several layouts.
 
-A step takes a fraction of a second. There are two optimizer steps in each and several buckets in a weight sync, so that
-a fault can fall between them; every group has different rewards, so that each step changes the weights.
+A step takes a fraction of a second. There are two optimizer steps in each and several buckets in a
+weight sync, so that a fault can fall between them; every group has different rewards, so that each
+step changes the weights.
 """
 
 from __future__ import annotations
@@ -20,10 +22,12 @@ MODEL = ROOT / "examples" / "quickstart" / "model"
 NAME = "tiny"
 NUM_STEPS = 6
 SAVE_FREQ = 2
-PROMPTS, GROUP_SIZE = 8, 4
+PROMPTS = 8
+GROUP_SIZE = 4
 SAMPLES = PROMPTS * GROUP_SIZE
 TEST_SAMPLES = 8
-SOAK_PROMPTS, SOAK_GROUP_SIZE = 16, 8
+SOAK_PROMPTS = 16
+SOAK_GROUP_SIZE = 8
 SOAK_LR = 1.0e-4
 SOAK_SAVE_FREQ = 10
 _TP = "actor.megatron.tensor_model_parallel_size"
@@ -107,7 +111,9 @@ def overrides(values: Mapping[str, Any]) -> list[str]:
 
 
 def place(directory: Path) -> dict[str, Any]:
-    """Settings by which a run keeps all its files under `directory`, which it makes where they must exist."""
+    """Settings by which a run keeps all its files under `directory`, which it makes where
+    they must exist.
+    """
     (directory / "transfer").mkdir(parents=True, exist_ok=True)
     return {
         "trainer.default_local_dir": str(directory / "runs"),
@@ -120,7 +126,9 @@ def run_dir_of(directory: Path) -> Path:
 
 
 def write_soak(directory: Path, seed: int) -> Path:
-    """A task that takes minutes to learn: to write the first digit of the prompt four times. Two ranks, two engines."""
+    """A task that takes minutes to learn: to write the first digit of the prompt four times. Two
+    ranks, two engines.
+    """
     path = write_task(directory, seed)
     tree = settings(directory)
     draw = random.Random(seed)

@@ -1,8 +1,9 @@
 """What the soak does to a run from outside, and in which mix.
 
-A fifth of the troubles ends the launch, which is then started again: kill -9 of the launcher, of the controller or of a
-rank; SIGTERM to one of them; a byte of the newest checkpoint changed, and then kill -9. The others must be survived by
-the launch itself. All kinds take turns in an order that the seed draws, and come at times that it draws.
+A fifth of the troubles ends the launch, which is then started again: kill -9 of the launcher, of
+the controller or of a rank; SIGTERM to one of them; a byte of the newest checkpoint changed, and
+then kill -9. The others must be survived by the launch itself. All kinds take turns in an order
+that the seed draws, and come at times that it draws.
 """
 
 from __future__ import annotations
@@ -62,7 +63,9 @@ class Trouble:
 
 
 def schedule(seconds: float, count: int, seed: int) -> list[Trouble]:
-    """`count` troubles in the first nine tenths of `seconds`, one in each equal part of that time."""
+    """`count` troubles in the first nine tenths of `seconds`,
+    one in each equal part of that time.
+    """
     draw = random.Random(seed)
     endings = [name for name, kind in KINDS.items() if kind.ends_launch]
     others = [name for name, kind in KINDS.items() if not kind.ends_launch]
@@ -118,7 +121,9 @@ def void(_: object) -> None:
 
 
 def _corrupt_newest(scene: Scene, draw: random.Random) -> Done | None:
-    """One byte of one file of the newest checkpoint, then kill -9 of the controller: the next launch falls back."""
+    """One byte of one file of the newest checkpoint, then kill -9 of the controller: the next
+    launch falls back.
+    """
     controller = scene.launch.find("controller")
     newest = newest_checkpoint(scene.run_dir)
     if controller is None or newest is None:

@@ -1,4 +1,6 @@
-"""What the soak came to, read from the files of the run: reward, steps, versions, samples, time that counted."""
+"""What the soak came to, read from the files of the run: reward, steps, versions, samples,
+time that counted.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def expected_prompts(config: Path, num_steps: int) -> list[Counter[str]]:
 def conservation(
     rows: Sequence[Row], samples: Sequence[Row], prompts: Sequence[Counter[str]]
 ) -> Iterator[str]:
-    """Steps without gap or repetition; one version up a step; each prompt of a step sampled exactly as often as asked,
-    by the policy that the step before had left. `rows`: of kind step."""
+    """Steps without gap or repetition; one version up a step; each prompt of a step sampled exactly
+    as often as asked, by the policy that the step before had left. `rows`: of kind step.
+    """
     steps = [row["step"] for row in rows]
     if steps != list(range(1, len(steps) + 1)):
         counts = Counter(steps)

@@ -1,7 +1,9 @@
-"""Operations, rates and shares: what turns seconds into figures. Pure numbers; standard library only.
+"""Operations, rates and shares: what turns seconds into figures. Pure numbers;
+standard library only.
 
-A product [T, H] @ [H, V] takes 2 T H V operations: G of a shape. The head's forward pass is 1 G; its backward pass 2 G
-with kept logits and 3 G where they are computed again, and is counted as what it did.
+A product [T, H] @ [H, V] takes 2 T H V operations: G of a shape. The head's forward pass is 1 G;
+its backward pass 2 G with kept logits and 3 G where they are computed again, and is counted
+as what it did.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def percent(part: float, whole: float) -> float:
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Of the longest name in the table that the device's name has; None for a device that is not in it."""
+    """Of the longest name in the table that the device's name has; None for a device
+    that is not in it.
+    """
     known = [
         name for name in PEAKS if set(name.split()) <= set(device_name.replace("-", " ").split())
     ]
@@ -74,8 +78,9 @@ def peak_flops(device_name: str) -> float | None:
 
 @dataclass(frozen=True)
 class StepFlop:
-    """Operations that a training step cannot do without: forward once, backward twice that. Nothing is counted that is
-    done a second time, nor the head on tokens that train nothing."""
+    """Operations that a training step cannot do without: forward once, backward twice that. Nothing
+    is counted that is done a second time, nor the head on tokens that train nothing.
+    """
 
     layers: float  # all matrix products with weights but the head's
     attention: float  # scores and their products with the values, of the causal half
@@ -97,7 +102,8 @@ def step_flop(
 
     `num_passes`: 3 for training (the backward pass counts twice), 1 for a forward pass.
     """
-    hidden, num_layers = hf_config["hidden_size"], hf_config["num_hidden_layers"]
+    hidden = hf_config["hidden_size"]
+    num_layers = hf_config["num_hidden_layers"]
     num_heads = hf_config["num_attention_heads"]
     head_dim = hf_config.get("head_dim") or hidden // num_heads
     num_kv_heads = hf_config.get("num_key_value_heads") or num_heads

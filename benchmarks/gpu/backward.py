@@ -1,4 +1,5 @@
-"""G3: the backward pass that computes the logits again, its weight gradient added into a float32 main_grad.
+"""G3: the backward pass that computes the logits again, its weight gradient added into a
+float32 main_grad.
 
 Counted as the three products that it makes; memory is what the two passes take beyond main_grad.
 """

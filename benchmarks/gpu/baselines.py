@@ -1,11 +1,15 @@
-"""What the head is compared with, in the same process: the naive one, the same compiled, and published kernels.
+"""What the head is compared with, in the same process: the naive one, the same compiled, and
+published kernels.
 
     naive, naive compiled     16-bit logits, float32 log_softmax, log-prob and entropy; autograd
-    liger-kernel              fused linear cross entropy: mean of the log-probs, no entropy; gradients in its forward
-    cut-cross-entropy         log-probs, no entropy; its backward leaves out what it takes for negligible
+    liger-kernel              fused linear cross entropy: mean of the log-probs, no entropy;
+                              gradients in its forward
+    cut-cross-entropy         log-probs, no entropy; its backward leaves out what it takes
+                              for negligible
 
-None of them knows a main_grad: each returns the weight's gradient in the weight's type. A package that is missing is
-skipped by name. Figures that others have published stand in `published`, as text.
+None of them knows a main_grad: each returns the weight's gradient in the weight's type. A package
+that is missing is skipped by name. Figures that others have published stand in
+`published`, as text.
 """
 
 # T tokens, V vocabulary rows, H hidden
@@ -111,7 +115,9 @@ BASELINES: dict[str, Callable[[HeadInputs], Baseline]] = {
 
 
 def need(package: str, inputs: HeadInputs) -> None:
-    """Raises MissingError where the package is not installed, or has kernels for GPUs alone and there is none."""
+    """Raises MissingError where the package is not installed, or has kernels for GPUs alone and
+    there is none.
+    """
     if importlib.util.find_spec(package) is None:
         raise MissingError(f"the package {package}")
     if inputs.hidden_TH.device.type != "cuda":
@@ -119,7 +125,9 @@ def need(package: str, inputs: HeadInputs) -> None:
 
 
 def add_baselines(recorder: Recorder, label: str, inputs: HeadInputs, with_backward: bool) -> None:
-    """Their times on these inputs: forward without gradient, or the backward pass and the two together."""
+    """Their times on these inputs: forward without gradient, or the backward pass and
+    the two together.
+    """
     for name, make in BASELINES.items():
         recorder.attempt(
             f"{label}, {name}",

@@ -1,8 +1,10 @@
-"""Each case in a process of its own with a time budget: what dies there (of memory, of a compiler) loses itself only.
+"""Each case in a process of its own with a time budget: what dies there (of memory, of a \
+compiler) loses itself only.
 
     python -m benchmarks.gpu.children G2 --output FILE [--quick] [--limit-s 60]
 
-runs one case in this process, which is what `run_case` starts. FILE has what was measured so far at any time.
+runs one case in this process, which is what `run_case` starts. FILE has what was measured so
+far at any time.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ GRACE_S = 5.0  # between a case's own deadline and its end
 
 @dataclass(frozen=True)
 class Entry:
-    """A case: its file in this folder, and the seconds that it may take, its process's start included."""
+    """A case: its file in this folder, and the seconds that it may take, its process's
+    start included.
+    """
 
     module: str
     budget_s: float
@@ -55,13 +59,15 @@ CASES = {
 
 
 def run_case(name: str, budget_s: float, is_quick: bool = False) -> dict[str, Any]:
-    """{"what", "outcome": "measured", "failed" or "out of time", "seconds", "figures", "details", ...} of one case.
+    """{"what", "outcome": "measured", "failed" or "out of time", "seconds", "figures", "details",
+    ...} of one case.
 
     What it had measured before it failed is kept.
     """
     start = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        output, errors = Path(folder) / "case.json", Path(folder) / "errors"
+        output = Path(folder) / "case.json"
+        errors = Path(folder) / "errors"
         command = [sys.executable, "-m", "benchmarks.gpu.children", name, f"--output={output}"]
         command += [f"--limit-s={max(1.0, budget_s - GRACE_S)}", *(["--quick"] if is_quick else [])]
         with errors.open("w") as stream:

@@ -1,6 +1,8 @@
-"""G11: log-probs of rollouts where the head runs on response tokens only, against a head that runs on all tokens.
+"""G11: log-probs of rollouts where the head runs on response tokens only, against a head that runs
+on all tokens.
 
-The head alone saves what the share of response tokens says; the whole pass saves the head's part of that.
+The head alone saves what the share of response tokens says; the whole pass saves the
+head's part of that.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""G2: log-probs and entropies without gradient, as the passes over old and reference policy make them."""
+"""G2: log-probs and entropies without gradient, as the passes over old and reference
+policy make them.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""G1: the three bare products of a head, each alone: the denominator of all other cases, and measured again in each.
+"""G1: the three bare products of a head, each alone: the denominator of all other cases, and
+measured again in each.
 
-Also what the kernels build on: the logits with float32 results, and the weight's gradient added into a slice of a
-float32 main_grad with no copy of the slice.
+Also what the kernels build on: the logits with float32 results, and the weight's gradient added
+into a slice of a float32 main_grad with no copy of the slice.
 """
 
 # T tokens, V vocabulary rows, H hidden, C rows of a slice
@@ -36,10 +37,12 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 def measure_gemms(inputs: HeadInputs, recorder: Recorder) -> GemmSeconds:
     """The three products with 16-bit results, on these inputs, now. Holds 4 T V bytes meanwhile."""
-    hidden_TH, weight_VH = inputs.hidden_TH.detach(), inputs.weight_VH.detach()
+    hidden_TH = inputs.hidden_TH.detach()
+    weight_VH = inputs.weight_VH.detach()
     logits_TV = hidden_TH @ weight_VH.T
     grad_TV = torch.randn_like(logits_TV)
-    grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.empty_like(weight_VH)
+    grad_hidden_TH = torch.empty_like(hidden_TH)
+    grad_weight_VH = torch.empty_like(weight_VH)
     runs = (
         lambda: torch.mm(hidden_TH, weight_VH.T, out=logits_TV),
         lambda: torch.mm(grad_TV, weight_VH, out=grad_hidden_TH),
@@ -70,7 +73,8 @@ def run(is_quick: bool) -> CaseResult:
 def _float32_logits(
     recorder: Recorder, inputs: HeadInputs, shape: HeadShape, gemms: GemmSeconds
 ) -> None:
-    hidden_TH, weight_VH = inputs.hidden_TH.detach(), inputs.weight_VH.detach()
+    hidden_TH = inputs.hidden_TH.detach()
+    weight_VH = inputs.weight_VH.detach()
     logits_TV = torch.empty(shape.num_tokens, shape.vocab, device=recorder.device)
     times = time_run(
         lambda: float32_product(hidden_TH, weight_VH.T, logits_TV),

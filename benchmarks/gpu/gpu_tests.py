@@ -1,6 +1,8 @@
-"""Tests that need a GPU, under a time budget: with pytest in processes that may hang or die, without it as functions.
+"""Tests that need a GPU, under a time budget: with pytest in processes that may hang or die,
+without it as functions.
 
-Of a process that hangs or dies the tests before count, the running one has failed, and the others run in a next one.
+Of a process that hangs or dies the tests before count, the running one has failed, and the others
+run in a next one.
 """
 
 from __future__ import annotations
@@ -53,7 +55,9 @@ def run_pytest(
     budget_s: float = 300.0,
     test_limit_s: float = TEST_LIMIT_S,
 ) -> list[Outcome]:
-    """Each test of `files` that `arguments` select. A file that cannot be imported counts as one failed test."""
+    """Each test of `files` that `arguments` select. A file that cannot be imported counts as
+    one failed test.
+    """
     deadline = time.monotonic() + budget_s
     outcomes: dict[str, Outcome] = {}
     while True:
@@ -93,7 +97,9 @@ def _one_process(
     test_limit_s: float,
 ) -> _Ended:
     with tempfile.TemporaryDirectory() as folder:
-        stream, log, left_out = Path(folder) / "stream", Path(folder) / "log", Path(folder) / "done"
+        stream = Path(folder) / "stream"
+        log = Path(folder) / "log"
+        left_out = Path(folder) / "done"
         stream.touch()
         left_out.write_text("\n".join(done))
         command = [
@@ -146,8 +152,11 @@ def _one_process(
 def _watch(
     child: subprocess.Popen[bytes], stream: Path, deadline: float, test_limit_s: float
 ) -> tuple[int | None, float]:
-    """(exit code, None where its time was up; seconds since it last wrote). It has ended, with all that it started."""
-    size, change = 0, time.monotonic()
+    """(exit code, None where its time was up; seconds since it last wrote). It has ended, with all
+    that it started.
+    """
+    size = 0
+    change = time.monotonic()
     try:
         while child.poll() is None and time.monotonic() < min(deadline, change + test_limit_s):
             time.sleep(POLL_S)
@@ -161,17 +170,23 @@ def _watch(
 def run_functions(
     checks: Mapping[str, Callable[[], dict[str, float]]], missing: type[Exception]
 ) -> list[Outcome]:
-    """Without pytest: call each check. `missing`: what a check raises whose packages are not there."""
+    """Without pytest: call each check. `missing`:
+    what a check raises whose packages are not there.
+    """
     outcomes = []
     for name, check in checks.items():
         start = time.perf_counter()
-        kind, message, figures = "passed", "", {}
+        kind = "passed"
+        message = ""
+        figures = {}
         try:
             figures = check()
         except missing as error:
-            kind, message = "skipped", str(error)
+            kind = "skipped"
+            message = str(error)
         except Exception:  # any failure of a check is its outcome
-            kind, message = "failed", traceback.format_exc()[-MESSAGE_LENGTH:]
+            kind = "failed"
+            message = traceback.format_exc()[-MESSAGE_LENGTH:]
         outcomes.append(
             Outcome(name, kind, round(time.perf_counter() - start, 3), message, dict(figures))
         )

@@ -1,4 +1,6 @@
-"""The head under measurement: inputs of a shape, and our kernel on them, forward and backward apart."""
+"""The head under measurement: inputs of a shape, and our kernel on them, forward and
+backward apart.
+"""
 
 # T tokens, V vocabulary rows, H hidden
 
@@ -33,7 +35,9 @@ LOGIT_STD = 3.0  # neither flat nor certain
 
 @dataclass(frozen=True)
 class HeadInputs:
-    """Leaves that take gradients, targets, and what comes down from the loss: no row of it is zero."""
+    """Leaves that take gradients, targets, and what comes down from the loss:
+    no row of it is zero.
+    """
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -75,7 +79,9 @@ class HeadInputs:
 
 
 class MainGrad:
-    """A `WeightGradSink` with a float32 buffer of the weight's shape, as a model under data parallelism has it."""
+    """A `WeightGradSink` with a float32 buffer of the weight's shape, as a model under data
+    parallelism has it.
+    """
 
     def __init__(self, weight_VH: Tensor) -> None:
         self.weight_VH = weight_VH
@@ -89,7 +95,9 @@ class MainGrad:
 
 
 class OurHead:
-    """Log-probs and entropies of `inputs` with one backend and chunk size. `main_grad` None: no backward pass."""
+    """Log-probs and entropies of `inputs` with one backend and chunk size. `main_grad` None: no
+    backward pass.
+    """
 
     def __init__(
         self,
@@ -131,7 +139,8 @@ class OurHead:
 
     def backward(self) -> None:
         assert self.outputs is not None, "forward comes first"
-        outputs, grads = [self.outputs.log_probs_R], [self._rows(self.inputs.grad_log_probs_T)]
+        outputs = [self.outputs.log_probs_R]
+        grads = [self._rows(self.inputs.grad_log_probs_T)]
         if self.outputs.entropies_R is not None:
             outputs.append(self.outputs.entropies_R)
             grads.append(self._rows(self.inputs.grad_entropies_T))
@@ -167,7 +176,9 @@ class OurHead:
 
 @cache
 def why_no_triton(device: torch.device) -> str:
-    """Empty where the Triton backend runs: on a GPU, or in Triton's interpreter where the environment asks for it."""
+    """Empty where the Triton backend runs: on a GPU, or in Triton's interpreter where the
+    environment asks for it.
+    """
     if device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         return query_interpreter_support().why_not
     return try_triton_kernel(device)

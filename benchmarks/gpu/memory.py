@@ -44,7 +44,8 @@ def _ours(recorder: Recorder, shape: HeadShape) -> None:
     head = OurHead(inputs, backends(recorder.device)[-1], chunk_size, MainGrad(inputs.weight_VH))
     head.both()  # the workspaces of libraries stay
     extra = peak_bytes(head.both, recorder.device)
-    # Its gradient of the hidden states grows with T whatever one does: float32 sums, and the result in their type.
+    # Its gradient of the hidden states grows with T whatever one does: float32 sums, and the result
+    # in their type.
     grad_hidden = shape.num_tokens * shape.hidden * (4 + recorder.dtype.itemsize)
     recorder.add(f"T={shape.num_tokens}, beyond main_grad", extra / 2**30, "GiB", "", _bar(shape))
     rest = (extra - grad_hidden) / 2**30

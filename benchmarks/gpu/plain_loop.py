@@ -1,8 +1,10 @@
-"""A training loop of transformers and torch alone, on a GPU: what a careful person writes without a framework.
+"""A training loop of transformers and torch alone, on a GPU: what a careful person writes
+without a framework.
 
-Padded batches of samples sorted by length, SDPA, logits at the response's positions only, float32 log_softmax, PPO's
-clipped loss with the same global denominator, clip_grad_norm_, torch's fused AdamW. Weights, gradients and moments are
-bfloat16 ("bfloat16": the fastest, and the least exact), or float32 under autocast ("autocast", as exact as ours).
+Padded batches of samples sorted by length, SDPA, logits at the response's positions only, float32
+log_softmax, PPO's clipped loss with the same global denominator, clip_grad_norm_, torch's fused
+AdamW. Weights, gradients and moments are bfloat16 ("bfloat16": the fastest, and the least exact),
+or float32 under autocast ("autocast", as exact as ours).
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ from benchmarks.bench_actor_update import PaddedChunk, padded
 from rlhf_megatron.data.batch import MiniBatch
 
 Precision = Literal["bfloat16", "autocast"]
-LR, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 1e-6, 0.01, (0.9, 0.95), 1e-8, 1.0
-CLIP, DUAL_CLIP = 0.2, 3.0
+LR = 1e-6
+WEIGHT_DECAY = 0.01
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+CLIP_GRAD = 1.0
+CLIP = 0.2
+DUAL_CLIP = 3.0
 
 
 class PlainLoop:

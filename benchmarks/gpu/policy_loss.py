@@ -1,7 +1,8 @@
 """G9: the policy loss of 32k tokens with its gradient.
 
-It is small; what counts is how often the host must start something. The loss is measured on the device alone (in a
-CUDA graph) and as the trainer calls it; beside it what autograd makes of the same loss, plain and compiled.
+It is small; what counts is how often the host must start something. The loss is measured on the
+device alone (in a CUDA graph) and as the trainer calls it; beside it what autograd makes of the
+same loss, plain and compiled.
 """
 
 # R rows
@@ -21,7 +22,8 @@ from benchmarks.kernels.policy_loss import eager_sums
 from rlhf_megatron.config.schema import ActorConfig
 from rlhf_megatron.ranks.workers.actor_losses import make_policy_row_loss
 
-NUM_ROWS, QUICK_ROWS = 32768, 100
+NUM_ROWS = 32768
+QUICK_ROWS = 100
 LOSS_BAR_US = 15.0
 
 
@@ -89,7 +91,8 @@ def loss_problem(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, d
     def normal(std: float, mean: float = 0.0) -> Tensor:
         return torch.randn(num_rows, generator=generator, device=device) * std + mean
 
-    log_probs_R, entropies_R = normal(0.5, -2.0), normal(0.2, 1.5)
+    log_probs_R = normal(0.5, -2.0)
+    entropies_R = normal(0.2, 1.5)
     weights_R = torch.full((num_rows,), 1.0 / num_rows, device=device)
     columns = {
         "old_log_probs": log_probs_R + normal(0.3),
@@ -104,7 +107,9 @@ def loss_problem(num_rows: int, device: torch.device) -> tuple[Tensor, Tensor, d
 def loss_and_gradient(
     log_probs_R: Tensor, entropies_R: Tensor, columns: dict[str, Tensor], is_fused: bool
 ) -> Callable[[], tuple[Tensor, Tensor]]:
-    """A call that gives the loss and its gradient by the log-probs, as the trainer's row loss makes them."""
+    """A call that gives the loss and its gradient by the log-probs, as the trainer's row
+    loss makes them.
+    """
     config = ActorConfig(entropy_coeff=0.01, use_kl_loss=True, kl_loss_type="k3")
     row_loss = make_policy_row_loss(config)
     forward = row_loss if is_fused else partial(eager_sums, row_loss)

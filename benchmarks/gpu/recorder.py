@@ -1,6 +1,7 @@
 """Figures of one case as they come: each is printed, and written at once where a file is wanted.
 
-A case that dies later (of memory, of a compiler, of its time budget) has lost only what it had not measured yet.
+A case that dies later (of memory, of a compiler, of its time budget) has lost only what it had
+not measured yet.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ class MissingError(Exception):
 
 @dataclass
 class Target:
-    """Where the next case writes and when it must be done. Set by the process that runs one case."""
+    """Where the next case writes and when it must be done.
+    Set by the process that runs one case.
+    """
 
     path: Path | None = None
     deadline: float = float("inf")  # of time.monotonic()
@@ -96,7 +99,9 @@ class Recorder:
         bar_tflops: float | None = None,
         bar_ms: float | None = None,
     ) -> None:
-        """Time, rate and, as per cent, the speed of the bare products alone: `bare_s`, on the same shape."""
+        """Time, rate and, as per cent, the speed of the bare products alone: `bare_s`, on
+        the same shape.
+        """
         self.add_times(what, times, bar_ms)
         self.add(
             f"{what}, rate",
@@ -117,7 +122,8 @@ class Recorder:
         self._write()
 
     def attempt(self, name: str, run: Callable[[], Any]) -> Any:
-        """What `run` returns; None, with the reason in the details, where it fails or the time is up.
+        """What `run` returns; None, with the reason in the details, where it fails or
+        the time is up.
 
         Its memory is free afterwards, unless the result holds on to it.
         """
@@ -141,7 +147,9 @@ class Recorder:
         return None
 
     def free(self) -> None:
-        """Memory that nothing holds goes back to the device. Tiny sizes have none that is worth the search."""
+        """Memory that nothing holds goes back to the device. Tiny sizes have none that is
+        worth the search.
+        """
         if not self.is_quick:
             gc.collect()
         empty_device_cache(self.device)

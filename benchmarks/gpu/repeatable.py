@@ -1,7 +1,9 @@
-"""G8: the same inputs give the same bits, run after run; eight tp ranks agree bit for bit, and with one rank to 1e-5.
+"""G8: the same inputs give the same bits, run after run; eight tp ranks agree bit for bit, and with
+one rank to 1e-5.
 
-The eight ranks are simulated one after the other on this device: the exchange between them is replaced by one that
-hands out what each of them sent in a first round; the combination of it is the kernels' own.
+The eight ranks are simulated one after the other on this device: the exchange between them is
+replaced by one that hands out what each of them sent in a first round; the combination of it is
+the kernels' own.
 """
 
 # T tokens, V vocabulary rows, H hidden, G ranks, K statistics
@@ -32,7 +34,8 @@ from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_
 
 SHAPE = HeadShape(8192, 4096, 151936)
 QUICK_SHAPE = HeadShape(40, 32, 320)
-NUM_RUNS, NUM_RANKS = 5, 8
+NUM_RUNS = 5
+NUM_RANKS = 8
 TP_BAR = 1e-5  # of a value, or of 1 nat where it is smaller
 STASH_BYTES = int(2.5e9)
 

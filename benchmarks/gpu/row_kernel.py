@@ -1,7 +1,9 @@
-"""G6: the passes over a tile alone, in bytes a second: statistics of each row, and the gradient of the logits.
+"""G6: the passes over a tile alone, in bytes a second: statistics of each row, and the gradient
+of the logits.
 
-The bar is on what others have published a figure for: statistics of 16-bit logits of the whole vocabulary. The kernels'
-own tiles are float32; a device-to-device copy shows what the memory can do.
+The bar is on what others have published a figure for: statistics of 16-bit logits of the whole
+vocabulary. The kernels' own tiles are float32; a device-to-device copy shows what the
+memory can do.
 """
 
 # R rows, C columns
@@ -27,7 +29,8 @@ BAR_MS = 0.75
 def run(is_quick: bool) -> CaseResult:
     recorder = Recorder(is_quick)
     shape = QUICK if is_quick else FULL
-    num_rows, narrow = shape.num_tokens, 64 if is_quick else DEFAULT_CHUNK_SIZE
+    num_rows = shape.num_tokens
+    narrow = 64 if is_quick else DEFAULT_CHUNK_SIZE
     recorder.attempt("copy", lambda: _copy(recorder, num_rows * narrow))
     for backend in reversed(backends(recorder.device)):
         ops = tile_ops(backend)

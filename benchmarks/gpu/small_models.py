@@ -1,4 +1,5 @@
-"""Models of 0.5 to 1.5 billion parameters with random weights made on the spot, and batches of packed samples for them.
+"""Models of 0.5 to 1.5 billion parameters with random weights made on the spot, and batches of
+packed samples for them.
 
 The configurations are those of Qwen2.5-0.5B and Qwen2.5-1.5B; no file is read.
 """
@@ -52,8 +53,10 @@ QUICK_CONFIG = qwen2_config(64, 2, 4, 96, vocab=300)
 
 @dataclass(frozen=True)
 class DeviceWeights:
-    """A source of weights for `load_model.load_hf` that makes each tensor once, and keeps it, on `device`: a CPU would
-    take a minute. A tensor depends on its name and shape alone (and on the kind of device)."""
+    """A source of weights for `load_model.load_hf` that makes each tensor once, and keeps it, on
+    `device`: a CPU would take a minute. A tensor depends on its name and shape alone (and on the
+    kind of device).
+    """
 
     device: torch.device
     made: dict[str, Tensor] = field(default_factory=dict)
@@ -87,7 +90,9 @@ class DeviceWeights:
 
 
 def make_lengths(num_tokens: int, longest: int, seed: int = 0) -> list[int]:
-    """Lognormal lengths (median a quarter of the longest one) that add up to `num_tokens`, 16 or more each."""
+    """Lognormal lengths (median a quarter of the longest one) that add up to `num_tokens`,
+    16 or more each.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths: list[int] = []
     left = num_tokens
@@ -101,7 +106,9 @@ def make_lengths(num_tokens: int, longest: int, seed: int = 0) -> list[int]:
 
 
 def make_batch(lengths: list[int], vocab: int, prompt_share: float, seed: int = 1) -> MiniBatch:
-    """Random tokens and advantages; the first `prompt_share` of each sample is prompt, one token at least."""
+    """Random tokens and advantages; the first `prompt_share` of each sample is prompt, one
+    token at least.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask = torch.cat(
         [torch.arange(length) >= max(1, round(length * prompt_share)) for length in lengths]

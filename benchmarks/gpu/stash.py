@@ -1,4 +1,6 @@
-"""G4: forward and backward where the forward pass keeps what its byte budget allows, so that nothing is made again."""
+"""G4: forward and backward where the forward pass keeps what its byte budget allows, so that
+nothing is made again.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def _shape(recorder: Recorder, label: str, shape: HeadShape, bar_ms: float) -> N
 def _parts(
     recorder: Recorder, label: str, inputs: HeadInputs, best: Timed, main_grad: MainGrad
 ) -> None:
-    """The best pair's two passes apart, its memory, and the same with the default budget and with none."""
+    """The best pair's two passes apart, its memory, and the same with the default budget
+    and with none.
+    """
     for name, stash_bytes in (
         ("with stash", STASH_BYTES),
         ("default stash", DEFAULT_STASH_BYTES),

@@ -1,9 +1,11 @@
-"""A pytest plugin that writes a line of JSON as things happen: one that hangs or kills it loses only itself.
+"""A pytest plugin that writes a line of JSON as things happen: one that hangs or kills it
+loses only itself.
 
     python -m pytest -p benchmarks.gpu.stream_plugin --stream FILE [--done FILE] ...
 
-`--done`: ids of tests, one a line, that are left out. Lines: {"collected": [ids]}, then {"started": id} and {"name",
-"outcome", "seconds", "message", "figures"} of each test. What cannot be imported is an outcome too.
+`--done`: ids of tests, one a line, that are left out. Lines: {"collected": [ids]}, then {"started":
+id} and {"name", "outcome", "seconds", "message", "figures"} of each test. What cannot be imported
+is an outcome too.
 """
 
 from __future__ import annotations
@@ -68,7 +70,8 @@ class _Stream:
         worst = next((r for r in self.reports if r.failed), None) or next(
             (r for r in self.reports if r.skipped), None
         )
-        outcome, message = "passed", ""
+        outcome = "passed"
+        message = ""
         if worst is not None:
             outcome = "failed" if worst.failed else "skipped"
             message = str(

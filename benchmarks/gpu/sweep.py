@@ -1,4 +1,6 @@
-"""The head over backends and chunk sizes on one shape: every pair, the best one, and what a run takes by default."""
+"""The head over backends and chunk sizes on one shape: every pair, the best one, and what a run
+takes by default.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,9 @@ def sweep(
     main_grad: MainGrad | None = None,
     stash_bytes: int = 0,
 ) -> Timed | None:
-    """Returns the best pair; None where nothing ran. `label`: "forward, tp 1". A pair that fails loses itself only."""
+    """Returns the best pair; None where nothing ran. `label`: "forward, tp 1". A pair that fails
+    loses itself only.
+    """
     sizes = QUICK_CHUNK_SIZES if recorder.is_quick else CHUNK_SIZES
     default_size = sizes[0] if recorder.is_quick else DEFAULT_CHUNK_SIZE
     recorder.note("no triton", why_no_triton(recorder.device))

@@ -1,4 +1,5 @@
-"""Seconds of work on a device: events between the parts of a run, warm-ups first, median and spread.
+"""Seconds of work on a device: events between the parts of a run, warm-ups first,
+median and spread.
 
 On a CPU the clock is read instead: the same lines run, for tests.
 """
@@ -16,8 +17,10 @@ import torch
 
 from rlhf_megatron.device import read_own_resident_bytes, synchronize_device
 
-NUM_WARMUPS, NUM_RUNS = 20, 50
-MIN_WARMUPS, MIN_RUNS = 3, 7
+NUM_WARMUPS = 20
+NUM_RUNS = 50
+MIN_WARMUPS = 3
+MIN_RUNS = 7
 LIMIT_S = 2.0  # of one measurement; what takes longer is run less often
 
 
@@ -47,8 +50,9 @@ def time_parts(
 ) -> list[Spread]:
     """The parts in order, again and again; `before` comes before each turn and does not count.
 
-    20 warm-ups and 50 timed turns; fewer, but 3 and 7 at least, where these would take more than `limit_s`. The host
-    runs ahead of the device, so that what it does in between counts only where the device waits for it.
+    20 warm-ups and 50 timed turns; fewer, but 3 and 7 at least, where these would take more than
+    `limit_s`. The host runs ahead of the device, so that what it does in between counts only where
+    the device waits for it.
     """
 
     def turn() -> list[Any]:
@@ -78,9 +82,11 @@ def time_parts(
 
 
 def time_captured(run: Callable[[], object], device: torch.device, num_calls: int = 20) -> Spread:
-    """Seconds of one call on the device alone: `num_calls` of them in a CUDA graph, which the host starts at once.
+    """Seconds of one call on the device alone: `num_calls` of them in a CUDA graph, which the host
+    starts at once.
 
-    On a CPU there is no difference to `time_run`. Raises RuntimeError where `run` cannot be captured.
+    On a CPU there is no difference to `time_run`. Raises RuntimeError where `run`
+    cannot be captured.
     """
     if device.type != "cuda":
         return time_run(run, device)
@@ -104,9 +110,11 @@ def time_captured(run: Callable[[], object], device: torch.device, num_calls: in
 
 
 def peak_bytes(run: Callable[[], object], device: torch.device) -> int:
-    """The most that torch held at once during `run`, beyond what it held before. On a CPU: of resident memory.
+    """The most that torch held at once during `run`, beyond what it held before. On a CPU: of
+    resident memory.
 
-    Libraries keep workspaces from their first call on: call `run` once before, where these are not to count.
+    Libraries keep workspaces from their first call on: call `run` once before, where these
+    are not to count.
     """
     if device.type != "cuda":
         Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark

@@ -1,7 +1,9 @@
-"""G10: an optimizer step of a small model through `ActorModel` on one rank, beside a plain transformers loop.
+"""G10: an optimizer step of a small model through `ActorModel` on one rank, beside a plain
+transformers loop.
 
-Packed samples, the quickstart's loss, both from the same weights. Model FLOP utilisation is of the operations that the
-step cannot do without (`arithmetic.step_flop`), over the device's data-sheet peak and over the bare GEMM of this run.
+Packed samples, the quickstart's loss, both from the same weights. Model FLOP utilisation is of the
+operations that the step cannot do without (`arithmetic.step_flop`), over the device's data-sheet
+peak and over the bare GEMM of this run.
 """
 
 from __future__ import annotations
@@ -46,12 +48,21 @@ from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
 from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-NUM_TOKENS, LONGEST, PROMPT_SHARE = 32768, 2048, 0.25
+NUM_TOKENS = 32768
+LONGEST = 2048
+PROMPT_SHARE = 0.25
 TOKEN_BUDGETS = (16384, 8192, 32768)  # of our micro-batches; the first one is the default
 PADDED_ROWS = (8, 16, 4)  # samples of a padded batch of the plain loop
-LR, WEIGHT_DECAY, BETAS, EPS, CLIP_GRAD = 1e-6, 0.01, (0.9, 0.95), 1e-8, 1.0
-NUM_WARMUPS, NUM_RUNS = 2, 7
-SPEED_BAR, MFU_BAR, HEAD_BAR = 1.3, 45.0, 1.15
+LR = 1e-6
+WEIGHT_DECAY = 0.01
+BETAS = (0.9, 0.95)
+EPS = 1e-8
+CLIP_GRAD = 1.0
+NUM_WARMUPS = 2
+NUM_RUNS = 7
+SPEED_BAR = 1.3
+MFU_BAR = 45.0
+HEAD_BAR = 1.15
 AGREEMENT = 0.1  # bound on the relative difference of the first gradient norms: bfloat16 in both
 
 
@@ -171,7 +182,9 @@ def time_steps(
     step: Callable[[], tuple[float, float]],
     bytes_before: int,
 ) -> StepTimes:
-    """Seconds of whole steps, host included. `bytes_before`: on the device before the model came."""
+    """Seconds of whole steps, host included. `bytes_before`:
+    on the device before the model came.
+    """
     if recorder.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(recorder.device)
     first = step()
@@ -222,7 +235,9 @@ def add_utilisation(
 
 
 def _head_share(recorder: Recorder, name: str, work: Work, step: Spread) -> None:
-    """The head alone on as many rows, in as many micro-batches, against its share of the step's operations."""
+    """The head alone on as many rows, in as many micro-batches, against its share of the
+    step's operations.
+    """
     num_micro_batches = len(
         plan_replicas(work.batch.lengths.tolist(), 1, work.token_budgets[0])[0].micro_batches
     )
@@ -282,11 +297,14 @@ def _plain_steps(
 def compare(
     recorder: Recorder, name: str, work: Work, ours: list[StepTimes], plain: list[StepTimes]
 ) -> None:
-    """Our default setting against the plain loop's fastest. Raises RuntimeError where the two do other work."""
+    """Our default setting against the plain loop's fastest. Raises RuntimeError where the two
+    do other work.
+    """
     fastest = min(plain, key=lambda step: step.times.median)
     pairs = [(a, b) for a, b in zip(ours[0].first, plain[0].first, strict=True)]
     recorder.note(f"{name}, first loss and gradient norm, ours and plain", pairs)
-    our_norm, plain_norm = ours[0].first[1], plain[0].first[1]
+    our_norm = ours[0].first[1]
+    plain_norm = plain[0].first[1]
     if abs(our_norm - plain_norm) > AGREEMENT * plain_norm:
         raise RuntimeError(f"gradient norms {our_norm} and {plain_norm} differ: not the same work.")
     ratio = fastest.times.median / ours[0].times.median

@@ -1,1 +1,3 @@
-"""Benchmarks of the kernels on a CPU: one case a file, run by `python -m benchmarks.kernels` (`make bench-kernels`)."""
+"""Benchmarks of the kernels on a CPU: one case a file, run by
+`python -m benchmarks.kernels` (`make bench-kernels`).
+"""

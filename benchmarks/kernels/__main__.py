@@ -2,12 +2,14 @@
 
     python -m benchmarks.kernels [--quick] [--only C1 C7 ...] [--repeats N] [--out FILE]
 
-A case is one file of this folder with a constant CASE. Each runs in a process of its own, forked from this one, with
-one thread; it measures its baselines in the same run. Ratios are ours over the baseline. Prints a table with the bars.
-A run of all cases at full size writes benchmarks/results/kernels_cpu.json; any other writes only where --out says.
---quick: small sizes, which show that everything runs; their ratios say little, so only bars on errors and counts hold.
+A case is one file of this folder with a constant CASE. Each runs in a process of its own, forked
+from this one, with one thread; it measures its baselines in the same run. Ratios are ours over the
+baseline. Prints a table with the bars. A run of all cases at full size writes
+benchmarks/results/kernels_cpu.json; any other writes only where --out says. --quick: small sizes,
+which show that everything runs; their ratios say little, so only bars on errors and counts hold.
 
-Exit code 1 when a case fails or misses a bar. Full size: some eight minutes on a quiet machine, 6 GB of memory.
+Exit code 1 when a case fails or misses a bar. Full size: some eight minutes on a quiet machine,
+6 GB of memory.
 """
 
 from __future__ import annotations
@@ -34,12 +36,14 @@ from benchmarks.kernels.case import Case, CaseResult
 from benchmarks.kernels.measure import REPEATS_VARIABLE, in_child
 from benchmarks.kernels.report import HEAD, Outcome, as_json, lines_of
 
-FULL_TIMEOUT_S, QUICK_TIMEOUT_S = 1800.0, 240.0
+FULL_TIMEOUT_S = 1800.0
+QUICK_TIMEOUT_S = 240.0
 
 
 def find_cases() -> tuple[list[Case], list[Outcome]]:
     """All cases in order of their numbers, and a failure for each file that cannot be imported."""
-    cases, broken = [], []
+    cases = []
+    broken = []
     for module in pkgutil.iter_modules(kernels.__path__):
         if module.name == "__main__":
             continue
@@ -68,7 +72,8 @@ def run_cases(cases: Iterable[Case], is_quick: bool) -> Iterable[Outcome]:
     """One outcome a case, as they end."""
     for case in cases:
         start = time.perf_counter()
-        result, error = None, ""
+        result = None
+        error = ""
         try:
             result = in_child(
                 _run, QUICK_TIMEOUT_S if is_quick else FULL_TIMEOUT_S, case=case, is_quick=is_quick

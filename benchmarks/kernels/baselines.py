@@ -1,10 +1,15 @@
-"""What our head is compared with: the naive one, and the schemes of two published trainers, written anew in torch.
+"""What our head is compared with: the naive one, and the schemes of two published trainers, written
+anew in torch.
 
 `naive`            float32 logits, log_softmax, gather, entropy from the softmax; autograd.
-`token_chunks`     as verl's torch path does: 512 tokens at a time over the whole vocabulary; softmax, logsumexp and
-                   log_softmax in float32; the backward pass computes the logits again, with a one-hot tensor.
-`gradients_first`  as Liger-Kernel's fused linear cross entropy does: chunks of tokens, as many as the vocabulary is
-                   larger than the hidden size; gradients are formed in the forward pass. Log-probabilities only.
+`token_chunks`     as verl's torch path does: 512 tokens at a time over the whole vocabulary;
+                   softmax, logsumexp and
+                   log_softmax in float32; the backward pass computes the logits again, with a
+                       one-hot tensor.
+`gradients_first`  as Liger-Kernel's fused linear cross entropy does: chunks of tokens, as many as
+                   the vocabulary is
+                   larger than the hidden size; gradients are formed in the forward pass.
+                       Log-probabilities only.
 
 Neither is the published code: that is in `published`, where it runs on a CPU.
 """
@@ -54,7 +59,8 @@ class _TokenChunks(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor
     ) -> tuple[Tensor, Tensor]:
-        log_probs, entropies = [], []
+        log_probs = []
+        entropies = []
         for hidden_CH, targets_C in zip(
             hidden_TH.split(TOKENS_OF_A_CHUNK), targets_T.split(TOKENS_OF_A_CHUNK), strict=True
         ):
@@ -69,7 +75,8 @@ class _TokenChunks(torch.autograd.Function):
         ctx: Any, grad_log_probs_T: Tensor, grad_entropies_T: Tensor
     ) -> tuple[Tensor, Tensor, None]:
         hidden_TH, weight_VH, targets_T = ctx.saved_tensors
-        grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_weight_VH = torch.zeros_like(weight_VH)
         for first in range(0, hidden_TH.shape[0], TOKENS_OF_A_CHUNK):
             rows = slice(first, first + TOKENS_OF_A_CHUNK)
             logits_CV = (hidden_TH[rows] @ weight_VH.T).float()
@@ -86,8 +93,9 @@ class _TokenChunks(torch.autograd.Function):
 
 
 def chunk_of(num_tokens: int, hidden: int, vocab: int) -> int:
-    """Tokens of a chunk of `gradients_first`: a power of two, so that a chunk's logits are about as large as the hidden
-    states."""
+    """Tokens of a chunk of `gradients_first`: a power of two, so that a chunk's logits are about as
+    large as the hidden states.
+    """
     num_chunks = -(-vocab // hidden)
     tokens = -(-num_tokens // num_chunks)
     return min(1 << (tokens - 1).bit_length(), num_tokens)
@@ -103,7 +111,8 @@ class _GradientsFirst(torch.autograd.Function):
     def forward(ctx: Any, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor) -> Tensor:
         num_tokens = hidden_TH.shape[0]
         size = chunk_of(num_tokens, hidden_TH.shape[1], weight_VH.shape[0])
-        grad_hidden_TH, grad_weight_VH = torch.empty_like(hidden_TH), torch.zeros_like(weight_VH)
+        grad_hidden_TH = torch.empty_like(hidden_TH)
+        grad_weight_VH = torch.zeros_like(weight_VH)
         total = hidden_TH.new_zeros(())
         for first in range(0, num_tokens, size):
             rows = slice(first, first + size)

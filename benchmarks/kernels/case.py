@@ -1,8 +1,10 @@
-"""What a case of the kernel benchmarks is: figures of one run, each beside its named baseline and its bar.
+"""What a case of the kernel benchmarks is: figures of one run, each beside its named
+baseline and its bar.
 
     CASE = Case("C8", "policy loss, forward and backward", run)
 
-`run(is_quick)` measures; quick is a small size that shows that everything runs. Cases stand in benchmarks/kernels (CPU:
+`run(is_quick)` measures; quick is a small size that shows that everything runs. Cases stand in
+benchmarks/kernels (CPU:
 ratios in one run) and benchmarks/gpu (a GPU: absolute figures too).
 """
 
@@ -15,7 +17,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured number. `bar`: what it must not pass (be above, or below where `is_more_better`); None: reported."""
+    """One measured number. `bar`: what it must not pass (be above, or below where
+    `is_more_better`); None: reported.
+    """
 
     what: str  # "shape A, time"
     value: float

@@ -1,7 +1,8 @@
-"""C6: the head on response tokens only: its time against the share f of tokens that are response tokens.
+"""C6: the head on response tokens only: its time against the share f of tokens that are
+response tokens.
 
-Rows are chosen at random, as prompts and tool output leave them; the baseline is the head on all tokens. What the rows
-give must be what they give in the whole.
+Rows are chosen at random, as prompts and tool output leave them; the baseline is the head on all
+tokens. What the rows give must be what they give in the whole.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from benchmarks.kernels.head_problem import (
 )
 from benchmarks.kernels.measure import Parts, take_turns
 
-SHAPE, QUICK_SHAPE = Shape(2048, 576, 16384), Shape(256, 64, 4096)
+SHAPE = Shape(2048, 576, 16384)
+QUICK_SHAPE = Shape(256, 64, 4096)
 SHARES = (0.25, 0.5, 0.75)
 SLACK = 0.05
 AGREEMENT = 1e-5

@@ -1,18 +1,24 @@
 """C9: generalized advantage estimation against loops over columns and other scans, on one thread.
 
-Two steps are measured: the discounted sums alone, and the whole estimator (mask, compaction, deltas, sums, returns,
-explained variance). Their baselines have samples as the rows of a padded [B, T] matrix, as trainers of this kind do:
+Two steps are measured: the discounted sums alone, and the whole estimator (mask, compaction,
+deltas, sums, returns, explained variance). Their baselines have samples as the rows of a padded [B,
+T] matrix, as trainers of this kind do:
 
-    columns     sums by a Python loop over columns, from the last to the first: two operations a column
+    columns     sums by a Python loop over columns, from the last to the first: two
+                operations a column
     verl        verl's loop over columns, with its mask recurrence: thirteen operations a column
-    chunks      slime's scheme: products with a triangle of 128 powers in float32, a loop over chunks for carries
+    chunks      slime's scheme: products with a triangle of 128 powers in float32, a loop over
+                chunks for carries
     compiled    `chunks` under torch.compile, where a C++ compiler is found
-    lfilter     scipy's recursive filter in C over each row, as in Spinning Up, where scipy is installed
+    lfilter     scipy's recursive filter in C over each row, as in Spinning Up, where
+                scipy is installed
     doubling    log2(T) rounds over the packed column, in float64
 
-`chunks`, `compiled` and `lfilter` know no masks: as whole estimators they make deltas, sums and returns of all tokens.
+`chunks`, `compiled` and `lfilter` know no masks: as whole estimators they make deltas, sums and
+returns of all tokens.
 
-`masked`: the first eighth of a sample is its prompt, and every fourth stretch of 32 tokens is a tool's.
+`masked`: the first eighth of a sample is its prompt, and every fourth stretch of 32
+tokens is a tool's.
 """
 
 from __future__ import annotations
@@ -34,8 +40,12 @@ from rlhf_megatron.algorithms.advantages.response_tokens import compute_discount
 
 PARAMS = GAEParams(gamma=0.99, lam=0.95, whiten=False)
 DECAY = PARAMS.gamma * PARAMS.lam
-SHAPES, QUICK_SHAPES = ((1024, 4096), (64, 32768)), ((16, 256), (4, 1024))  # samples x tokens
-NUM_SHORT, QUICK_NUM_SHORT = 16384, 256  # ragged samples of 64 tokens in the median
+# samples x tokens
+SHAPES = ((1024, 4096), (64, 32768))
+QUICK_SHAPES = ((16, 256), (4, 1024))
+# ragged samples of 64 tokens in the median
+NUM_SHORT = 16384
+QUICK_NUM_SHORT = 256
 CHUNK = 128
 SPEED_UP = 60.0  # over verl's loop, at the last of the shapes
 RATE = 150.0  # million tokens a second
@@ -43,7 +53,8 @@ AGREEMENT = 1e-5  # of the largest number
 
 
 def sums_by_columns(terms_BT: Tensor) -> Tensor:
-    sums_BT, carried_B = torch.empty_like(terms_BT), torch.zeros(terms_BT.shape[0])
+    sums_BT = torch.empty_like(terms_BT)
+    carried_B = torch.zeros(terms_BT.shape[0])
     for t in range(terms_BT.shape[1] - 1, -1, -1):
         carried_B = terms_BT[:, t] + DECAY * carried_B
         sums_BT[:, t] = carried_B
@@ -89,15 +100,20 @@ def others(
 
 
 def sums_by_doubling(terms_N: Tensor, num_after_N: Tensor) -> Tensor:
-    sums_N, reach, factor = terms_N.clone(), 1, DECAY
+    sums_N = terms_N.clone()
+    reach = 1
+    factor = DECAY
     while reach <= int(num_after_N.max()):
         sums_N[:-reach] += (factor * sums_N[reach:]).masked_fill_(num_after_N[:-reach] < reach, 0.0)
-        reach, factor = 2 * reach, factor * factor
+        reach = 2 * reach
+        factor = factor * factor
     return sums_N
 
 
 def gae_by_columns(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor) -> tuple[Tensor, Tensor]:
-    """Advantages and returns. verl's recurrence (verl/trainer/ppo/core_algos.py, compute_gae_advantage_return)."""
+    """Advantages and returns. verl's recurrence
+    (verl/trainer/ppo/core_algos.py, compute_gae_advantage_return).
+    """
     next_B = carried_B = torch.zeros(values_BT.shape[0])
     columns = []
     for t in range(values_BT.shape[1] - 1, -1, -1):
@@ -112,7 +128,8 @@ def gae_by_columns(rewards_BT: Tensor, values_BT: Tensor, mask_BT: Tensor) -> tu
 
 def make_inputs(lengths_B: Tensor, is_masked: bool) -> AdvantageInputs:
     generator = torch.Generator().manual_seed(0)
-    num_samples, total = lengths_B.numel(), int(lengths_B.sum())
+    num_samples = lengths_B.numel()
+    total = int(lengths_B.sum())
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths_B.cumsum(0)])
     place_T = torch.arange(total) - offsets[:-1].repeat_interleave(lengths_B)
     is_response_T = (place_T >= (lengths_B // 8).repeat_interleave(lengths_B)) & (
@@ -205,7 +222,8 @@ def measure_whole(
         column.view(num_samples, length)
         for column in (inputs.token_rewards_T, inputs.values_T, inputs.response_mask_T.float())
     ]
-    found, expected = gae(inputs, PARAMS), gae_by_columns(*(column.double() for column in columns))
+    found = gae(inputs, PARAMS)
+    expected = gae_by_columns(*(column.double() for column in columns))
     assert found.returns_T is not None
     wrong = max(
         difference(found.advantages_T, expected[0]), difference(found.returns_T, expected[1])

@@ -1,8 +1,10 @@
-"""C1: time of the LM head, forward and backward, against the naive one, two published schemes and published packages.
+"""C1: time of the LM head, forward and backward, against the naive one, two published schemes and
+published packages.
 
-Ours takes turns with the naive head until the ratio is steady; the schemes run once, packages too at the long shape.
-Before anything is timed, all do the same small problem and must agree. The loss without entropy is compared with naive
-log-probs only. What no head that computes its logits again can be faster than is told too: four products of this shape.
+Ours takes turns with the naive head until the ratio is steady; the schemes run once, packages too
+at the long shape. Before anything is timed, all do the same small problem and must agree. The loss
+without entropy is compared with naive log-probs only. What no head that computes its logits again
+can be faster than is told too: four products of this shape.
 """
 
 from __future__ import annotations
@@ -29,9 +31,13 @@ from benchmarks.kernels.head_problem import (
 from benchmarks.kernels.measure import Parts, Turns, cpu_seconds, take_turns
 from benchmarks.kernels.published import Published, find_published
 
-OURS, OURS_LOG_PROB, OURS_STASH = "ours", "ours, log-prob only", "ours, stash"
-NAIVE, NAIVE_LOG_PROB = "naive", "naive, log-prob only"
-TOKEN_CHUNKS, GRADIENTS_FIRST = "verl's torch scheme", "Liger's FLCE scheme, log-prob only"
+OURS = "ours"
+OURS_LOG_PROB = "ours, log-prob only"
+OURS_STASH = "ours, stash"
+NAIVE = "naive"
+NAIVE_LOG_PROB = "naive, log-prob only"
+TOKEN_CHUNKS = "verl's torch scheme"
+GRADIENTS_FIRST = "Liger's FLCE scheme, log-prob only"
 BARE = "four bare products"
 AGREEMENT = Shape(67, 48, 1003)
 
@@ -72,7 +78,8 @@ def with_stash(problem: Problem) -> Tensor:
 
 def bare_products(problem: Problem) -> Parts:
     """Four times the time of the logits, in tiles of our head's width, into memory that stands."""
-    hidden_TH, weight_VH = problem.hidden_TH.detach(), problem.weight_VH.detach()
+    hidden_TH = problem.hidden_TH.detach()
+    weight_VH = problem.weight_VH.detach()
     tile_TC = torch.empty(hidden_TH.shape[0], CHUNK_SIZE)
 
     def products() -> None:
@@ -109,7 +116,8 @@ def measure(problem: Problem, all_heads: dict[str, Head], is_long: bool = False)
 
 
 def figures_of(label: str, size: Size, turns: Turns) -> list[Figure]:
-    both, log_prob = f"{label}: log-prob + entropy, time", f"{label}: log-prob only, time"
+    both = f"{label}: log-prob + entropy, time"
+    log_prob = f"{label}: log-prob only, time"
 
     def ratio(what: str, ours: str, baseline: str, bar: float | None = None) -> Figure:
         found = turns.ratio(ours, baseline)

@@ -1,4 +1,6 @@
-"""Problems for the LM head, and what runs on them: a head makes a loss of a problem, its gradient is timed with it."""
+"""Problems for the LM head, and what runs on them: a head makes a loss of a problem, its gradient
+is timed with it.
+"""
 
 # T tokens, V vocabulary, H hidden
 
@@ -20,8 +22,9 @@ CHUNK_SIZE = 4096  # the trainer's default, actor.log_prob_chunk_size
 
 @dataclass(frozen=True)
 class Problem:
-    """The loss is -sum(log_probs_T) / T - ENTROPY_COEFFICIENT sum(entropies_T) / T: each token weighs the same, since
-    heads that form the gradient in the forward pass know no other case."""
+    """The loss is -sum(log_probs_T) / T - ENTROPY_COEFFICIENT sum(entropies_T) / T: each token
+    weighs the same, since heads that form the gradient in the forward pass know no other case.
+    """
 
     hidden_TH: Tensor
     weight_VH: Tensor
@@ -129,7 +132,9 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 def check_same_work(
     heads: dict[str, Head], baseline: Head, problem: Problem, tolerance: float = 1e-4
 ) -> None:
-    """Raises RuntimeError when a head's loss or gradients are not the baseline's: what is not equal is not compared."""
+    """Raises RuntimeError when a head's loss or gradients are not the baseline's: what is not equal
+    is not compared.
+    """
     expected = run_head(baseline, problem)
     assert expected.grad_weight_VH is not None
     for name, head in heads.items():

@@ -1,8 +1,10 @@
-"""C5: the weight's gradient straight into float32 main_grad: memory beyond it, against autograd's own tensor.
+"""C5: the weight's gradient straight into float32 main_grad: memory beyond it, against
+autograd's own tensor.
 
-In sizes of the gradient (dW), above a run whose weight wants none: through the sink nothing of that size may appear;
-autograd's tensor is one, and a trainer that keeps main_grad adds it there. Resident high-water marks, a process each;
-main_grad stands before. Two passes through the sink must leave twice autograd's gradient.
+In sizes of the gradient (dW), above a run whose weight wants none: through the sink nothing of that
+size may appear; autograd's tensor is one, and a trainer that keeps main_grad adds it there.
+Resident high-water marks, a process each; main_grad stands before. Two passes through the sink must
+leave twice autograd's gradient.
 """
 
 # V vocabulary, H hidden
@@ -25,14 +27,17 @@ from benchmarks.kernels.head_problem import (
 )
 from benchmarks.kernels.measure import in_child, peak_memory, reset_peak_memory
 
-SHAPE, QUICK_SHAPE = Shape(512, 256, 65536), Shape(64, 256, 16384)
+SHAPE = Shape(512, 256, 65536)
+QUICK_SHAPE = Shape(64, 256, 16384)
 BAR = 0.1
 WAYS = ("no gradient", "autograd", "sink")
 
 
 @dataclass
 class MainGrad:
-    """As a trainer's sink: adds into `main_grad_VH`; autograd gets the weight's own memory, which nobody reads."""
+    """As a trainer's sink: adds into `main_grad_VH`; autograd gets the weight's own memory,
+    which nobody reads.
+    """
 
     weight_VH: Tensor
     main_grad_VH: Tensor
@@ -45,7 +50,9 @@ class MainGrad:
 
 
 def peak_of(way: str, shape: Shape) -> float:
-    """Bytes of one forward and backward pass beyond what stood before, in this process, which must be a fresh one."""
+    """Bytes of one forward and backward pass beyond what stood before, in this process, which must
+    be a fresh one.
+    """
     warm_up = make_problem(Shape(16, 32, 128))
     run_head(fused(), warm_up)
     problem = make_problem(shape)

@@ -1,8 +1,9 @@
-"""How cases measure: variants in turns, CPU seconds of this process, ratios round by round; memory in a forked child.
+"""How cases measure: variants in turns, CPU seconds of this process, ratios round by round; memory
+in a forked child.
 
-A ratio is the median over the rounds of ours over the baseline in the same round. Its spread is the middle half of
-those ratios over their median; rounds go on until it is below `SPREAD`, or `most_rounds` are done. Odd rounds run the
-variants in the opposite order.
+A ratio is the median over the rounds of ours over the baseline in the same round. Its spread is the
+middle half of those ratios over their median; rounds go on until it is below `SPREAD`, or
+`most_rounds` are done. Odd rounds run the variants in the opposite order.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ def most_rounds() -> int:
 
 @dataclass(frozen=True)
 class Ratio:
-    """`value`: the median of `values`, one a round. `spread`: the middle half of them over the median."""
+    """`value`: the median of `values`, one a round. `spread`: the middle half of them
+    over the median.
+    """
 
     value: float
     spread: float
@@ -89,8 +92,8 @@ def take_turns(
 ) -> Turns:
     """Rounds of all variants until the ratio of each pair (ours, baseline) is steady.
 
-    once: variants that take part in the first round only, since nothing hangs on their exact figure. most: None: what
-    the runner was told.
+    once: variants that take part in the first round only, since nothing hangs on their exact
+    figure. most: None: what the runner was told.
     """
     turns = Turns({name: [] for name in variants})
     most = max(most_rounds() if most is None else most, 1)
@@ -120,8 +123,9 @@ def in_children(
 ) -> Any:
     """`run(**job)` of each job in a process of its own, all at once: their results in order.
 
-    Forked, so that libraries need no second loading; the caller must not have started threads. Raises RuntimeError with
-    the child's traceback when one fails, dies, or takes longer than `timeout_s`; none is left running.
+    Forked, so that libraries need no second loading; the caller must not have started threads.
+    Raises RuntimeError with the child's traceback when one fails, dies, or takes longer than
+    `timeout_s`; none is left running.
     """
     context = multiprocessing.get_context("fork")
     children = []

@@ -1,8 +1,10 @@
-"""C2: peak memory of the LM head beyond its inputs and gradients, against the naive head; how it grows with T and V.
+"""C2: peak memory of the LM head beyond its inputs and gradients, against the naive head; how it
+grows with T and V.
 
-Each measurement is a process of its own: the resident high-water mark over one forward and backward pass, less what
-stood before it and the two gradients that any head must return. Growth is a line fitted through several T (and V) at a
-small hidden size, over what the naive head's five [T, V] float32 tensors grow by: 20 V bytes a token, 20 T a column.
+Each measurement is a process of its own: the resident high-water mark over one forward and backward
+pass, less what stood before it and the two gradients that any head must return. Growth is a line
+fitted through several T (and V) at a small hidden size, over what the naive head's five [T, V]
+float32 tensors grow by: 20 V bytes a token, 20 T a column.
 """
 
 from __future__ import annotations

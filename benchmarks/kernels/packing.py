@@ -1,18 +1,21 @@
 """C10: plans of micro-batches: padding, balance and the time they take, for 16384 samples.
 
-Lengths are lognormal (most are short, the longest has twelve times the median) or of two modes (70 % around 6 % of the
-longest, 30 % around 60 %). Measured over token budgets from 8k to 64k, with and without a layout that pads documents to
-8 and micro-batches to 16 tokens:
+Lengths are lognormal (most are short, the longest has twelve times the median) or of two modes (70
+% around 6 % of the longest, 30 % around 60 %). Measured over token budgets from 8k to 64k, with and
+without a layout that pads documents to 8 and micro-batches to 16 tokens:
 
-    padding     tokens of no sample over all tokens, every micro-batch padded to the longest, as pipeline parallelism
-                does; the floor is what no plan can avoid, by Martello and Toth's bound on the number of bins
+    padding     tokens of no sample over all tokens, every micro-batch padded to the longest, as
+                pipeline parallelism
+                does; the floor is what no plan can avoid, by Martello and Toth's bound on the
+                    number of bins
     imbalance   dearest replica over the mean, by a cost of length x (24576 + length)
     waiting     the same, where replicas wait for each other after each micro-batch
 
-Baselines, at 32k tokens on 64 replicas: `ffd`, first fit decreasing, bins dealt in turn (AReaL's default allocation),
-and `kk`, Karmarkar and Karp's differencing, samples to replicas by cost and then to micro-batches by length (as verl
-and slime do, and AReaL on request). `kk` knows no budget: it takes as many micro-batches as the volume needs, and how
-far the longest is over is reported. Both are written here, in Python.
+Baselines, at 32k tokens on 64 replicas: `ffd`, first fit decreasing, bins dealt in turn (AReaL's
+default allocation), and `kk`, Karmarkar and Karp's differencing, samples to replicas by cost and
+then to micro-batches by length (as verl and slime do, and AReaL on request). `kk` knows no budget:
+it takes as many micro-batches as the volume needs, and how far the longest is over is reported.
+Both are written here, in Python.
 """
 
 from __future__ import annotations
@@ -33,16 +36,18 @@ from rlhf_megatron.data.replica_plan import NO_OP, plan_replicas
 Shares = list[list[list[int]]]  # samples of each micro-batch of each replica
 
 ATTENTION_LENGTH = 24576
-NUM_SAMPLES, QUICK_NUM_SAMPLES = 16384, 512
+NUM_SAMPLES = 16384
+QUICK_NUM_SAMPLES = 512
 BUDGETS = (8192, 16384, 32768, 65536)
 LONGEST = 32768
 REPLICAS = (1, 8, 64)
 MULTIPLES = ((1, 1), (8, 16))  # of a document and of a micro-batch
-PADDING, IMBALANCE, SECONDS = 0.03, 1.02, 0.1
-FLOOR, ABOVE_FLOOR = (
-    0.025,
-    0.005,
-)  # floors above the first have a bar of their own: the floor and the second
+PADDING = 0.03
+IMBALANCE = 1.02
+SECONDS = 0.1
+# floors above the first have a bar of their own: the floor and the second
+FLOOR = 0.025
+ABOVE_FLOOR = 0.005
 REPEATS = 3
 
 
@@ -97,7 +102,8 @@ KINDS: dict[str, Callable[[random.Random, int], float]] = {
 
 def calls_of(kind: str, dp: int, num_samples: int) -> Iterator[Call]:
     for budget in BUDGETS:
-        longest, generator = min(budget, LONGEST), random.Random(0)
+        longest = min(budget, LONGEST)
+        generator = random.Random(0)
         lengths = [
             max(16, min(longest, int(KINDS[kind](generator, longest)))) for _ in range(num_samples)
         ]
@@ -144,14 +150,16 @@ def kk(call: Call) -> Shares:
 
 
 def differenced(items: list[int], weights: list[int], num_parts: int) -> list[list[int]]:
-    """Karmarkar and Karp's largest differencing method: the two partitions of the widest spread become one, the largest
-    part of the one with the smallest of the other, until one is left."""
+    """Karmarkar and Karp's largest differencing method: the two partitions of the widest spread
+    become one, the largest part of the one with the smallest of the other, until one is left.
+    """
     order = count()
     empty: list[tuple[int, list[int]]] = [(0, [])] * (num_parts - 1)
     heap = [(-weights[i], next(order), [(weights[i], [i]), *empty]) for i in items]
     heapq.heapify(heap)
     while len(heap) > 1:
-        (_, _, one), (_, _, other) = heapq.heappop(heap), heapq.heappop(heap)
+        _, _, one = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
         joined = [(a + b, x + y) for (a, x), (b, y) in zip(one, reversed(other), strict=True)]
         joined.sort(key=lambda part: -part[0])
         heapq.heappush(heap, (joined[-1][0] - joined[0][0], next(order), joined))
@@ -194,7 +202,10 @@ def figures_of(
     seconds = [best_seconds(lambda call=call: ours(call)) for call in calls]
     for call, quality, time_s in zip(calls, found, seconds, strict=True):
         assert quality.over_budget <= 0, f"{call.budget} tokens are exceeded"
-        name = f"{kind}, dp {dp}, {call.budget} tokens, multiples {call.document_multiple} and {call.packed_multiple}"
+        name = (
+            f"{kind}, dp {dp}, {call.budget} tokens, multiples {call.document_multiple}"
+            f" and {call.packed_multiple}"
+        )
         details[name] = {key: significant(x) for key, x in vars(quality).items()} | {
             "floor": significant(call.floor),
             "cpu_s": significant(time_s),

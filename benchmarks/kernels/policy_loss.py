@@ -1,9 +1,11 @@
-"""C8: policy and value loss of rows with metrics, forward and backward, against autograd over the same formulas.
+"""C8: policy and value loss of rows with metrics, forward and backward, against autograd over the
+same formulas.
 
-Measured is what the workers call (`PolicyRowLoss`), the eager forms of `eager`, as published trainers write them, and
-these under torch.compile where a C++ compiler is found, which takes a minute: loss, gradients and metric sums of
-ppo_clip alone, and with a k3 KL term and an entropy bonus. All must agree before anything is timed. Kernels that
-packages have for these losses (liger-kernel's `triton_grpo_loss`) need a GPU: `benchmarks/gpu` has those.
+Measured is what the workers call (`PolicyRowLoss`), the eager forms of `eager`, as published
+trainers write them, and these under torch.compile where a C++ compiler is found, which takes a
+minute: loss, gradients and metric sums of ppo_clip alone, and with a k3 KL term and an entropy
+bonus. All must agree before anything is timed. Kernels that packages have for these losses
+(liger-kernel's `triton_grpo_loss`) need a GPU: `benchmarks/gpu` has those.
 """
 
 # R rows
@@ -30,9 +32,13 @@ from rlhf_megatron.ranks.kernels.weighted_row_loss import (
 )
 from rlhf_megatron.ranks.workers.actor_losses import make_policy_row_loss
 
-SIZES, QUICK_SIZES = (32768, 1 << 20), (500,)
-ROWS_OF_A_TURN, MOST_CALLS = 1 << 21, 64  # small problems are called several times, for the clock
-BAR, BAR_OF_COMPILED = 0.45, 1.0
+SIZES = (32768, 1 << 20)
+QUICK_SIZES = (500,)
+# small problems are called several times, for the clock
+ROWS_OF_A_TURN = 1 << 21
+MOST_CALLS = 64
+BAR = 0.45
+BAR_OF_COMPILED = 1.0
 AGREEMENT = 1e-5
 CLIPRANGE_VALUE = 0.5
 CONFIGS = {
@@ -131,7 +137,9 @@ def eager_value_sums(
 
 
 def difference(found: Found, expected: Found) -> float:
-    """Largest: of gradients relative to their largest entry; of sums, which may cancel, as it is."""
+    """Largest: of gradients relative to their largest entry;
+    of sums, which may cancel, as it is.
+    """
     assert list(found.sums) == list(expected.sums), "other metrics"
     sums = zip(
         [found.value, *found.sums.values()], [expected.value, *expected.sums.values()], strict=True
@@ -179,7 +187,10 @@ def measure(
     figures.append(Figure(f"{what}, time", ratio.value, "x", spread, None if is_quick else BAR))
     if "compiled" in calls:
         ratio = turns.ratio("fused", "compiled")
-        spread = f"torch.compile, {1e3 * min(turns.seconds('compiled')):.2f} ms; spread {100 * ratio.spread:.1f} %"
+        spread = (
+            f"torch.compile, {1e3 * min(turns.seconds('compiled')):.2f} ms; spread"
+            f" {100 * ratio.spread:.1f} %"
+        )
         figures.append(Figure(f"{what}, time", ratio.value, "x", spread, BAR_OF_COMPILED))
     return figures, turns
 

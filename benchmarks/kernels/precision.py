@@ -1,9 +1,11 @@
-"""C3: errors of the LM head against float64 on the same inputs, beside those of the naive head in float32.
+"""C3: errors of the LM head against float64 on the same inputs, beside those of the naive
+head in float32.
 
-Log-prob and entropy: largest absolute error in nats. Gradients: L2 norm of the error over that of the gradient, of a
-loss that weighs every token differently. The naive head sees float32 copies of bfloat16 inputs, so that both gradients
-are rounded to bfloat16 once; what logits rounded to bfloat16 cost is the last row. `low logits`: all between -200 and
--180 and exact in float32, so that what is left is the error of the softmax alone.
+Log-prob and entropy: largest absolute error in nats. Gradients: L2 norm of the error over that of
+the gradient, of a loss that weighs every token differently. The naive head sees float32 copies of
+bfloat16 inputs, so that both gradients are rounded to bfloat16 once; what logits rounded to
+bfloat16 cost is the last row. `low logits`: all between -200 and -180 and exact in float32, so that
+what is left is the error of the softmax alone.
 """
 
 from __future__ import annotations
@@ -24,11 +26,11 @@ from benchmarks.kernels.head_problem import (
     relative_error,
 )
 
-LOG_PROB_BAR, GRADIENT_BAR = 1e-5, 2.0
-SHAPE, QUICK_SHAPE = (
-    Shape(256, 512, 20011),
-    Shape(33, 32, 1003),
-)  # vocabularies that no chunk divides
+LOG_PROB_BAR = 1e-5
+GRADIENT_BAR = 2.0
+# vocabularies that no chunk divides
+SHAPE = Shape(256, 512, 20011)
+QUICK_SHAPE = Shape(33, 32, 1003)
 SCALE = 4.0  # deviation of the logits over the temperature: the largest is some 20
 ENTROPY_WEIGHT = 0.3
 
@@ -123,11 +125,14 @@ def errors_of(
 
 
 def low_logits(shape: Shape) -> Problem:
-    """Hidden states 0 and 1, weights in eighths, and one column of -190: logits of 10 eighths around it, exact."""
+    """Hidden states 0 and 1, weights in eighths, and one column of -190: logits of 10 eighths
+    around it, exact.
+    """
     generator = torch.Generator().manual_seed(3)
     hidden_TH = torch.randint(0, 2, (shape.num_tokens, shape.hidden), generator=generator).float()
     weight_VH = torch.randint(-1, 2, (shape.vocab, shape.hidden), generator=generator).float() / 8
-    hidden_TH[:, 0], weight_VH[:, 0] = 1.0, -190.0
+    hidden_TH[:, 0] = 1.0
+    weight_VH[:, 0] = -190.0
     targets_T = torch.randint(0, shape.vocab, (shape.num_tokens,), generator=generator)
     return Problem(hidden_TH.requires_grad_(), weight_VH.requires_grad_(), targets_T)
 
@@ -156,7 +161,8 @@ def samples(shape: Shape) -> dict[str, Sample]:
 
 
 def figures_of(name: str, found: Errors, naive: Errors) -> list[Figure]:
-    values = []  # processors differ in how they sum: the bar is the naive head's error where that is larger
+    # processors differ in how they sum: the bar is the naive head's error where that is larger
+    values = []
     for what, ours_error, naive_error in (
         ("log-prob", found.log_prob, naive.log_prob),
         ("entropy", found.entropy, naive.entropy),

@@ -1,11 +1,13 @@
-"""Published packages beside our head, where they are installed and run on a CPU; else why not, by name.
+"""Published packages beside our head, where they are installed and run on a CPU; else
+why not, by name.
 
     pip install --no-deps --target DIR liger-kernel cut-cross-entropy
     PYTHONPATH=DIR python -m benchmarks.kernels --only C1
 
-liger-kernel's fused linear GRPO loss is torch and runs here: with CISPO's loss, one sequence, advantage 1, no reference
-and no old policy it is -sum(log_probs_T) / T. Its fused linear cross entropy, and cut-cross-entropy's
-own kernels, are Triton and need a GPU; cut-cross-entropy's `torch_compile` runs where a C++ compiler is found.
+liger-kernel's fused linear GRPO loss is torch and runs here: with CISPO's loss, one sequence,
+advantage 1, no reference and no old policy it is -sum(log_probs_T) / T. Its fused linear cross
+entropy, and cut-cross-entropy's own kernels, are Triton and need a GPU; cut-cross-entropy's
+`torch_compile` runs where a C++ compiler is found.
 """
 
 from __future__ import annotations

@@ -38,8 +38,12 @@ def lines_of(outcome: Outcome) -> list[str]:
 
 
 def line_of(figure: Figure) -> str:
-    bar, verdict = bar_of(figure), verdict_of(figure)
-    return f"{figure.what:58}{figure.value:10.4g}  {figure.unit:12}{bar:>9}  {verdict:8}{figure.baseline}".rstrip()
+    bar = bar_of(figure)
+    verdict = verdict_of(figure)
+    return (
+        f"{figure.what:58}{figure.value:10.4g}  {figure.unit:12}{bar:>9}"
+        f"  {verdict:8}{figure.baseline}"
+    ).rstrip()
 
 
 def bar_of(figure: Figure) -> str:

@@ -1,9 +1,11 @@
-"""C11: what the controller makes of a step's batch, against one numpy sum of each of the batch's token columns.
+"""C11: what the controller makes of a step's batch, against one numpy sum of each of the batch's
+token columns.
 
-Apart from each other: all that a step's row is made of (metrics of the batch, versions, balance over replicas, MFU,
-variance proxies, health); the comparison of engine and trainer; the rollout correction with its metrics, by preset; and
-the advantage stage without that, by estimator, and with the KL in the reward. Responses are ragged, with values,
-returns, entropies and sums of squared probabilities; one reward in fifty is masked.
+Apart from each other: all that a step's row is made of (metrics of the batch, versions, balance
+over replicas, MFU, variance proxies, health); the comparison of engine and trainer; the rollout
+correction with its metrics, by preset; and the advantage stage without that, by estimator, and with
+the KL in the reward. Responses are ragged, with values, returns, entropies and sums of squared
+probabilities; one reward in fifty is masked.
 """
 
 # T packed tokens, B samples
@@ -45,11 +47,12 @@ from rlhf_megatron.data.batch import TrainBatch, compute_offsets
 from rlhf_megatron.ranks.workers.actor_losses import parse_correction_params
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-SHAPES, QUICK_SHAPES = (
-    ((2048, 2048), (16384, 2048)),
-    ((64, 64),),
-)  # samples, tokens of a sample at most
-GROUP_SIZE, NUM_SOURCES, NUM_REPLICAS = 8, 8, 8
+# samples, tokens of a sample at most
+SHAPES = ((2048, 2048), (16384, 2048))
+QUICK_SHAPES = ((64, 64),)
+GROUP_SIZE = 8
+NUM_SOURCES = 8
+NUM_REPLICAS = 8
 BAR = 20.0
 TINY = {
     "hidden_size": 64,
@@ -133,7 +136,8 @@ def step_metrics(batch: TrainBatch, work: PerformanceBasis) -> dict[str, float]:
 
 def parts_of(batch: TrainBatch, work: PerformanceBasis) -> dict[str, Callable[[], object]]:
     """What -> the work that is measured."""
-    old, is_valid = batch.old_log_probs, make_valid_sample_mask(batch)
+    old = batch.old_log_probs
+    is_valid = make_valid_sample_mask(batch)
     assert old is not None
     columns = replace(batch, ref_log_probs=batch.rollout_log_probs, greedy_rewards=batch.rewards)
 
@@ -173,7 +177,8 @@ def run(is_quick: bool) -> CaseResult:
     figures: list[Figure] = []
     details: dict[str, object] = {}
     for num_samples, length in QUICK_SHAPES if is_quick else SHAPES:
-        batch, layout = make_batch(num_samples, length), ParallelLayout(NUM_REPLICAS)
+        batch = make_batch(num_samples, length)
+        layout = ParallelLayout(NUM_REPLICAS)
         work = PerformanceBasis(
             16,
             NUM_REPLICAS,

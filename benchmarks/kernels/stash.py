@@ -1,7 +1,8 @@
-"""C7: the backward pass from a 16-bit stash of the logits against computing them again: time, and the error it brings.
+"""C7: the backward pass from a 16-bit stash of the logits against computing them again: time, and
+the error it brings.
 
-The stash holds all of the logits, 2 T V bytes. Its error is that of the hidden states' gradient against the one without
-a stash, by L2 norm.
+The stash holds all of the logits, 2 T V bytes. Its error is that of the hidden states' gradient
+against the one without a stash, by L2 norm.
 """
 
 from __future__ import annotations
@@ -12,9 +13,12 @@ from benchmarks.kernels.case import Case, CaseResult, Figure
 from benchmarks.kernels.head_problem import Shape, fused, make_problem, relative_error, run_head
 from benchmarks.kernels.measure import take_turns
 
-SHAPE, QUICK_SHAPE = Shape(2048, 576, 49152), Shape(256, 64, 4096)
-TIME_BAR, ERROR_BAR = 0.8, 1e-4
-STASH, AGAIN = "stash", "recompute"
+SHAPE = Shape(2048, 576, 49152)
+QUICK_SHAPE = Shape(256, 64, 4096)
+TIME_BAR = 0.8
+ERROR_BAR = 1e-4
+STASH = "stash"
+AGAIN = "recompute"
 
 
 def run(is_quick: bool) -> CaseResult:
@@ -30,7 +34,8 @@ def run(is_quick: bool) -> CaseResult:
         [(STASH, AGAIN)],
         "backward",
     )
-    backward, total = turns.ratio(STASH, AGAIN, "backward"), turns.ratio(STASH, AGAIN)
+    backward = turns.ratio(STASH, AGAIN, "backward")
+    total = turns.ratio(STASH, AGAIN)
     spread = f"recompute; spread {100 * backward.spread:.1f} % of {len(backward.values)} rounds"
     error = relative_error(with_stash.grad_hidden_TH, without.grad_hidden_TH)
     figures = (

@@ -1,9 +1,10 @@
-"""C4: the LM head with its vocabulary over 2 and 4 ranks equals the whole one, and how many collectives that takes.
+"""C4: the LM head with its vocabulary over 2 and 4 ranks equals the whole one, and how many
+collectives that takes.
 
-Ranks are processes over gloo. Every rank does the whole problem too and compares: log-prob and entropy in nats,
-gradients by the L2 norm of the difference. Collectives are counted by the group itself, so none is overlooked.
-`split`: hidden states come in parts of the sequence, which must be gathered (again in the backward pass) and summed in
-parts: one collective more in each direction.
+Ranks are processes over gloo. Every rank does the whole problem too and compares: log-prob and
+entropy in nats, gradients by the L2 norm of the difference. Collectives are counted by the group
+itself, so none is overlooked. `split`: hidden states come in parts of the sequence, which must be
+gathered (again in the backward pass) and summed in parts: one collective more in each direction.
 """
 
 # T tokens, V vocabulary (with padding), H hidden
@@ -32,9 +33,11 @@ from benchmarks.kernels.measure import in_children
 
 BAR = 1e-5
 TIMEOUT_S = 120
-SHAPE, QUICK_SHAPE = Shape(256, 128, 20008), Shape(32, 16, 504)
+SHAPE = Shape(256, 128, 20008)
+QUICK_SHAPE = Shape(32, 16, 504)
 NUM_PADDED = 5
-# In the forward pass: verl 3, slime 3 or 4 a chunk of the sequence, NeMo-RL 2 or 3 a chunk, Megatron's fused loss 2.
+# In the forward pass: verl 3, slime 3 or 4 a chunk of the sequence, NeMo-RL 2 or 3 a chunk,
+# Megatron's fused loss 2.
 ANCHOR = "others: 2 to 4, some a chunk of the sequence"
 
 
@@ -65,7 +68,9 @@ def gradients(problem: Problem, **arguments: Any) -> tuple[dict[str, Tensor], di
 
 
 def compare(rank: int, size: int, store: str, shape: Shape, is_split: bool) -> dict[str, Any]:
-    """On one rank: errors against the whole problem, counts, and whether its results are rank 0's bit for bit."""
+    """On one rank: errors against the whole problem, counts, and whether its results are rank
+    0's bit for bit.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group(
         "gloo",
@@ -79,7 +84,8 @@ def compare(rank: int, size: int, store: str, shape: Shape, is_split: bool) -> d
         vocab = shape.vocab - NUM_PADDED
         whole = Problem(whole.hidden_TH, whole.weight_VH, whole.targets_T.clamp(max=vocab - 1))
         expected, _ = gradients(whole, vocab_size=vocab)
-        rows, tokens = shape.vocab // size, shape.num_tokens // size
+        rows = shape.vocab // size
+        tokens = shape.num_tokens // size
         mine_V = slice(rank * rows, (rank + 1) * rows)
         mine_T = slice(rank * tokens, (rank + 1) * tokens) if is_split else slice(None)
         shard = Problem(

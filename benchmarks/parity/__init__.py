@@ -1,4 +1,5 @@
-"""Every layout against transformers in float64: `python -m benchmarks.parity`. What it proves stands in docs/parity.md.
+"""Every layout against transformers in float64: `python -m benchmarks.parity`. What it proves
+stands in docs/parity.md.
 
 layouts.py    the axis list: a new layout is one line here
 pairwise.py   a few cells in which every two values of the axes meet: what `make test` runs

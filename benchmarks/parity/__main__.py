@@ -28,7 +28,9 @@ Value = TypeVar("Value")
 
 
 def nearest(rows: Iterable[Row], *columns: str) -> list[Row]:
-    """Of the rows that agree in `columns`, the one that is nearest to its bar, or farthest over it."""
+    """Of the rows that agree in `columns`, the one that is nearest to its bar,
+    or farthest over it.
+    """
     worst: dict[tuple[str, ...], Row] = {}
     for row in rows:
         key = tuple(getattr(row, column) for column in columns)
@@ -44,8 +46,8 @@ def table(rows: Sequence[Row]) -> str:
         for names in ((r.family for r in rows), (r.layout for r in rows))
     ]
     lines = [
-        f"{'family':<{wide[0]}} {'layout':<{wide[1]}} {'quantity':<16} {'error':>9} {'float32':>9} {'bar':>9}"
-        "  worst tensor (cut)"
+        f"{'family':<{wide[0]}} {'layout':<{wide[1]}} {'quantity':<16} {'error':>9} {'float32':>9}"
+        f" {'bar':>9}  worst tensor (cut)"
     ]
     for row in rows:
         mark = "" if row.ok else "  OVER THE BAR"
@@ -57,7 +59,9 @@ def table(rows: Sequence[Row]) -> str:
 
 
 def shares(rows: Iterable[Row]) -> dict[str, dict[str, dict[str, float]]]:
-    """layout -> family -> quantity -> error as a share of its bar, of the cut and the tensor that are nearest to it."""
+    """layout -> family -> quantity -> error as a share of its bar, of the cut and the tensor that
+    are nearest to it.
+    """
     cells: dict[str, dict[str, dict[str, float]]] = {}
     for row in nearest(rows, "layout", "family", "quantity"):
         cells.setdefault(row.layout, {}).setdefault(row.family, {})[row.quantity] = round(
@@ -71,7 +75,9 @@ def _share(row: Row) -> float:
 
 
 def chosen(names: str | None, known: dict[str, Value], what: str) -> dict[str, Value]:
-    """The entries that a comma-separated list names; None: all. Raises SystemExit for an unknown name."""
+    """The entries that a comma-separated list names; None: all. Raises SystemExit for
+    an unknown name.
+    """
     picked = names.split(",") if names else list(known)
     unknown = [name for name in picked if name not in known]
     if unknown:
@@ -132,7 +138,8 @@ def main(argv: list[str] | None = None) -> int:
     if args.dumps.exists():
         if (other := other_than_dumps(args.dumps)) and args.dumps != DUMPS:
             raise SystemExit(
-                f"{args.dumps} holds {other}, which is no dump of this program; name another directory."
+                f"{args.dumps} holds {other}, which is no dump of this program; name"
+                " another directory."
             )
         shutil.rmtree(args.dumps)
 
@@ -156,8 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     )
     misses = sum(not row.ok for row in rows)
     result = {
-        "measure": "see benchmarks/parity/measure.py; rows: of each layout and quantity the one nearest to its bar",
-        "reference": "transformers in float64; bar: a multiple of the error of transformers in float32",
+        "measure": (
+            "see benchmarks/parity/measure.py; rows: of each layout and quantity the one"
+            " nearest to its bar"
+        ),
+        "reference": (
+            "transformers in float64; bar: a multiple of the error of transformers in float32"
+        ),
         "bar_factor": BAR,
         "recipe": asdict(recipe),
         "dumps": str(args.dumps),
@@ -180,7 +192,8 @@ def main(argv: list[str] | None = None) -> int:
     )
     print(f"{path}; tensors in {args.dumps}")
     print(
-        f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar; {seconds:.0f} s"
+        f"{cells} cells, {len(failures)} more failed; {len(rows)} rows, {misses} over the bar;"
+        f" {seconds:.0f} s"
     )
     return 1 if misses or failures or not rows else 0
 

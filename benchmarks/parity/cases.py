@@ -1,4 +1,5 @@
-"""What is trained in every layout: tiny random models, one ragged batch, two ways to cut it, one set of settings.
+"""What is trained in every layout: tiny random models, one ragged batch, two ways to cut it, one
+set of settings.
 
 A family is a policy, and with a value head in place of the output layer a critic.
 """
@@ -35,7 +36,8 @@ _COMMON: dict[str, Any] = {
 _QWEN2 = {
     key: value for key, value in _COMMON.items() if key != "head_dim"
 }  # it has hidden_size / heads
-# Within 128 positions all three bands: of the eight waves one is kept, two are blended, five are stretched.
+# Within 128 positions all three bands: of the eight waves one is kept, two are blended, five
+# are stretched.
 _LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 10000.0,
@@ -177,10 +179,12 @@ FAMILIES = {**DENSE_FAMILIES, **EXPERT_FAMILIES}
 
 @dataclass(frozen=True)
 class Recipe:
-    """Loss and optimizer. Every term is on, and the gradient norm is over the limit, so that each of them counts.
+    """Loss and optimizer. Every term is on, and the gradient norm is over the limit, so that each
+    of them counts.
 
-    adam_eps: Adam divides by sqrt(v) + eps. At the usual 1e-8 an element whose gradient is rounding noise moves by lr
-    all the same, with a sign that rounding decides; 1e-5 is far above that noise and far below the gradients.
+    adam_eps: Adam divides by sqrt(v) + eps. At the usual 1e-8 an element whose gradient is rounding
+    noise moves by lr all the same, with a sign that rounding decides; 1e-5 is far above that noise
+    and far below the gradients.
     """
 
     temperature: float = 0.8
@@ -202,7 +206,9 @@ class Recipe:
 
     @property
     def router_terms(self) -> dict[str, Any]:
-        """The settings of the routers' terms as a user would write them; none where there are none."""
+        """The settings of the routers' terms as a user would write them;
+        none where there are none.
+        """
         found = {
             "moe_router_load_balancing_type": self.balancing,
             "moe_aux_loss_coeff": self.aux_coef,
@@ -226,12 +232,14 @@ class Cut:
 CUTS = (
     # All samples three times, in many small micro-batches.
     Cut("epochs", ((0, NUM_SAMPLES),) * NUM_STEPS, 64, "token-mean"),
-    # Unequal mini-batches in few micro-batches; the last has one sample, so that a second replica gets none. A long
-    # one: the gradient of a handful of tokens is as uncertain as the log-prob of the one that weighs most.
+    # Unequal mini-batches in few micro-batches; the last has one sample, so that a second replica
+    # gets none. A long one: the gradient of a handful of tokens is as uncertain as the log-prob of
+    # the one that weighs most.
     Cut("uneven", ((0, 13), (13, 22), (22, 23)), 256, "seq-mean-token-mean"),
 )
 
-# What `make test` runs: two epochs, so that moments of the first step count in the second; "uneven" has three steps.
+# What `make test` runs: two epochs, so that moments of the first step count in the second; "uneven"
+# has three steps.
 QUICK_CUTS = (replace(CUTS[0], mini_batches=CUTS[0].mini_batches[:2]), CUTS[1])
 
 
@@ -241,7 +249,9 @@ def orders_of(hf_config: dict[str, Any]) -> list[Tensor]:
 
 
 def make_state(family: str, role: Role = "actor") -> dict[str, Tensor]:
-    """Random float32 weights under Hugging Face names, large enough that no two tokens look alike."""
+    """Random float32 weights under Hugging Face names,
+    large enough that no two tokens look alike.
+    """
     state = _policy_state(FAMILIES[family])
     if role == "actor":
         return state
@@ -302,7 +312,9 @@ def _policy_state(hf_config: dict[str, Any]) -> dict[str, Tensor]:
 def _of_gpt_oss(
     hf_config: dict[str, Any], generator: torch.Generator
 ) -> Iterator[tuple[str, Tensor]]:
-    """The sinks of a layer's attention, its router, and what each expert has of tensors that files have fused."""
+    """The sinks of a layer's attention, its router, and what each expert has of tensors that
+    files have fused.
+    """
     hidden, width, num = (
         hf_config[key] for key in ("hidden_size", "intermediate_size", "num_local_experts")
     )
@@ -322,7 +334,8 @@ def _of_gpt_oss(
 
 def _grouped(hf_config: dict[str, Any], dim: int) -> list[tuple[Any, ...]]:
     """Name and shape of the weights of grouped-query attention."""
-    hidden, keys = hf_config["hidden_size"], hf_config["num_key_value_heads"] * dim
+    hidden = hf_config["hidden_size"]
+    keys = hf_config["num_key_value_heads"] * dim
     queries = hf_config["num_attention_heads"] * dim
     rows = {"q_proj": queries, "k_proj": keys, "v_proj": keys}
     return [*((name, size, hidden) for name, size in rows.items()), ("o_proj", hidden, queries)]
@@ -336,7 +349,8 @@ def _latent(hf_config: dict[str, Any]) -> list[tuple[Any, ...]]:
     plain, turned, value = (
         hf_config[key] for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    queries, q_rank = heads * (plain + turned), hf_config["q_lora_rank"]
+    queries = heads * (plain + turned)
+    q_rank = hf_config["q_lora_rank"]
     narrow = [
         ("q_a_proj", q_rank, hidden),
         ("q_a_layernorm", q_rank),
@@ -352,20 +366,20 @@ def _latent(hf_config: dict[str, Any]) -> list[tuple[Any, ...]]:
 
 
 def _mlp(hf_config: dict[str, Any], layer: int) -> list[tuple[str, int, int, float]]:
-    """Name, rows, columns and scale of the matrices of a layer's MLP, or of its router and experts."""
-    hidden, ffn = hf_config["hidden_size"], hf_config["intermediate_size"]
+    """Name, rows, columns and scale of the matrices of a layer's MLP,
+    or of its router and experts.
+    """
+    hidden = hf_config["hidden_size"]
+    ffn = hf_config["intermediate_size"]
     if hf_config["model_type"] == "mixtral":
-        block, matrices, num = (
-            "block_sparse_moe",
-            ("w1", "w3", "w2"),
-            hf_config["num_local_experts"],
-        )
+        block = "block_sparse_moe"
+        matrices = ("w1", "w3", "w2")
+        num = hf_config["num_local_experts"]
     elif "moe_intermediate_size" in hf_config and layer not in _dense_layers(hf_config):
-        block, matrices = "mlp", ("gate_proj", "up_proj", "down_proj")
-        num, ffn = (
-            hf_config.get("num_experts") or hf_config["n_routed_experts"],
-            hf_config["moe_intermediate_size"],
-        )
+        block = "mlp"
+        matrices = ("gate_proj", "up_proj", "down_proj")
+        num = hf_config.get("num_experts") or hf_config["n_routed_experts"]
+        ffn = hf_config["moe_intermediate_size"]
     else:
         return [
             ("mlp.gate_proj", ffn, hidden, 0.1),
@@ -410,7 +424,9 @@ def _biased(hf_config: dict[str, Any]) -> list[str]:
 
 
 def make_batch() -> dict[str, Tensor]:
-    """Samples of 2 to 40 tokens with prompts of 1 to 8, a random advantage a token: offsets and token columns."""
+    """Samples of 2 to 40 tokens with prompts of 1 to 8, a random advantage a token: offsets and
+    token columns.
+    """
     generator = torch.Generator().manual_seed(7)
     lengths = torch.randint(2, 41, (NUM_SAMPLES,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -428,9 +444,11 @@ def make_batch() -> dict[str, Tensor]:
 
 
 def add_past(batch: dict[str, Tensor], log_probs: Tensor, draw: int = 0) -> dict[str, Tensor]:
-    """`batch` with an old policy and a frozen reference: `log_probs` and noise, so that some ratios are clipped.
+    """`batch` with an old policy and a frozen reference: `log_probs` and noise, so that some
+    ratios are clipped.
 
-    `draw`: which noise of several."""
+    `draw`: which noise of several.
+    """
     generator = torch.Generator().manual_seed(3 + 10 * draw)
     noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
     old, ref = ((log_probs.double() + part) * batch["response_mask"] for part in noise)
@@ -438,9 +456,11 @@ def add_past(batch: dict[str, Tensor], log_probs: Tensor, draw: int = 0) -> dict
 
 
 def add_values(batch: dict[str, Tensor], values: Tensor, draw: int = 0) -> dict[str, Tensor]:
-    """`batch` with the values before the update, `values` and noise so that some have moved too far, and returns.
+    """`batch` with the values before the update, `values` and noise so that some have moved too
+    far, and returns.
 
-    `draw`: as in `add_past`."""
+    `draw`: as in `add_past`.
+    """
     generator = torch.Generator().manual_seed(4 + 10 * draw)
     noise = torch.randn(2, values.numel(), generator=generator)
     old, returns = (

@@ -1,21 +1,26 @@
-"""The tensors of a comparison on disk: raw results, and beside them all rows that were made of them.
+"""The tensors of a comparison on disk: raw results, and beside them all rows that
+were made of them.
 
-    DUMPS/run.json                               families, cuts, layouts with the families that were run in each (as
-                                                 actor and as critic), cells that failed, and the settings of the run
+    DUMPS/run.json                               families, cuts, layouts with the families that were
+                                                 run in each (as
+                                                 actor and as critic), cells that failed, and the
+                                                     settings of the run
     DUMPS/rows.json                              every row; nothing is computed from it
     DUMPS/<family>/start.safetensors             weights before the first step, float32
     DUMPS/<family>/batch.safetensors             the batch
-    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32_0 and so on (transformers), or a layout,
-                                                 and with .order_1 and so on behind its name further runs of it
+    DUMPS/<family>/<cut>/<result>.safetensors    <result>: float64, float32_0 and so on
+                                                 (transformers), or a layout,
+                                                 and with .order_1 and so on behind its name
+                                                     further runs of it
 
 What a family's critic has stands under DUMPS/<family>/critic instead, in the same order.
 
-A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps], before clipping;
-`routes` [T, layers with experts, experts a token], sorted, -1 of a sample's last token;
-of a critic `values` and `values_after` in place of the first three;
-`gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging Face name. Of a
-layout only the gradients of step 0 are kept; it also holds `copies/<copy>/<tensor>`: what other ranks hold of the same
-weights.
+A result holds `log_probs`, `entropies`, `log_probs_after` [T]; `grad_norms` [optimizer steps],
+before clipping; `routes` [T, layers with experts, experts a token], sorted, -1 of a sample's last
+token; of a critic `values` and `values_after` in place of the first three;
+`gradient/<step>/<tensor>`, before clipping, and `weights/<tensor>`, after the last step, by Hugging
+Face name. Of a layout only the gradients of step 0 are kept; it also holds
+`copies/<copy>/<tensor>`: what other ranks hold of the same weights.
 """
 
 from __future__ import annotations
@@ -41,12 +46,16 @@ def single_name(number: int) -> str:
 
 
 def run_name(layout: str, number: int) -> str:
-    """The name of a layout's run: 0 is its own, others are with its hidden units in another order."""
+    """The name of a layout's run: 0 is its own,
+    others are with its hidden units in another order.
+    """
     return f"{layout}.order_{number}" if number else layout
 
 
 def other_than_dumps(directory: Path) -> str | None:
-    """Names something in `directory` that no run has written, one that was ended before it was done included."""
+    """Names something in `directory` that no run has written, one that was ended before it was
+    done included.
+    """
     return min({entry.name for entry in directory.iterdir()} - {RUN, ROWS, *FAMILIES}, default=None)
 
 

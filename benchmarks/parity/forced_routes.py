@@ -1,4 +1,6 @@
-"""transformers' models with the experts of every token given: gates come from the live logits, as in router replay."""
+"""transformers' models with the experts of every token given: gates come from the live logits, as
+in router replay.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import Tensor, nn
 
 
 def force(model: nn.Module, ids_TLK: Tensor, offsets: Tensor) -> None:
-    """From now on token t of the samples of `offsets` meets ids_TLK[t] (layers with experts in order), whichever
-    samples a forward pass has; -1: the experts that the router picks.
+    """From now on token t of the samples of `offsets` meets ids_TLK[t] (layers with experts in
+    order), whichever samples a forward pass has; -1: the experts that the router picks.
 
     A forward pass must be told its samples by `select` before.
     """
@@ -28,7 +30,9 @@ def force(model: nn.Module, ids_TLK: Tensor, offsets: Tensor) -> None:
 
 class _Layer:
     def __init__(self, ids_TK: Tensor, offsets: Tensor) -> None:
-        self.ids_TK, self.offsets, self.samples = ids_TK, offsets, range(offsets.numel() - 1)
+        self.ids_TK = ids_TK
+        self.offsets = offsets
+        self.samples = range(offsets.numel() - 1)
 
     def of_batch(self, num_rows: int) -> Tensor:
         """[samples x length, K] of a right-padded batch; -1 in the padding."""

@@ -1,4 +1,6 @@
-"""transformers holds the experts of a layer as two tensors; on disk, and here, each expert has three matrices."""
+"""transformers holds the experts of a layer as two tensors; on disk, and here, each expert has
+three matrices.
+"""
 
 from __future__ import annotations
 

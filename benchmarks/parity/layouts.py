@@ -1,4 +1,5 @@
-"""The axis list: every layout that is compared with the unsharded reference. A new one is one line here.
+"""The axis list: every layout that is compared with the unsharded reference. A new one is
+one line here.
 
 A family is left out of a layout that it cannot have (`divides`); every other cell is run.
 """
@@ -40,7 +41,9 @@ RECOMPUTE: dict[str | None, dict[str, Any]] = {
 
 @dataclass(frozen=True)
 class Axes:
-    """A layout and the settings that change who computes and keeps what. dp is what the ranks hold beside."""
+    """A layout and the settings that change who computes and keeps what. dp is what the
+    ranks hold beside.
+    """
 
     tp: int = 1
     pp: int = 1
@@ -138,8 +141,11 @@ class Axes:
 
 
 def divides(axes: Axes, hf_config: Mapping[str, Any]) -> bool:
-    """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an MLP with biases)."""
-    heads, layers = hf_config["num_key_value_heads"], hf_config["num_hidden_layers"]
+    """Whether a model of that config.json can be split so (and recomputed: megatron-core cannot an
+    MLP with biases).
+    """
+    heads = hf_config["num_key_value_heads"]
+    layers = hf_config["num_hidden_layers"]
     is_recomputable = not hf_config.get("mlp_bias") or "mlp" not in axes.megatron.recompute_modules
     if axes.recompute == "latent" and "kv_lora_rank" not in hf_config:
         return False
@@ -275,7 +281,8 @@ def in_turns(
     layouts: Iterable[Axes], families: Mapping[str, Mapping[str, Any]]
 ) -> list[tuple[str, Axes]]:
     """(family, layout): each layout with one of the families that can have it, which take turns."""
-    cells, uses = [], dict.fromkeys(families, 0)
+    cells = []
+    uses = dict.fromkeys(families, 0)
     for axes in layouts:
         fitting = [family for family, config in families.items() if divides(axes, config)]
         if fitting:
@@ -302,7 +309,9 @@ COVER_RANKS = 4  # of a cell of the cover
 
 
 def is_possible(axes: Axes) -> bool:
-    """Whether every axis has what it needs: virtual stages stages, a split sequence tp, and so on."""
+    """Whether every axis has what it needs: virtual stages stages,
+    a split sequence tp, and so on.
+    """
     return (
         (axes.vpp == 1 or axes.pp > 1)
         and (axes.tp > 1 or not axes.sequence_parallel)
@@ -314,9 +323,11 @@ def is_possible(axes: Axes) -> bool:
 
 
 def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
-    """Cells (family, layout) in which every two values of VALUES and `families` meet that can in COVER_RANKS ranks.
+    """Cells (family, layout) in which every two values of VALUES and `families` meet that can in
+    COVER_RANKS ranks.
 
-    But for families and ways of recomputing: that would double the cells, and what is recomputed is the same code.
+    But for families and ways of recomputing: that would double the cells, and what is recomputed is
+    the same code.
     """
 
     def axes_of(cell: Cell) -> Axes:
@@ -342,10 +353,12 @@ def cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
 def critic_cells(
     layouts: Sequence[Axes], families: Mapping[str, Mapping[str, Any]]
 ) -> set[tuple[str, str]]:
-    """(family, name of a layout) where the critic is compared too: every layout, and in it few families.
+    """(family, name of a layout) where the critic is compared too: every layout, and in
+    it few families.
 
-    So many that every family meets every value of every axis that it meets in the actor's cells, but for ways of
-    recomputing. All cells would take half as long again, for a body that is the actor's.
+    So many that every family meets every value of every axis that it meets in the actor's cells,
+    but for ways of recomputing. All cells would take half as long again, for a body that
+    is the actor's.
     """
     cells = [
         {"family": family, "layout": axes.name, **asdict(axes)}
@@ -363,7 +376,9 @@ CRITIC_VALUES = {**VALUES, "recompute": (None, "full")}
 
 
 def critic_cover(families: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, Axes]]:
-    """Cells of a short proof of the critic: every two values of CRITIC_VALUES meet; the families take turns."""
+    """Cells of a short proof of the critic: every two values of CRITIC_VALUES meet; the
+    families take turns.
+    """
 
     def is_allowed(cell: Cell) -> bool:
         axes = Axes(**cell)

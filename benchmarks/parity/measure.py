@@ -5,19 +5,22 @@
     entropies          the same
     log_probs_after    the same after the last optimizer step
     gradient           ||x - y|| / ||y|| a tensor, before the first step, not clipped
-    update             ||x - y|| / ||y|| a tensor, of weights after the last step minus weights before the first
+    update             ||x - y|| / ||y|| a tensor, of weights after the last step minus weights
+                       before the first
     grad_norm          |x - y| / y, the worst of the steps
     routes             tokens x layers whose set of experts is another one, before the first step
-    copies             max |x - x'| between ranks that hold the same weights, after the last step; must be 0
+    copies             max |x - x'| between ranks that hold the same weights, after the last
+                       step; must be 0
 
-Of a critic: values, values_after as log_probs, in the unit of rewards; value_gradient and so on for the others. Weight
-and bias of its head are one tensor, "score": a bias of one element can be right by luck in float32, and its bar near 0.
+Of a critic: values, values_after as log_probs, in the unit of rewards; value_gradient and so on for
+the others. Weight and bias of its head are one tensor, "score": a bias of one element can be right
+by luck in float32, and its bar near 0.
 
-The bar is BAR times float32's own error: that of transformers in float32, a root mean square over some orders of
-summation (`rounding`). Where a layout's own run is over it, the layout runs in the same orders, and the root mean
-square counts: one run is one draw of its rounding, a mistake is in all of them. A single number can be right by luck,
-so the bar of grad_norm is BAR times ||x - y|| / ||y|| of the whole float32 gradient of that step, which bounds the
-norm's own error.
+The bar is BAR times float32's own error: that of transformers in float32, a root mean square over
+some orders of summation (`rounding`). Where a layout's own run is over it, the layout runs in the
+same orders, and the root mean square counts: one run is one draw of its rounding, a mistake is in
+all of them. A single number can be right by luck, so the bar of grad_norm is BAR times ||x - y|| /
+||y|| of the whole float32 gradient of that step, which bounds the norm's own error.
 """
 
 from __future__ import annotations
@@ -67,8 +70,9 @@ def measure(
     results: Sequence[Result],
     role: Role = "actor",
 ) -> list[Row]:
-    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens; `draws`: in float32;
-    `results`: of each run of the layout."""
+    """One row a quantity. `start`: weights before the first step; `mask` [T]: response tokens;
+    `draws`: in float32; `results`: of each run of the layout.
+    """
     runs = [_figures(start, mask, exact, draws, result, role) for result in results]
     rows = []
     for quantity, figures in runs[0].items():
@@ -101,10 +105,8 @@ def _figures(
     start: Result, mask: Tensor, exact: Result, draws: Sequence[Result], result: Result, role: Role
 ) -> dict[str, list[Figure]]:
     prefix = PREFIX[role]
-    gradients, updates = (
-        [_part(draw, "gradient/0/") for draw in draws],
-        [_update(draw, start) for draw in draws],
-    )
+    gradients = [_part(draw, "gradient/0/") for draw in draws]
+    updates = [_update(draw, start) for draw in draws]
     return {
         **_token_figures(TOKEN_QUANTITIES[role], mask, exact, draws, result),
         f"{prefix}gradient": list(

@@ -25,8 +25,9 @@ def pairwise(
 ) -> list[Cell]:
     """Cells that cover every pair of values that some allowed cell holds.
 
-    Greedy: the cell that covers the most uncovered pairs comes next, of equals the cheapest, then the first in the
-    order of `axes`. All allowed cells are tried, so `axes` must be few and short. The same input, the same cover.
+    Greedy: the cell that covers the most uncovered pairs comes next, of equals the cheapest, then
+    the first in the order of `axes`. All allowed cells are tried, so `axes` must be few and short.
+    The same input, the same cover.
     """
     every = [dict(zip(axes, values, strict=True)) for values in product(*axes.values())]
     return greedy(sorted((cell for cell in every if is_allowed(cell)), key=cost), apart)

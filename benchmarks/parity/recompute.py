@@ -1,7 +1,8 @@
-"""All figures again, from the dumps alone: `python -m benchmarks.parity.recompute DUMPS [--against FILE]`.
+"""All figures again, from the dumps alone: \
+`python -m benchmarks.parity.recompute DUMPS [--against FILE]`.
 
-numpy and the standard library only; it shares no code with what wrote the dumps. Exit code 1 when a figure is over its
-bar, or differs from the one in the result file.
+numpy and the standard library only; it shares no code with what wrote the dumps. Exit code 1 when a
+figure is over its bar, or differs from the one in the result file.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def figures(
         found[name] = [(name, error, own(errors))]
     of = "value_" if is_critic else ""
     tensors = tensors_of(start)
-    found[f"{of}gradient"], found[f"{of}update"] = [], []
+    found[f"{of}gradient"] = []
+    found[f"{of}update"] = []
     for name, parts in tensors.items():
         of_name = {
             "update": [
@@ -125,7 +127,8 @@ def recompute(dumps: Path) -> dict[tuple[str, str, str, str], dict[str, tuple[fl
         draws = [read(file) for file in sorted((directory / cut).glob("float32_*.safetensors"))]
         if not draws:
             raise SystemExit(
-                f"{directory / cut} holds no float32_*.safetensors; run `python -m benchmarks.parity` again."
+                f"{directory / cut} holds no float32_*.safetensors; run `python -m"
+                " benchmarks.parity` again."
             )
         for layout in layouts:
             files = [
@@ -145,7 +148,9 @@ def read(path: Path) -> Arrays:
 
 
 def compare(table: dict[Any, dict[str, tuple[float, float]]], file: dict[str, Any]) -> list[str]:
-    """Where the result file says something else than the dumps. It may hold a part of the rows, and then says so."""
+    """Where the result file says something else than the dumps. It may hold a part of the rows,
+    and then says so.
+    """
     said = {
         (row["family"], row["layout"], row["cut"], row["quantity"]): row for row in file["rows"]
     }
@@ -155,10 +160,8 @@ def compare(table: dict[Any, dict[str, tuple[float, float]]], file: dict[str, An
             f"{len(table)} quantities in the dumps, {file.get('num_rows', len(said))} in the file"
         )
     for key in said.keys() & table.keys():
-        row, (error, float32_error) = (
-            said[key],
-            table[key].get(said[key]["tensor"], (np.nan, np.nan)),
-        )
+        row = said[key]
+        error, float32_error = table[key].get(said[key]["tensor"], (np.nan, np.nan))
         if not np.allclose(
             [row["error"], row["float32_error"]], [error, float32_error], rtol=AGREEMENT, atol=0
         ):
@@ -186,19 +189,22 @@ def main(argv: list[str] | None = None) -> int:
     failures = json.loads((args.dumps / "run.json").read_text())["failures"]
     for failure in failures:
         print(f"FAILED {failure['family']} {failure['layout']}: it has no dump")
-    misses, num_figures = [], 0
+    misses = []
+    num_figures = 0
     for key, values in table.items():
         num_figures += len(values)
         misses += [(key, name, e, f) for name, (e, f) in values.items() if not e <= BAR * f]
     for (family, layout, cut, quantity), name, error, float32_error in misses:
         print(
-            f"MISS {family} {layout} {cut} {quantity} {name}: {error:.3e} > {BAR:g} x {float32_error:.3e}"
+            f"MISS {family} {layout} {cut} {quantity} {name}: {error:.3e} > {BAR:g}"
+            f" x {float32_error:.3e}"
         )
     wrong = compare(table, json.loads(args.against.read_text())) if args.against else []
     for line in wrong:
         print(f"DIFFERS {line}")
     print(
-        f"{len(table)} quantities, {num_figures} figures: {len(misses)} over the bar, {len(wrong)} unlike the file"
+        f"{len(table)} quantities, {num_figures} figures: {len(misses)} over the bar, {len(wrong)}"
+        " unlike the file"
     )
     return 1 if misses or wrong or failures or not table else 0
 

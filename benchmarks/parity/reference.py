@@ -1,8 +1,9 @@
 """The reference: the same optimizer steps in plain transformers and torch, unsharded.
 
-Nothing of the package is used: loss, aggregation, clipping and AdamW are written out here from their papers.
-transformers' norms compute in float32 whatever the type of the model; for float64 their forward is replaced by the same
-formula in float64. The table of rotary angles stays the float32 one, which belongs to the model's definition.
+Nothing of the package is used: loss, aggregation, clipping and AdamW are written out here from
+their papers. transformers' norms compute in float32 whatever the type of the model; for float64
+their forward is replaced by the same formula in float64. The table of rotary angles stays the
+float32 one, which belongs to the model's definition.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class NearKinkError(ValueError):
     """A case lies where rounding decides on which side of a kink of the loss a token is."""
 
 
-MIN_KINK_DISTANCE = 2e-5  # of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
+# of a ratio or value from a kink of the loss; nearer, rounding decides on which side it is
+MIN_KINK_DISTANCE = 2e-5
 MAX_KL = 10.0  # the package bounds the KL estimate of a token there, the reference has no bound
 Columns = dict[str, Tensor]
 
@@ -58,7 +60,8 @@ def make_model(
     arguments = {
         key: value for key, value in copy.deepcopy(hf_config).items() if key != "model_type"
     }
-    # sdpa computes in the model's type; the other implementations take the softmax in float32, but that of GPT-OSS.
+    # sdpa computes in the model's type; the other implementations take the softmax in float32, but
+    # that of GPT-OSS.
     attention = "eager" if hf_config["model_type"] == "gpt_oss" else "sdpa"
     config = config_kind(**arguments, attn_implementation=attention)
     config._experts_implementation = "eager"
@@ -113,16 +116,20 @@ def policy_columns(model: nn.Module, batch: Columns, samples: range, recipe: Rec
 
 
 def value_columns(model: nn.Module, batch: Columns, samples: range, recipe: Recipe) -> Columns:
-    """Values [T] of `samples`, 0 outside of the response mask: entry t is that of the tokens before t."""
+    """Values [T] of `samples`, 0 outside of the response mask: entry t is that of the
+    tokens before t.
+    """
     return {"values": token_values(model, batch, samples)}
 
 
 def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
-    """[T]: PPO clip (1707.06347) with its own upper range (2503.14476) and dual clip (1912.09729), + KL, - entropy.
+    """[T]: PPO clip (1707.06347) with its own upper range (2503.14476) and dual clip
+    (1912.09729), + KL, - entropy.
 
     KL: exp(-d) + d - 1 with d = log_probs - ref_log_probs (http://joschu.net/blog/kl-approx.html).
     """
-    log_probs, entropies = columns["log_probs"], columns["entropies"]
+    log_probs = columns["log_probs"]
+    entropies = columns["entropies"]
     old, ref, advantages = (
         batch[name].to(log_probs) for name in ("old_log_probs", "ref_log_probs", "advantages")
     )
@@ -140,12 +147,15 @@ def policy_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
 
 
 def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
-    """Raises ValueError when the case itself cannot be compared to rounding, NearKinkError where other noise could."""
+    """Raises ValueError when the case itself cannot be compared to rounding, NearKinkError where
+    other noise could.
+    """
     borders = ratio.new_tensor([1 - recipe.clip_low, 1 + recipe.clip_high, recipe.dual_clip])
     nearest = float((ratio[:, None] - borders).abs().min())
     if nearest < MIN_KINK_DISTANCE:
         raise NearKinkError(
-            f"a ratio is {nearest:.1e} from a border of the clip range; use another draw of the noise."
+            f"a ratio is {nearest:.1e} from a border of the clip range; use another draw"
+            " of the noise."
         )
     if float(kl.max()) > MAX_KL:
         raise ValueError(
@@ -155,7 +165,8 @@ def _check_case(ratio: Tensor, kl: Tensor, recipe: Recipe) -> None:
 
 def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
     """[T]: the clipped value loss."""
-    values, clip = columns["values"], recipe.cliprange_value
+    values = columns["values"]
+    clip = recipe.cliprange_value
     old, returns = (batch[name].to(values) for name in ("values", "returns"))
     value, old_value, target = (x.detach()[batch["response_mask"]] for x in (values, old, returns))
     _check_values(value, old_value, target, clip)
@@ -163,14 +174,17 @@ def critic_losses(columns: Columns, batch: Columns, recipe: Recipe) -> Tensor:
 
 
 def _check_values(values: Tensor, old: Tensor, returns: Tensor, clip: float) -> None:
-    """Raises NearKinkError where a value is at the border of its range, or as far from its return as the held one."""
+    """Raises NearKinkError where a value is at the border of its range, or as far from its return
+    as the held one.
+    """
     moved = values - old
     border = float((moved.abs() - clip).abs().min())
     ties = (values + old + moved.clamp(-clip, clip) - 2 * returns).abs()[moved.abs() > clip]
     nearest = min([border, *ties.tolist()])
     if nearest < MIN_KINK_DISTANCE:
         raise NearKinkError(
-            f"a value is {nearest:.1e} from a kink of the value loss; use another draw of the noise."
+            f"a value is {nearest:.1e} from a kink of the value loss; use another draw"
+            " of the noise."
         )
 
 
@@ -262,7 +276,9 @@ def run_in_float32(
     recipe: Recipe,
     role: Role = "actor",
 ) -> list[dict[str, Tensor]]:
-    """`run_reference` in float32, once in each order of the hidden units: draws of float32's own error."""
+    """`run_reference` in float32, once in each order of the hidden units: draws of
+    float32's own error.
+    """
     draws = []
     for order in orders_of(hf_config):
         found = run_reference(
@@ -273,7 +289,9 @@ def run_in_float32(
 
 
 def clip_gradients(parameters: dict[str, nn.Parameter], max_norm: float) -> Tensor:
-    """The norm of all gradients before they are scaled by max_norm / (norm + 1e-6), where that is below 1."""
+    """The norm of all gradients before they are scaled by max_norm / (norm + 1e-6), where
+    that is below 1.
+    """
     norm = torch.sqrt(sum(p.grad.square().sum() for p in parameters.values()))
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for p in parameters.values():
@@ -282,7 +300,9 @@ def clip_gradients(parameters: dict[str, nn.Parameter], max_norm: float) -> Tens
 
 
 def adamw(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Callable[[], None]:
-    """AdamW (1711.05101) with bias correction; norms and biases are not decayed. Returns the function that steps."""
+    """AdamW (1711.05101) with bias correction; norms and biases are not decayed. Returns the
+    function that steps.
+    """
     first = {name: torch.zeros_like(p) for name, p in parameters.items()}
     second = {name: torch.zeros_like(p) for name, p in parameters.items()}
     beta1, beta2 = recipe.betas
@@ -295,7 +315,8 @@ def adamw(parameters: dict[str, nn.Parameter], recipe: Recipe) -> Callable[[], N
         for name, p in parameters.items():
             first[name] = beta1 * first[name] + (1 - beta1) * p.grad
             second[name] = beta2 * second[name] + (1 - beta2) * p.grad.square()
-            mean, square = first[name] / (1 - beta1**count), second[name] / (1 - beta2**count)
+            mean = first[name] / (1 - beta1**count)
+            square = second[name] / (1 - beta2**count)
             decay = recipe.weight_decay if p.dim() > 1 and not name.endswith("_bias") else 0.0
             p.mul_(1 - recipe.lr * decay).sub_(recipe.lr * mean / (square.sqrt() + recipe.adam_eps))
 

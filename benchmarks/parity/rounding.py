@@ -1,11 +1,13 @@
 """How large float32's own error is: the root mean square over some orders of summation.
 
-One run in float32 is one draw of its rounding error, and a bar that rests on one draw holds by luck of the processor.
-Here the hidden units of a model are renumbered, by which the model stays what it is: each order of them sums in another
-order in every matrix product and norm, and so rounds anew. Nothing of the package is used.
+One run in float32 is one draw of its rounding error, and a bar that rests on one draw holds by luck
+of the processor. Here the hidden units of a model are renumbered, by which the model stays what it
+is: each order of them sums in another order in every matrix product and norm, and so rounds anew.
+Nothing of the package is used.
 
-Models with experts take more orders: an expert's gradient comes from a few tokens, of which one may weigh most. Its
-error is then that of one number, and four draws of one number tell its size to a factor of two.
+Models with experts take more orders: an expert's gradient comes from a few tokens, of which one may
+weigh most. Its error is then that of one number, and four draws of one number tell its size to a
+factor of two.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ def orders(hidden_size: int, has_experts: bool = False) -> list[Tensor]:
 
 
 def renumbered(tensors: Tensors, order: Tensor) -> dict[str, Tensor]:
-    """Weights, gradients or updates by Hugging Face name, their hidden units in `order`; `order.argsort()` undoes it.
+    """Weights, gradients or updates by Hugging Face name, their hidden units in `order`;
+    `order.argsort()` undoes it.
 
     Names may have a prefix that ends in "/". Tensors without hidden units stay as they are.
     """
@@ -79,8 +82,8 @@ def relative_error(value: Tensor, exact: Tensor) -> float:
 def tensor_figures(values: Tensors, exact: Tensors, draws: Sequence[Tensors]) -> Iterator[Figure]:
     """The relative error of every tensor, and the scale of that of `draws`, in float32.
 
-    Weight and bias of a critic's head are one tensor, HEAD: a bias of one element can be right by luck in all draws.
-    Raises AssertionError for a tensor that one side lacks.
+    Weight and bias of a critic's head are one tensor, HEAD: a bias of one element can be right by
+    luck in all draws. Raises AssertionError for a tensor that one side lacks.
     """
     assert values.keys() == exact.keys(), (
         f"tensors that one side lacks: {sorted(values.keys() ^ exact.keys())}"

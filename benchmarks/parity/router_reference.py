@@ -1,6 +1,8 @@
-"""The routers' part of the reference, in plain torch: which experts tokens meet, the routers' loss terms, their biases.
+"""The routers' part of the reference, in plain torch: which experts tokens meet, the routers' loss
+terms, their biases.
 
-Nothing of the package is used. Only tokens that something is predicted from count: all but each sample's last.
+Nothing of the package is used. Only tokens that something is predicted from count: all but each
+sample's last.
 """
 
 from __future__ import annotations
@@ -20,10 +22,8 @@ class Routers:
     def __init__(self, model: nn.Module, hf_config: Mapping[str, Any]) -> None:
         self.top_k = hf_config.get("num_experts_per_tok", 0)
         self.is_sigmoid = "n_routed_experts" in hf_config
-        self.num_groups, self.topk_group = (
-            hf_config.get("n_group") or 1,
-            hf_config.get("topk_group") or 1,
-        )
+        self.num_groups = hf_config.get("n_group") or 1
+        self.topk_group = hf_config.get("topk_group") or 1
         gates = {
             name: m
             for name, m in model.named_modules()
@@ -41,8 +41,9 @@ class Routers:
         self.logits[number] = out[0] if isinstance(out, tuple) else out
 
     def routes(self, lengths: list[int]) -> Tensor:
-        """[T, layers with experts, top_k]: the sorted experts of each token of samples of these lengths; -1 of their
-        last tokens."""
+        """[T, layers with experts, top_k]: the sorted experts of each token of samples of these
+        lengths; -1 of their last tokens.
+        """
         found = torch.full((sum(lengths), len(self.gates), self.top_k), -1, dtype=torch.int64)
         is_read = torch.cat([torch.arange(n) < n - 1 for n in lengths]).nonzero().flatten()
         for number in range(len(self.gates)):
@@ -52,7 +53,9 @@ class Routers:
         return found
 
     def loss(self, lengths: list[int], recipe: Recipe) -> Tensor | float:
-        """The terms of all layers, each with its weight (Switch Transformer, 2101.03961; ST-MoE, 2202.08906)."""
+        """The terms of all layers, each with its weight (Switch Transformer, 2101.03961;
+        ST-MoE, 2202.08906).
+        """
         total: Tensor | float = 0.0
         for number in range(len(self.gates) if recipe.router_terms else 0):
             samples = self._samples(number, lengths)
@@ -102,7 +105,9 @@ class Routers:
         return scores.topk(self.top_k, -1).indices
 
     def _imbalance(self, logits: Tensor) -> Tensor:
-        """E x sum over experts of (share of picks) x (mean probability); picks by the scores alone."""
+        """E x sum over experts of (share of picks) x (mean probability);
+        picks by the scores alone.
+        """
         scores = self._scores(logits)
         probabilities = scores / scores.sum(-1, keepdim=True)
         num = logits.shape[-1]

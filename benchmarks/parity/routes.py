@@ -1,4 +1,6 @@
-"""Which experts each token meets on the ranks of a layout, put together as the reference has them."""
+"""Which experts each token meets on the ranks of a layout,
+put together as the reference has them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from rlhf_megatron.ranks.workers.sequence_packing import pack_batch
 def watched(
     chunks: Sequence[Any], world: World, batch: TokenBatch, plan: ReplicaPlan
 ) -> Iterator[list[Tensor]]:
-    """Filled by one forward pass over `batch`: rows (sample of the whole batch, position, layer, sorted experts)."""
+    """Filled by one forward pass over `batch`: rows (sample of the whole batch, position, layer,
+    sorted experts).
+    """
     from megatron.core.transformer.moe.router import TopKRouter
 
     routers = [
@@ -30,11 +34,13 @@ def watched(
     rows: list[Tensor] = []
 
     def see(number: int, layer: int, routing_map: Tensor) -> None:
-        micro, group = packed.micro_batches[calls[number]], plan.micro_batches[calls[number]]
+        micro = packed.micro_batches[calls[number]]
+        group = plan.micro_batches[calls[number]]
         calls[number] += 1
         by_length = sorted(group, key=lambda sample: int(batch.lengths[sample]))
         samples = torch.tensor([plan.samples[sample] for sample in by_length])
-        documents, positions = micro.documents, micro.position_ids[0]
+        documents = micro.documents
+        positions = micro.position_ids[0]
         if world.layout.sequence_parallel:
             documents, positions = (
                 x.chunk(world.layout.tp)[world.coordinates.tp] for x in (documents, positions)
@@ -60,7 +66,8 @@ def watched(
 
 
 def assembled(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
-    """[T, layers with experts, top_k] as the reference's, from the rows of all ranks; -1 where there is no row.
+    """[T, layers with experts, top_k] as the reference's, from the rows of all ranks; -1 where
+    there is no row.
 
     Raises AssertionError where ranks that route the same token disagree.
     """
@@ -70,7 +77,9 @@ def assembled(rows: Sequence[Tensor], offsets: Tensor) -> Tensor:
         [layers.index(layer) if layer in layers else -1 for layer in range(max(layers) + 1)]
     )
     found = torch.full((int(offsets[-1]), len(layers), table.shape[1] - 3), -1, dtype=torch.int64)
-    token, layer, experts = offsets[table[:, 0]] + table[:, 1], index[table[:, 2]], table[:, 3:]
+    token = offsets[table[:, 0]] + table[:, 1]
+    layer = index[table[:, 2]]
+    experts = table[:, 3:]
     found[token, layer] = experts
     assert torch.equal(found[token, layer], experts), "ranks disagree about the experts of a token"
     return found

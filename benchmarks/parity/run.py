@@ -68,9 +68,13 @@ def make_case(
     draw: int = 0,
     routes: Tensor | None = None,
 ) -> Case:
-    """Runs the references, in this process. Noise that rounding could decide is drawn again: `draw` is its number.
-    `routes`: [T, layers with experts, top-k], experts that tokens must meet; -1: any."""
-    hf_config, state, batch = FAMILIES[family], make_state(family, role), make_batch()
+    """Runs the references, in this process. Noise that rounding could decide is drawn again: `draw`
+    is its number. `routes`: [T, layers with experts, top-k], experts that tokens must
+    meet; -1: any.
+    """
+    hf_config = FAMILIES[family]
+    state = make_state(family, role)
+    batch = make_batch()
     with torch.no_grad():
         model = make_model(hf_config, state, torch.float64, role)
         if routes is not None:
@@ -107,7 +111,9 @@ def run_cell(
     job: Callable[..., Any] = run_on_rank,
     **arguments: Any,
 ) -> dict[str, Result]:
-    """cut name -> the result of one family in one layout. Raises JobError. `arguments`: more of them for `job`."""
+    """cut name -> the result of one family in one layout. Raises JobError. `arguments`: more of
+    them for `job`.
+    """
     results = pool.run(
         job,
         tp=axes.tp,
@@ -163,8 +169,9 @@ def settle(
     cuts: Sequence[Cut] = CUTS,
     **arguments: Any,
 ) -> tuple[list[Row], list[dict[str, Result]]]:
-    """The figures of one family in one layout, and the runs that they are of: more than one where a figure was over
-    the bar, by cut (see `measure`). Raises JobError."""
+    """The figures of one family in one layout, and the runs that they are of: more than one where a
+    figure was over the bar, by cut (see `measure`). Raises JobError.
+    """
     runs = [run_cell(pool, case, axes, recipe, cuts, **arguments)]
     rows = rows_of(case, axes, *runs)
     if missed := {row.cut for row in rows if not row.ok}:
@@ -196,9 +203,11 @@ def run_parity(
     device: Literal["cpu", "cuda"] = "cpu",
     is_in_turns: bool = False,
 ) -> tuple[list[Row], list[Failure]]:
-    """The actor of every family in every layout that it can be split into, and the critic in `critic_cells`.
+    """The actor of every family in every layout that it can be split into, and the critic
+    in `critic_cells`.
 
-    Tensors go to `dumps`, one line a cell to `report`. `is_in_turns`: of each layout one family (see `in_turns`).
+    Tensors go to `dumps`, one line a cell to `report`. `is_in_turns`: of each layout one family
+    (see `in_turns`).
     """
     configs = {family: FAMILIES[family] for family in families}
     cells = _cells(configs, layouts, roles, is_in_turns)

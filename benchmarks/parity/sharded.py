@@ -1,4 +1,6 @@
-"""The same steps in the package's actor, or critic, on the ranks of a layout, and its shards as HF tensors again."""
+"""The same steps in the package's actor, or critic, on the ranks of a layout, and its shards as HF
+tensors again.
+"""
 
 from __future__ import annotations
 
@@ -62,8 +64,8 @@ def run_on_rank(
 ) -> list[RankResult]:
     """A job of the worker pool: every cut from the same start.
 
-    `checkpoints`: an empty directory, where the state is saved after the first optimizer step; another worker loads it
-    and goes on.
+    `checkpoints`: an empty directory, where the state is saved after the first optimizer step;
+    another worker loads it and goes on.
     """
 
     def run(cut: Cut) -> RankResult:
@@ -79,7 +81,9 @@ def run_on_rank(
 
 @contextmanager
 def _small_buckets() -> Iterator[None]:
-    """Of the size that Megatron takes by default there would be one: nothing to overlap, and no padding in between."""
+    """Of the size that Megatron takes by default there would be one: nothing to overlap, and no
+    padding in between.
+    """
     from rlhf_megatron.ranks.workers import data_parallel
 
     kept = data_parallel.DDP_BUCKET_SIZE
@@ -152,8 +156,8 @@ def _watch_gradients(worker: Any, world: World) -> dict[str, Tensor]:
 def _reduced_gradients(chunks: Sequence[Any], world: World) -> dict[str, Tensor]:
     """Global name -> the whole gradient of this rank's shard. All ranks.
 
-    With the distributed optimizer a rank's main gradients are reduced only in its own part of each bucket: the parts
-    are gathered from the ranks that share the bucket.
+    With the distributed optimizer a rank's main gradients are reduced only in its own part of each
+    bucket: the parts are gathered from the ranks that share the bucket.
     """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
@@ -197,10 +201,12 @@ def _gather(bucket: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def train_batch(columns: dict[str, Tensor]) -> TrainBatch:
-    """Token columns (see `cases.make_batch`, `add_past` and `add_values`) as the batch of a step. An engine that is not
-    among them agrees with the old policy."""
+    """Token columns (see `cases.make_batch`, `add_past` and `add_values`) as the batch of a step.
+    An engine that is not among them agrees with the old policy.
+    """
     num_samples = columns["offsets"].numel() - 1
-    zeros, texts = torch.zeros(num_samples, dtype=torch.int64), ("",) * num_samples
+    zeros = torch.zeros(num_samples, dtype=torch.int64)
+    texts = ("",) * num_samples
     engine = columns.get("old_log_probs", torch.zeros(columns["token_ids"].numel()))
     return TrainBatch(
         **{"rollout_log_probs": engine, **columns},
@@ -268,9 +274,9 @@ def hf_tensors(
 ) -> dict[str, dict[str, Tensor]]:
     """Copy -> HF name -> full tensor. FIRST is the model; every other copy must equal it.
 
-    Copies are: each replica and cp rank, what a tp rank holds of tensors that tp does not split, experts on other ranks
-    than the first that have them, and the head's tied embedding. `is_whole` False: only the ranks of the first copy
-    hold tensors.
+    Copies are: each replica and cp rank, what a tp rank holds of tensors that tp does not split,
+    experts on other ranks than the first that have them, and the head's tied embedding. `is_whole`
+    False: only the ranks of the first copy hold tensors.
     """
     layout = ParallelLayout(axes.num_ranks, axes.tp, axes.pp, axes.cp, ep=axes.ep, etp=axes.etp)
     table = make_weight_table(hf_config, axes.tp, axes.impl, HEADS[role])

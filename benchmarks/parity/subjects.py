@@ -1,4 +1,6 @@
-"""What is compared, in either role: the worker of a rank, what it is asked for, and the settings that it gets."""
+"""What is compared, in either role: the worker of a rank, what it is asked for, and the
+settings that it gets.
+"""
 
 from __future__ import annotations
 

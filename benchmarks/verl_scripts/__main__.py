@@ -2,10 +2,11 @@
 
     python -m benchmarks.verl_scripts DIRECTORY [--write]
 
-DIRECTORY has the files of verl's commit b178a3cd5 (2026-01-29), a "+" for each "/" of their paths. A `converted` one
-must exit 0 and pass `config check --no-files`; a `refused` one must exit otherwise and give the reason of its class.
-All get --train-rows, --response-length and a reward, which no script says, and ENVIRONMENT; `arguments` are further
-settings, where a script reads what only its user has. --write makes the table anew, with the outcomes as they are.
+DIRECTORY has the files of verl's commit b178a3cd5 (2026-01-29), a "+" for each "/" of their paths.
+A `converted` one must exit 0 and pass `config check --no-files`; a `refused` one must exit
+otherwise and give the reason of its class. All get --train-rows, --response-length and a reward,
+which no script says, and ENVIRONMENT; `arguments` are further settings, where a script reads what
+only its user has. --write makes the table anew, with the outcomes as they are.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Row:
 def outcome_of(file: Path, arguments: str) -> tuple[str, str, str]:
     """(converted or refused, class of the reason, what was said)."""
     with tempfile.TemporaryDirectory() as folder, patch.dict(os.environ, ENVIRONMENT, clear=True):
-        made, said = str(Path(folder) / "run.yaml"), io.StringIO()
+        made = str(Path(folder) / "run.yaml")
+        said = io.StringIO()
         with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
             code = command(
                 ["config", "from-verl", str(file), *arguments.split(), *TOLD, "--out", made]
@@ -100,7 +102,8 @@ def main() -> int:
     args = parser.parse_args()
     known = {row.path: row for row in (read_table() if TABLE.exists() else ())}
     paths = sorted(file.name.replace("+", "/") for file in args.directory.iterdir())
-    found, wrong = [], sorted(set(known) ^ set(paths)) if not args.write else []
+    found = []
+    wrong = sorted(set(known) ^ set(paths)) if not args.write else []
     for path in paths:
         row = known.get(path, Row(path, "", "", "", ""))
         now, said = looked_at(args.directory, row)
@@ -108,7 +111,8 @@ def main() -> int:
         if now != row and not args.write:
             wrong.append(path)
             print(
-                f"{path}: {row.outcome} {row.reason} {row.sha256} -> {now.outcome} {now.reason} {now.sha256}\n{said}"
+                f"{path}: {row.outcome} {row.reason} {row.sha256} -> {now.outcome} {now.reason}"
+                f" {now.sha256}\n{said}"
             )
     if args.write:
         with TABLE.open("w", newline="") as file:

@@ -1,7 +1,8 @@
 """The data of docs/smollm2.md.
 
 python examples/smollm2/data.py problems           # runs/smollm2_data/train.jsonl and val.jsonl
-python examples/smollm2/data.py pairs ANSWERS      # runs/smollm2_data/pairs.jsonl, of a model's own wrong answers
+python examples/smollm2/data.py pairs ANSWERS      # runs/smollm2_data/pairs.jsonl, of a model's
+                                                   own wrong answers
 """
 
 import json
@@ -26,8 +27,11 @@ def problems() -> None:
 
 
 def pairs(answers: Path) -> None:
-    """A pair for each wrong answer that a prompt was given: the right one is the better of the two."""
-    asked, rows = [json.loads(line) for line in (OUT / "train.jsonl").read_text().splitlines()], []
+    """A pair for each wrong answer that a prompt was given:
+    the right one is the better of the two.
+    """
+    asked = [json.loads(line) for line in (OUT / "train.jsonl").read_text().splitlines()]
+    rows = []
     for line in answers.read_text().splitlines():
         given = json.loads(line)
         row = asked[

@@ -1,11 +1,12 @@
 """KL against the reference as a part of each token's reward, and the controllers of its weight.
 
-"Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593, section 2): the reward of a response is its
-score minus kl_coef times the sum of its tokens' KL estimates, each at its own token; the weight may follow a target.
+"Fine-Tuning Language Models from Human Preferences" (arXiv 1909.08593, section 2): the reward of a
+response is its score minus kl_coef times the sum of its tokens' KL estimates, each at its own
+token; the weight may follow a target.
 
-Units: a token's KL is in nats (`losses/kl.py`). A controller is fed, and `target_kl` is, nats **a response**: summed
-over its tokens, averaged over the samples, as in the paper. (verl feeds nats a token to the same formula: a target_kl
-from there must be multiplied by the usual response length.)
+Units: a token's KL is in nats (`losses/kl.py`). A controller is fed, and `target_kl` is, nats **a
+response**: summed over its tokens, averaged over the samples, as in the paper. (verl feeds nats a
+token to the same formula: a target_kl from there must be multiplied by the usual response length.)
 """
 
 # B samples, T packed tokens, N response tokens of valid samples
@@ -39,12 +40,14 @@ def make_token_rewards(
     kl_coef: float,
     process_rewards_T: Tensor | None = None,
 ) -> Tensor:
-    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one; 0 elsewhere. Of the
-    score, what `process_rewards_T` pays at tokens is paid there: rewards of steps, as in arXiv 2211.14275.
+    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one;
+    0 elsewhere. Of the score, what `process_rewards_T` pays at tokens is paid there: rewards of
+    steps, as in arXiv 2211.14275.
 
-    All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and nothing to train:
-    `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything outside of
-    `response_mask_T`. Raises ValueError where a weight is given and no KL.
+    All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and
+    nothing to train:
+    `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything
+    outside of `response_mask_T`. Raises ValueError where a weight is given and no KL.
     """
     if kl_T is None and kl_coef != 0:
         raise ValueError(
@@ -101,14 +104,17 @@ def compute_mean_kl(
     """`kl_T` may hold anything outside of `response_mask_T` and in samples of masked status."""
     trains_T = _mask_trained_tokens(response_mask_T, is_valid_B, offsets)
     total = sum_by_sequence(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
-    num_samples, num_tokens = int(is_valid_B.sum()), int(trains_T.sum())
+    num_samples = int(is_valid_B.sum())
+    num_tokens = int(trains_T.sum())
     return MeanKL(total / max(num_samples, 1), total / max(num_tokens, 1), num_samples)
 
 
 class KLController:
-    """The weight of the KL term: `kl_coef` is that of the current step, `update` makes that of the next.
+    """The weight of the KL term: `kl_coef` is that of the current step, `update` makes
+    that of the next.
 
-    adaptive (arXiv 1909.08593, section 2.2; the paper's gain of 0.1 is num_samples / horizon, as in its code):
+    adaptive (arXiv 1909.08593, section 2.2; the paper's gain of 0.1 is num_samples / horizon,
+    as in its code):
     coef *= 1 + clip(kl / target_kl - 1, +-0.2) * num_samples / horizon
     """
 
@@ -124,8 +130,9 @@ class KLController:
             raise ValueError(f"unknown KL controller {kind!r}; known: fixed, adaptive.")
         if kind == "adaptive" and not (kl_coef > 0 and target_kl > 0 and horizon > 0):
             raise ValueError(
-                f"kl_coef ({kl_coef}), target_kl ({target_kl}) and horizon ({horizon}) of an adaptive KL controller"
-                " must be above 0: it multiplies the weight by the distance from the target."
+                f"kl_coef ({kl_coef}), target_kl ({target_kl}) and horizon ({horizon}) of an"
+                " adaptive KL controller must be above 0: it multiplies the weight by the distance"
+                " from the target."
             )
         self.kind = kind
         self.kl_coef = kl_coef
@@ -133,22 +140,26 @@ class KLController:
         self.horizon = horizon
 
     def update(self, mean_kl: float, num_samples: int) -> None:
-        """`mean_kl`: nats a response of the step that used `kl_coef`, over its `num_samples` samples.
+        """`mean_kl`: nats a response of the step that used `kl_coef`, over its
+        `num_samples` samples.
 
-        Raises ValueError when it is not a number, or so many samples at once would turn the weight's sign.
+        Raises ValueError when it is not a number, or so many samples at once would turn the
+        weight's sign.
         """
         if self.kind == "fixed":
             return
         if not math.isfinite(mean_kl):
             raise ValueError(
-                f"the mean KL of a response ({mean_kl}) must be a number; look at the reference's log-probs."
+                f"the mean KL of a response ({mean_kl}) must be a number; look at the"
+                " reference's log-probs."
             )
         error = min(max(mean_kl / self.target_kl - 1.0, -MAX_RELATIVE_ERROR), MAX_RELATIVE_ERROR)
         factor = 1.0 + error * num_samples / self.horizon
         if factor <= 0:
             raise ValueError(
-                f"horizon ({self.horizon} samples) must be above {MAX_RELATIVE_ERROR} x the samples of a step ({num_samples}),"
-                f" or the weight of the KL term turns negative; use {num_samples} or more."
+                f"horizon ({self.horizon} samples) must be above {MAX_RELATIVE_ERROR} x the"
+                f" samples of a step ({num_samples}), or the weight of the KL term turns negative;"
+                f" use {num_samples} or more."
             )
         self.kl_coef *= factor
 

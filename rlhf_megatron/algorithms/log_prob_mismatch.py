@@ -1,5 +1,6 @@
 """How far the engine's log-probs are from the trainer's on the tokens that were sampled.
-A histogram counts how many tokens differ by how much, over logarithmic bins. All functions are pure.
+A histogram counts how many tokens differ by how much, over logarithmic bins. All
+functions are pure.
 """
 # T packed tokens, N response tokens, K worst tokens
 
@@ -17,8 +18,11 @@ from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO
 
 BLOCK_TOKENS = 65536  # tokens
 
-FIRST_DECADE, LAST_DECADE, BINS_A_DECADE = -8, 1, 4
-# Nats, to 4 digits. Below the first decade float32 has no digits left; the last bin is open to the right.
+FIRST_DECADE = -8
+LAST_DECADE = 1
+BINS_A_DECADE = 4
+# Nats, to 4 digits. Below the first decade float32 has no digits left; the last bin is
+# open to the right.
 HISTOGRAM_EDGES: tuple[float, ...] = (
     0.0,
     *(
@@ -31,11 +35,13 @@ HISTOGRAM_EDGES: tuple[float, ...] = (
 def compute_mismatch_statistics(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor
 ) -> dict[str, float]:
-    """Metrics under the names of `metric_names`, over the tokens of `response_mask_T`; all 0 where there are none.
+    """Metrics under the names of `metric_names`, over the tokens of `response_mask_T`; all 0 where
+    there are none.
 
-    `training/rollout_kl` is the mean over tokens of r - 1 - log r, r = exp(old_log_probs - rollout_log_probs) with the
-    logarithm clamped to +-20: Schulman's k3 (http://joschu.net/blog/kl-approx.html), an estimate of KL(engine ||
-    trainer), as the engine drew the tokens. Percentiles are nearest-rank. A difference that is not a number counts as
+    `training/rollout_kl` is the mean over tokens of r - 1 - log r, r = exp(old_log_probs -
+    rollout_log_probs) with the logarithm clamped to +-20: Schulman's k3
+    (http://joschu.net/blog/kl-approx.html), an estimate of KL(engine || trainer), as the engine
+    drew the tokens. Percentiles are nearest-rank. A difference that is not a number counts as
     infinite, so that no threshold lets it pass.
     """
     found = _sum_differences(rollout_log_probs_T, old_log_probs_T, response_mask_T)
@@ -59,7 +65,8 @@ def compute_mismatch_statistics(
 
 @dataclass(frozen=True)
 class _MismatchSums:
-    diff_N: Tensor  # [N] in the type of the columns, of log-probs, absolute; infinite where that is not a number
+    # [N] in the type of the columns, of log-probs, absolute; infinite where that is not a number
+    diff_N: Tensor
     kl_sum: float  # of k3
     probs_diff_max: float  # of probabilities, absolute
     probs_diff_mean: float
@@ -69,9 +76,14 @@ class _MismatchSums:
 def _sum_differences(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor
 ) -> _MismatchSums:
-    """Block by block: memory that stays in a cache is several times faster, and only one column is kept whole."""
+    """Block by block: memory that stays in a cache is several times faster, and only one column
+    is kept whole.
+    """
     found = old_log_probs_T.new_empty(int(response_mask_T.count_nonzero()))
-    first, kl_sum, mean, squares = 0, 0.0, 0.0, 0.0
+    first = 0
+    kl_sum = 0.0
+    mean = 0.0
+    squares = 0.0
     top = torch.zeros((), dtype=torch.float64)
     for start in range(0, response_mask_T.numel(), BLOCK_TOKENS):
         block = slice(start, start + BLOCK_TOKENS)
@@ -87,7 +99,8 @@ def _sum_differences(
         kl_sum += log_ratio_N.expm1().sub_(log_ratio_N).sum().item()
         probs_diff_N = trainer_N.exp_().sub_(rollout_N.exp_()).abs_()
         top = torch.maximum(top, probs_diff_N.max())  # Python's max would lose what is not a number
-        num_here, mean_here = last - first, probs_diff_N.mean().item()
+        num_here = last - first
+        mean_here = probs_diff_N.mean().item()
         apart = mean_here - mean
         squares += (
             probs_diff_N.sub_(mean_here).square_().sum().item()
@@ -101,8 +114,11 @@ def _sum_differences(
 def find_worst_tokens(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, num_tokens: int
 ) -> Tensor:
-    """[K] int64 positions in [0, T) of the at most `num_tokens` response tokens that differ most, the worst first."""
-    worst_K, places_K = torch.empty(0, dtype=torch.float64), torch.empty(0, dtype=torch.int64)
+    """[K] int64 positions in [0, T) of the at most `num_tokens` response tokens that differ most,
+    the worst first.
+    """
+    worst_K = torch.empty(0, dtype=torch.float64)
+    places_K = torch.empty(0, dtype=torch.int64)
     for start in range(0, response_mask_T.numel(), BLOCK_TOKENS):
         block = slice(start, start + BLOCK_TOKENS)
         places_N = find_true_positions(response_mask_T[block])
@@ -112,7 +128,8 @@ def find_worst_tokens(
         if len(worst_K) == num_tokens and not bool((diff_N > worst_K[-1]).any()):
             continue
         both = torch.cat([worst_K, diff_N]).topk(min(num_tokens, len(worst_K) + len(diff_N)))
-        worst_K, places_K = both.values, torch.cat([places_K, places_N + start])[both.indices]
+        worst_K = both.values
+        places_K = torch.cat([places_K, places_N + start])[both.indices]
     return places_K
 
 
@@ -124,7 +141,9 @@ def compute_log_ratio(rollout_log_probs: Tensor, trainer_log_probs: Tensor) -> T
 
 
 def compute_percentile(sorted_N: Tensor, share: float) -> float:
-    """Nearest rank: the smallest entry that at least `share` of all entries do not exceed. 0 without entries."""
+    """Nearest rank: the smallest entry that at least `share` of all entries do not exceed. 0
+    without entries.
+    """
     count = sorted_N.numel()
     return sorted_N[max(math.ceil(share * count), 1) - 1].item() if count else 0.0
 
@@ -132,13 +151,17 @@ def compute_percentile(sorted_N: Tensor, share: float) -> float:
 def compute_percentiles(
     column_N: Tensor, shares: Sequence[float], may_reorder: bool = False
 ) -> list[float]:
-    """Nearest rank, as `compute_percentile`, of a column in any order: it is divided at these ranks, not sorted. `may_reorder`:
-    its order is of no more use."""
+    """Nearest rank, as `compute_percentile`, of a column in any order: it is divided at these
+    ranks, not sorted. `may_reorder`:
+    its order is of no more use.
+    """
     count = column_N.numel()
     if not count:
         return [0.0 for _ in shares]
     ranks = [max(math.ceil(share * count), 1) - 1 for share in shares]
-    rest, num_below, found = (column_N if may_reorder else column_N.clone()).cpu().numpy(), 0, {}
+    rest = (column_N if may_reorder else column_N.clone()).cpu().numpy()
+    num_below = 0
+    found = {}
     for rank in sorted(
         set(ranks)
     ):  # one at a time, each in what is above the one before: numpy's fast way
@@ -148,14 +171,15 @@ def compute_percentiles(
             continue
         rest.partition(place)
         found[rank] = float(rest[place])
-        rest, num_below = rest[place:], rank
+        rest = rest[place:]
+        num_below = rank
     return [found[rank] for rank in ranks]
 
 
 @dataclass(frozen=True)
 class DifferenceHistogram:
-    """The distribution of |trainer log-prob - engine log-prob| over some tokens, nats; infinite where one is not a
-    number.
+    """The distribution of |trainer log-prob - engine log-prob| over some tokens, nats; infinite
+    where one is not a number.
     """
 
     counts: tuple[
@@ -180,10 +204,12 @@ def compute_response_differences(
     response_mask_T: Tensor,
     runs: Sequence[slice] | None = None,
 ) -> Tensor:
-    """[N] `compute_differences` of the response tokens of `runs`, None: of all, in the type of the columns, which has all the
-    digits that they have. Block by block: one column stands."""
+    """[N] `compute_differences` of the response tokens of `runs`, None: of all, in the type of the
+    columns, which has all the digits that they have. Block by block: one column stands.
+    """
     runs = [slice(0, response_mask_T.numel())] if runs is None else runs
-    found, count = old_log_probs_T.new_empty(sum(run.stop - run.start for run in runs)), 0
+    found = old_log_probs_T.new_empty(sum(run.stop - run.start for run in runs))
+    count = 0
     for start, stop in (
         (start, min(start + BLOCK_TOKENS, run.stop))
         for run in runs
@@ -199,7 +225,9 @@ def compute_response_differences(
 
 
 def make_difference_histogram(differences_N: Tensor) -> DifferenceHistogram:
-    """Return the spread of at least one difference. Changes the order of `differences_N` in place."""
+    """Return the spread of at least one difference.
+    Changes the order of `differences_N` in place.
+    """
     count = differences_N.numel()
     assert count, "a spread is of at least one token"
     inner = torch.tensor(HISTOGRAM_EDGES[1:-1], dtype=torch.float64)

@@ -1,19 +1,22 @@
-"""How token losses become one number: weights per token, divided by a denominator of the whole mini-batch.
+"""How token losses become one number: weights per token, divided by a denominator of the
+whole mini-batch.
 
-`loss = sum(token_loss * weights)`. As the weights carry the global count, the sum may be cut anywhere (micro-batches,
-replicas, context parallelism) and nothing divides afterwards.
+`loss = sum(token_loss * weights)`. As the weights carry the global count, the sum may be cut
+anywhere (micro-batches, replicas, context parallelism) and nothing divides afterwards.
 
-    mode                       weight of response token t of sequence i; N response tokens, S sequences, n_i tokens in i
+    mode                       weight of response token t of sequence i; N response tokens, S
+                               sequences, n_i tokens in i
     token-mean                 1 / N
     token-sum                  1
     seq-mean-token-sum         1 / S
-    seq-mean-token-sum-norm    1 / (S scale_factor)                         Dr. GRPO (arXiv 2503.20783): a constant
+    seq-mean-token-sum-norm    1 / (S scale_factor)
+                               Dr. GRPO (arXiv 2503.20783): a constant
     seq-mean-token-mean        1 / (S n_i)
 
-The constant is a setting and no length of the batch at hand, which would make the learning rate follow the longest
-response. With token-sum the gradient grows with the mini-batch. A sequence without response tokens counts in S. All
-counts are those before any rejection: a caller that rejects tokens passes the mask from before, and multiplies the
-weights with what it keeps.
+The constant is a setting and no length of the batch at hand, which would make the learning rate
+follow the longest response. With token-sum the gradient grows with the mini-batch. A sequence
+without response tokens counts in S. All counts are those before any rejection: a caller that
+rejects tokens passes the mask from before, and multiplies the weights with what it keeps.
 """
 
 # B sequences, T packed tokens
@@ -66,8 +69,8 @@ def weigh_by_seq_mean_token_sum(inputs: AggregationInputs) -> Tensor:
 def weigh_by_seq_mean_token_sum_norm(inputs: AggregationInputs) -> Tensor:
     if inputs.scale_factor is None or not inputs.scale_factor > 0:
         raise ValueError(
-            f"loss_scale_factor ({inputs.scale_factor}) must be positive for seq-mean-token-sum-norm; use the longest"
-            " response, in tokens."
+            f"loss_scale_factor ({inputs.scale_factor}) must be positive for"
+            " seq-mean-token-sum-norm; use the longest response, in tokens."
         )
     return inputs.mask_T / (inputs.num_sequences * inputs.scale_factor)
 
@@ -88,15 +91,18 @@ def compute_loss_weights(
     num_sequences: int,
     scale_factor: float | None = None,
 ) -> Tensor:
-    """[T] float32 weights, 0 outside of `response_mask_T`. `mode`: a registered aggregation; others: AggregationInputs.
+    """[T] float32 weights, 0 outside of `response_mask_T`. `mode`: a registered aggregation;
+    others: AggregationInputs.
 
-    Raises ValueError for an unknown mode, a scale factor that it lacks, and a global count below that in this part.
+    Raises ValueError for an unknown mode, a scale factor that it lacks, and a global count below
+    that in this part.
     """
     num_here = int(response_mask_T.sum())
     if num_here > num_response_tokens or offsets.numel() - 1 > num_sequences:
         raise ValueError(
-            f"global counts ({num_response_tokens} response tokens, {num_sequences} sequences) must cover this part"
-            f" ({num_here} tokens, {offsets.numel() - 1} sequences); count the whole mini-batch, before any rejection."
+            f"global counts ({num_response_tokens} response tokens, {num_sequences} sequences)"
+            f" must cover this part ({num_here} tokens, {offsets.numel() - 1} sequences); count"
+            " the whole mini-batch, before any rejection."
         )
     make_inputs = partial(
         AggregationInputs,
@@ -116,7 +122,9 @@ def compute_loss_weights(
 
 
 def compute_metric_weights(response_mask_T: Tensor, num_response_tokens: int) -> Tensor:
-    """[T] float32: sum(metric * weights) over the mini-batch is the mean over its `num_response_tokens` tokens."""
+    """[T] float32: sum(metric * weights) over the mini-batch is the mean over its
+    `num_response_tokens` tokens.
+    """
     return response_mask_T.to(torch.float32).mul_(1.0 / max(num_response_tokens, 1))
 
 
@@ -135,7 +143,9 @@ def _fits_one_block(column_T: Tensor) -> bool:
 
 
 def _iterate_sequence_blocks(offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Whole sequences, their tokens, their own offsets: memory that stays in a cache is several times faster."""
+    """Whole sequences, their tokens, their own offsets: memory that stays in a cache is
+    several times faster.
+    """
     first = 0
     while first < offsets.numel() - 1:
         start = int(offsets[first])

@@ -1,7 +1,7 @@
 """The form of a line in the catalogue of metrics, and every metric that algorithms/ hands out.
 
-To add one: a line in metric_names.txt, beside those of what hands it out (`better` only where there is a direction).
-Names are the field's own where one exists.
+To add one: a line in metric_names.txt, beside those of what hands it out (`better` only where there
+is a direction). Names are the field's own where one exists.
 """
 
 from __future__ import annotations
@@ -33,7 +33,10 @@ STEP = "a step"
 PLACEHOLDERS: Mapping[str, tuple[str, str]] = {  # name -> (regular expression, what it stands for)
     "stage": (
         r"[a-z_]+",
-        "a stage of the step: next, generate, score or take, annotate, advantages, update, sync, evaluate",
+        (
+            "a stage of the step: next, generate, score or take, annotate, advantages, update,"
+            " sync, evaluate"
+        ),
     ),
     "role": (r"actor|critic", "actor or critic"),
     "phase": (r"training|sync|generation", "training, sync or generation"),
@@ -76,7 +79,9 @@ def _compile_name_pattern(name: str) -> re.Pattern[str]:
 def find_matching_metric(
     metrics: Mapping[str, MetricDescription], key: str
 ) -> MetricDescription | None:
-    """The line of a key as a run writes it, "reward/part/format" too; the first that fits, None where none does."""
+    """The line of a key as a run writes it, "reward/part/format" too; the first that fits, None
+    where none does.
+    """
     if key in metrics:
         return metrics[key]
     return next(
@@ -104,4 +109,6 @@ _TABLE = files("rlhf_megatron.algorithms").joinpath("metric_names.txt").read_tex
 METRICS: dict[str, MetricDescription] = dict(
     _parse_metric_line(line) for line in _TABLE.splitlines() if not line.startswith("#")
 )
-"""Those of losses are per token; the caller averages them over a mini-batch's response tokens, by metric weights."""
+"""Those of losses are per token; the caller averages them over a mini-batch's response tokens, by
+metric weights.
+"""

@@ -1,6 +1,8 @@
-"""Statistics of the samples of one prompt, over its valid samples, for group estimators and filters. Pure.
+"""Statistics of the samples of one prompt, over its valid samples, for group estimators and
+filters. Pure.
 
-The filter keeps groups that teach something: dynamic sampling (DAPO, arXiv 2503.14476, equation 11).
+The filter keeps groups that teach something: dynamic sampling (DAPO, arXiv
+2503.14476, equation 11).
 """
 # B samples, G groups, V valid samples
 
@@ -13,7 +15,9 @@ from rlhf_megatron.lazy import Tensor, torch
 
 @dataclass(frozen=True)
 class PromptGroups:
-    """The samples of a step by prompt. All statistics are float64; what an invalid sample has is not read."""
+    """The samples of a step by prompt. All statistics are float64; what an invalid sample
+    has is not read.
+    """
 
     index_B: Tensor  # int64, the group of each sample, in [0, num_groups)
     is_valid_B: Tensor  # bool
@@ -45,7 +49,8 @@ class PromptGroups:
     def compute_advantages(self, rewards_B: Tensor, epsilon: float | None = None) -> Tensor:
         """[B] float64: (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None.
 
-        Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of equal rewards.
+        Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of
+        equal rewards.
         """
         advantages_B = self.center_by_group(rewards_B)
         if epsilon is not None:
@@ -55,13 +60,17 @@ class PromptGroups:
         return advantages_B.masked_fill(~self.have_differing_entries(rewards_B)[self.index_B], 0.0)
 
     def compute_deviations(self, centered_B: Tensor) -> Tensor:
-        """[G] float64: the unbiased standard deviation of a `center_by_group` column; 0 of fewer than two samples."""
+        """[G] float64: the unbiased standard deviation of a `center_by_group` column; 0 of fewer
+        than two samples.
+        """
         return (
             self.sum_by_group(centered_B.square()) / (self.count_valid_samples() - 1).clamp(min=1)
         ).sqrt()
 
     def have_differing_entries(self, column_B: Tensor) -> Tensor:
-        """[G] bool: some entries of the group differ. Compared, not computed: a mean of equal numbers is rounded."""
+        """[G] bool: some entries of the group differ. Compared, not computed: a mean of equal
+        numbers is rounded.
+        """
         column_B = column_B.to(torch.float64)
         bounds_G = torch.full(
             (self.num_groups,), torch.inf, dtype=torch.float64, device=column_B.device
@@ -75,14 +84,13 @@ class PromptGroups:
         return high_G > low_G
 
     def find_top_two(self, column_B: Tensor) -> tuple[Tensor, Tensor]:
-        """[G] float64 each: the largest entry of a group and the one after it, which may be equal to it.
+        """[G] float64 each: the largest entry of a group and the one after it, which may
+        be equal to it.
 
         -inf where there is no such entry.
         """
-        column_V, index_V = (
-            column_B[self.is_valid_B].to(torch.float64),
-            self.index_B[self.is_valid_B],
-        )
+        column_V = column_B[self.is_valid_B].to(torch.float64)
+        index_V = self.index_B[self.is_valid_B]
         order_V = column_V.argsort(stable=True)
         order_V = order_V[index_V[order_V].argsort(stable=True)]
         count_G = index_V.bincount(minlength=self.num_groups)
@@ -108,8 +116,9 @@ def compute_group_advantages(
 def mark_informative_samples(metric_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor) -> Tensor:
     """[B] bool: the metric of the sample's group is not the same for all its valid samples.
 
-    All samples of a group have one answer, those of masked status too: a group is kept or left out whole. A group with
-    less than two valid samples is left out. `metric_B` is not read where not valid.
+    All samples of a group have one answer, those of masked status too: a group is kept or left out
+    whole. A group with less than two valid samples is left out. `metric_B` is not read
+    where not valid.
     """
     groups = PromptGroups.from_ids(group_ids_B, is_valid_B)
     return groups.have_differing_entries(metric_B)[groups.index_B]

@@ -1,14 +1,15 @@
 """Policy filtration: a step's samples drawn again, those whose reward is reliable more often.
 
-PF-PPO, "Policy Filtration for RLHF to Mitigate Noise in Reward Models" (arXiv 2409.06957): a reward model is reliable
-where it is sure, at the ends of its scale. Weights of a draw with replacement, r the reward:
+PF-PPO, "Policy Filtration for RLHF to Mitigate Noise in Reward Models" (arXiv 2409.06957): a reward
+model is reliable where it is sure, at the ends of its scale. Weights of a draw with
+replacement, r the reward:
 
     pow         |r|^weight_pow
     max_min     1 for the largest and the smallest reward, 0 for all others
     max_random  0.4 for the largest reward, 0.1 for all others
 
-What is drawn are whole samples, tokens, log-probs and advantages alike: select the batch by the indices once, after
-the advantages were made from what was sampled.
+What is drawn are whole samples, tokens, log-probs and advantages alike: select the batch by the
+indices once, after the advantages were made from what was sampled.
 """
 
 # B samples, V valid samples
@@ -44,8 +45,9 @@ def draw_resampled_indices(
 ) -> Tensor:
     """[B] int64: the sample that stands at each place of the step now.
 
-    Never one of masked status; where none is valid, all stay where they are. Uniform over the valid ones where their
-    rewards are equal. The same seed draws the same, on any machine: `seed` should be one of (run, step).
+    Never one of masked status; where none is valid, all stay where they are. Uniform over the valid
+    ones where their rewards are equal. The same seed draws the same, on any machine: `seed` should
+    be one of (run, step).
     """
     valid_V = is_valid_B.nonzero().view(-1)
     if not valid_V.numel():
@@ -55,17 +57,21 @@ def draw_resampled_indices(
     draws_B = (
         torch.rand(rewards_B.numel(), generator=generator, dtype=torch.float64) * cumulative_V[-1]
     )
-    # The first entry above the draw: one with a weight above 0. A product that was rounded up to the sum is above none.
+    # The first entry above the draw: one with a weight above 0. A product that was rounded up to
+    # the sum is above none.
     drawn_B = torch.searchsorted(cumulative_V, draws_B, right=True)
     last_with_weight = torch.searchsorted(cumulative_V, cumulative_V[-1])
     return valid_V[drawn_B.minimum(last_with_weight)]
 
 
 def compute_resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> Tensor:
-    """[V] float64, not all 0: in proportion to them samples are drawn. At least one reward; all finite."""
+    """[V] float64, not all 0: in proportion to them samples are drawn. At least one
+    reward; all finite.
+    """
     rewards_V = rewards_V.to(torch.float64)
     assert bool(rewards_V.isfinite().all()), "rewards of valid samples are numbers"
-    high, low = rewards_V.max(), rewards_V.min()
+    high = rewards_V.max()
+    low = rewards_V.min()
     if high == low:
         return torch.ones_like(rewards_V)
     if params.reweight_method == "max_min":

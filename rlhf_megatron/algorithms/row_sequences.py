@@ -1,11 +1,13 @@
-"""Sums over whole sequences, seen from the rows of one micro-batch: what sequence-level losses are made of.
+"""Sums over whole sequences, seen from the rows of one micro-batch: what sequence-level
+losses are made of.
 
-A micro-batch holds whole sequences, but under context parallelism a rank has only some rows of each: `reduce` adds up
-over the ranks that share them. It is the caller's collective (the same calls in the same order on all of them), so that
-no loss has one of its own.
+A micro-batch holds whole sequences, but under context parallelism a rank has only some rows of
+each: `reduce` adds up over the ranks that share them. It is the caller's collective (the same calls
+in the same order on all of them), so that no loss has one of its own.
 """
 
-# T rows of a micro-batch on this rank, S sequences of the micro-batch (the same on all ranks that share them)
+# T rows of a micro-batch on this rank, S sequences of the micro-batch (the same on all ranks
+# that share them)
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ class RowSequences:
     ids_T: Tensor  # int64, the sequence of each row, in [0, num_sequences)
     num_sequences: int
     reduce_across_ranks: Callable[[Tensor], Tensor] = (
-        _return_unchanged  # [K, S] float64 of this rank -> the sum over all that share the sequences
+        # [K, S] float64 of this rank -> the sum over all that share the sequences
+        _return_unchanged
     )
 
     def sum_by_sequence(self, *columns_T: Tensor) -> tuple[Tensor, ...]:

@@ -190,7 +190,7 @@ def _read_field_comments(cls: type) -> dict[str, str]:
             if match := _FIELD_PATTERN.match(line):
                 last = match[1]
                 found[last] = match[2] or " ".join(above) or found.get(last, "")
-            elif last and not found[last] and line.startswith(" " * 8):
+            elif last and not found[last] and line.startswith((" " * 8, "    ]", "    )")):
                 found[last] = line.partition("  # ")[2]
             else:
                 last = ""
@@ -206,8 +206,13 @@ def _extract_first_sentence(text: str) -> str:
 
 def _find_table_line(text: str | None, name: str) -> str:
     """Return the line about a name in the table of a module's docstring, or ""."""
-    match = re.search(rf"^    {re.escape(name)}[ ]+(.+)$", text or "", re.MULTILINE)
-    return re.sub(r"\s{2,}", "  ", match[1]) if match else ""
+    # A row goes on in the lines below it that stand further to the right than a name does.
+    pattern = rf"^    {re.escape(name)}[ ]+(.+(?:\n {{5,}}\S.*)*)$"
+    match = re.search(pattern, text or "", re.MULTILINE)
+    if match is None:
+        return ""
+    joined = re.sub(r"\n[ ]+", " ", match[1])
+    return re.sub(r"[ ]{2,}", "  ", joined)
 
 
 def format_parts_table(parts: list[RegisteredPart], shows_parameters: bool) -> str:

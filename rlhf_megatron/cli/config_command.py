@@ -17,7 +17,9 @@ from rlhf_megatron.config.show import format_settings_table, render_config_yaml
 
 
 def run_config_show_command(args: argparse.Namespace) -> None:
-    """Print all values, then raise ConfigError with all problems: a wrong value is best found in the table."""
+    """Print all values, then raise ConfigError with all problems: a wrong value is best
+    found in the table.
+    """
     loaded = read_run_config(args.config, args.overrides)
     use_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     sys.stdout.write(
@@ -32,7 +34,8 @@ def run_config_show_command(args: argparse.Namespace) -> None:
 
 
 def run_config_check_command(args: argparse.Namespace) -> None:
-    """Say which plugins it runs, then run them and all checks that `train` makes before it starts anything.
+    """Say which plugins it runs, then run them and all checks that `train` makes before it
+    starts anything.
 
     Raises ConfigError with everything that is wrong.
     """
@@ -62,7 +65,8 @@ def run_config_check_command(args: argparse.Namespace) -> None:
     sys.stdout.write(
         f"{args.config}: ok ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} ranks,"
         f" tp{megatron.tensor_model_parallel_size} pp{megatron.pipeline_model_parallel_size},"
-        f" {c.data.train_batch_size}{f' x {c.rollout.n}' if c.job == 'train' else ''} samples a step)\n"
+        f" {c.data.train_batch_size}{f' x {c.rollout.n}' if c.job == 'train' else ''} samples a"
+        " step)\n"
     )
 
 

@@ -1,4 +1,6 @@
-"""`rlhf-megatron export`, `run_convert_command` and `run_fetch_command`: weights on disk, out of checkpoints and between layouts."""
+"""`rlhf-megatron export`, `run_convert_command` and `run_fetch_command`: weights on disk, out of
+checkpoints and between layouts.
+"""
 
 from __future__ import annotations
 
@@ -62,10 +64,12 @@ def run_export_command(args: argparse.Namespace) -> None:
             )
         num_tensors = found.write_adapter_directory(args.out)
         print(
-            f"{args.out}: adapter of {num_tensors} tensors of step {found.step}, from {found.checkpoint_path}."
+            f"{args.out}: adapter of {num_tensors} tensors of step {found.step},"
+            f" from {found.checkpoint_path}."
         )
         print(
-            f'next: peft.PeftModel.from_pretrained(model, "{args.out}"), or actor.lora.path of a run'
+            f'next: peft.PeftModel.from_pretrained(model, "{args.out}"), or'
+            " actor.lora.path of a run"
         )
         return
     with _ByteProgressBar(found.model.make_conversion_items(args.dtype)) as bar:
@@ -73,16 +77,20 @@ def run_export_command(args: argparse.Namespace) -> None:
     print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint_path}.")
     if found.model.companions_directory is None:
         print(
-            "note: without a tokenizer, since the run's model directory is not here; --model DIR names another."
+            "note: without a tokenizer, since the run's model directory is not here; --model DIR"
+            " names another."
         )
     if found.model.head == "vocabulary":
         print(
-            f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path of a run'
+            f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path'
+            " of a run"
         )
 
 
 def run_convert_command(args: argparse.Namespace) -> int:
-    """Convert, or say what would be done, and compare the result with the source. Returns an exit code."""
+    """Convert, or say what would be done, and compare the result with the source.
+    Returns an exit code.
+    """
     _refuse_ignored_options(args)
     problems: list[str] = []
     if args.dry_run and conversion_dry_run.has_only_weight_index(args.source):
@@ -129,22 +137,28 @@ def _verify_written_model(
             model, items, written, digests, args.processes, bar.add_progress_task("verify")
         )
     print(
-        f"{args.out}: {sum(len(item.rule.hf_tensors) for item in items)} tensors read back and compared."
+        f"{args.out}: {sum(len(item.rule.hf_tensors) for item in items)} tensors read back"
+        " and compared."
     )
 
 
 def _choose_config_dir(directory: Path, model_dir: Path | None) -> Path | None:
-    """`--model`, for a directory without a configuration: its own one and what it keeps are else the right ones."""
+    """`--model`, for a directory without a configuration: its own one and what it keeps are else
+    the right ones.
+    """
     return None if (directory / "config.json").is_file() else model_dir
 
 
 def _open_source_model(source: Path, config_dir: Path | None) -> StoredModel:
-    """Weights of a directory, or of a run or its checkpoint. Raises ValueError for a model that scores."""
+    """Weights of a directory, or of a run or its checkpoint. Raises ValueError for a
+    model that scores.
+    """
     if (source / "checkpoints").is_dir() or (source / "actor" / METADATA).is_file():
         found = find_exportable_weights(source, model_directory=config_dir)
         if found.model.head != "vocabulary":
             raise ValueError(
-                f"{source} trained a model that scores, which only Hugging Face layout holds; use export."
+                f"{source} trained a model that scores, which only Hugging Face layout holds;"
+                " use export."
             )
         return replace(found.model, hf_config=dict(found.hf_config))
     return open_stored_model(source, config_directory=config_dir)
@@ -175,10 +189,12 @@ def _refuse_ignored_options(args: argparse.Namespace) -> None:
     own = _OPTIONS_BY_TARGET[args.to]
     options = dict.fromkeys(option for options in _OPTIONS_BY_TARGET.values() for option in options)
     for name in options:
-        value, option = getattr(args, name), f"--{name.replace('_', '-')}"
+        value = getattr(args, name)
+        option = f"--{name.replace('_', '-')}"
         if value is not None and args.only_verify:
             raise ValueError(
-                f"{option} would be ignored by --only-verify, which finds the layout of {args.out}; leave it out."
+                f"{option} would be ignored by --only-verify, which finds the layout of"
+                f" {args.out}; leave it out."
             )
         if value is not None and name not in own:
             raise ValueError(f"{option} would be ignored by --to {args.to}; leave it out.")
@@ -193,7 +209,8 @@ def _refuse_ignored_options(args: argparse.Namespace) -> None:
         )
     if args.dry_run and (args.only_verify or args.verify):
         raise ValueError(
-            "--dry-run writes nothing that could be verified; leave it out, or --verify and --only-verify."
+            "--dry-run writes nothing that could be verified; leave it out, or --verify"
+            " and --only-verify."
         )
 
 
@@ -221,7 +238,9 @@ class _ByteProgressBar:
         self._progress.stop()
 
     def add_progress_task(self, task_name: str) -> conversion_writer.ReportBytes:
-        """Show a bar for `task_name`. Return the function to call with the number of bytes that are done."""
+        """Show a bar for `task_name`. Return the function to call with the number of bytes
+        that are done.
+        """
         task = self._progress.add_task(task_name, total=self._total_bytes)
 
         def advance_task(num_bytes: int) -> None:
@@ -245,8 +264,8 @@ def run_fetch_command(args: argparse.Namespace) -> None:
     if args.model != "smollm2":
         if args.dtype is not None or not is_hub_name(args.model):
             raise ValueError(
-                f"{args.model} must be smollm2, or owner/name of a model hub, whose weights stay as they are"
-                " (without --dtype), or owner/name:split of a data set."
+                f"{args.model} must be smollm2, or owner/name of a model hub, whose weights stay"
+                " as they are (without --dtype), or owner/name:split of a data set."
             )
         print(download_from_hub(args.model, args.out))
         return

@@ -1,5 +1,6 @@
-"""`rlhf-megatron data`: `run_data_show_command` prints samples of a run, with the tokens that train in colour; `prepare_dataset` writes files of
-published questions."""
+"""`rlhf-megatron data`: `run_data_show_command` prints samples of a run, with the tokens that train
+in colour; `prepare_dataset` writes files of published questions.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +25,15 @@ from rlhf_megatron.rewards.published_datasets import (
     prepare_dataset,
 )
 
-COLOUR_MARKS, TEXT_MARKS = (
-    ("\x1b[32m", "\x1b[0m"),
-    ("⟦", "⟧"),
-)  # around what trains, with a terminal and without
+# around what trains, with a terminal and without
+COLOUR_MARKS = ("\x1b[32m", "\x1b[0m")
+TEXT_MARKS = ("⟦", "⟧")
 
 
 def run_data_show_command(args: argparse.Namespace) -> None:
-    """Print the first samples of each source. Of an RL run: prompts, with the label as a warm-up would train it."""
+    """Print the first samples of each source. Of an RL run: prompts, with the label as a warm-up
+    would train it.
+    """
     config = load_run_config(args.config, args.overrides).config
     sets, tokenizer = _load_document_sets(config)
     marks = COLOUR_MARKS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else TEXT_MARKS
@@ -81,13 +83,19 @@ def format_sample_lines(
                 of_pair = f" {name}," if len(sample.documents) > 1 else ""
                 trained = sum(end - begin for begin, end in document.trained_spans)
                 place = f"{sample.source} {index + 1} of {len(source.items)}"
-                yield f"--- {place}:{of_pair} {len(document.token_ids)} tokens, {trained} train{weight}"
+                yield (
+                    f"--- {place}:{of_pair} {len(document.token_ids)} tokens,"
+                    f" {trained} train{weight}"
+                )
                 yield mark_trained_text(document, tokenizer, marks)
 
 
 def mark_trained_text(document: TokenDocument, tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of a document, special tokens by name, with marks around each stretch that trains."""
-    pieces, at = [], 0
+    """The text of a document, special tokens by name,
+    with marks around each stretch that trains.
+    """
+    pieces = []
+    at = 0
     for begin, end in document.trained_spans:
         pieces += [tokenizer.decode_with_special_tokens(document.token_ids[at:begin]), marks[0]]
         pieces += [tokenizer.decode_with_special_tokens(document.token_ids[begin:end]), marks[1]]
@@ -97,7 +105,8 @@ def mark_trained_text(document: TokenDocument, tokenizer: Tokenizer, marks: tupl
 
 def run_data_prepare_command(args: argparse.Namespace) -> None:
     """Write the files of a published set, and say how a run names them."""
-    published, out = PUBLISHED_DATASETS[args.name], args.out or Path("data") / args.name
+    published = PUBLISHED_DATASETS[args.name]
+    out = args.out or Path("data") / args.name
     source = args.source or fetch_dataset(published)
     counts = prepare_dataset(args.name, source, out)
     for split, count in counts.items():

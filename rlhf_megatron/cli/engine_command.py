@@ -1,5 +1,6 @@
-"""`rlhf-megatron engine RUN.yaml`: the SGLang servers of a run, started and owned by this command, for runs that attach
-to them; or the command that starts one by hand."""
+"""`rlhf-megatron engine RUN.yaml`: the SGLang servers of a run, started and owned by this command,
+for runs that attach to them; or the command that starts one by hand.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +35,14 @@ _POLL_S = 0.5
 
 
 def run_engine_command(args: argparse.Namespace) -> int:
-    """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0) or one ends (1)."""
+    """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0)
+    or one ends (1).
+    """
     config = load_run_config(args.config, args.overrides).config
     if not has_engine_setting(config.rollout, "rollout.sglang") or config.rollout.endpoints:
         raise ValueError(
-            f"{args.config} must have rollout.engine: sglang and no rollout.endpoints: this command starts the servers"
-            " that other runs attach to."
+            f"{args.config} must have rollout.engine: sglang and no rollout.endpoints: this"
+            " command starts the servers that other runs attach to."
         )
     if args.port is not None:
         print(_format_start_command(config, args.port))
@@ -56,7 +59,8 @@ def _format_start_command(config: RunConfig, port: int) -> str:
     installed = check_sglang_environment(
         sglang.python, sglang.args, sglang.env, is_deterministic=config.trainer.deterministic
     )
-    dtype, quantization = EngineSetup.from_config(config).dtype, config.rollout.quantization
+    dtype = EngineSetup.from_config(config).dtype
+    quantization = config.rollout.quantization
     return make_shell_command(
         installed, config.model.path, dtype, quantization, _get_transfer_parent_dir(config), port
     )
@@ -78,7 +82,8 @@ def _serve_engines(config: RunConfig, directory: Path) -> int:
     directory.mkdir(parents=True, exist_ok=True)
     key_file = directory / "key"
     try:
-        setup, key = EngineSetup.from_config(config), write_token_file(key_file)
+        setup = EngineSetup.from_config(config)
+        key = write_token_file(key_file)
         progress = make_throttled_progress(partial(print, flush=True), stop.raise_if_requested)
         with SGLangEngineKind().start_own_servers(
             setup, directory, _get_transfer_parent_dir(config), progress, launch_here, key

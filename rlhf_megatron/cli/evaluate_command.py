@@ -1,4 +1,6 @@
-"""`rlhf-megatron evaluate SOURCE [PROMPTS ...]`: scores a file of answers, a model or a run, also along its steps."""
+"""`rlhf-megatron evaluate SOURCE [PROMPTS ...]`: scores a file of answers, a model or a run, also
+along its steps.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,8 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
         questions_file, settings = prepare_held_out_file(args.task)
         args.words = [str(questions_file), *args.words]
     prompts, overrides = split_files_and_settings(args)
-    answers, source = Path(args.source), args.config
+    answers = Path(args.source)
+    source = args.config
     files: list[tuple[str, Path]] = []
     if not _is_result_file(answers):
         source = source or (None if is_http_address(args.source) else answers)
@@ -129,13 +132,15 @@ def _evaluate_losses(args: argparse.Namespace) -> int:
             or "--split, or the address"
         )
         raise ValueError(
-            f"--loss scores given documents with engines of this command, without {told}; leave that out."
+            f"--loss scores given documents with engines of this command, without {told};"
+            " leave that out."
         )
     args.words = [*args.words, *args.loss]
     files = [(args.source, Path(args.source))]
     if _is_result_file(files[0][1]) and args.words:
         raise ValueError(
-            f"{args.source} is a file of losses, for which nothing is computed; leave out {' '.join(args.words)}."
+            f"{args.source} is a file of losses, for which nothing is computed; leave"
+            f" out {' '.join(args.words)}."
         )
     if not _is_result_file(files[0][1]):
         code, steps = (
@@ -174,7 +179,8 @@ def _compare_with_first_file(
     scored_files: list[tuple[str, list[ScoredEvaluationSet]]],
 ) -> list[str]:
     """A line for each file behind the first."""
-    first, lines = scored_files[0], []
+    first = scored_files[0]
+    lines = []
     for name, other in scored_files[1:]:
         count, difference, interval = compare_answers(first[1], other)
         low_high = f" [{interval[0]:+.4f}, {interval[1]:+.4f}]" if interval else ""

@@ -1,4 +1,6 @@
-"""`rlhf-megatron config from-verl`: a configuration of verl as one of ours, and what of it has no counterpart."""
+"""`rlhf-megatron config from-verl`: a configuration of verl as one of ours, and what of it has
+no counterpart.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ INCOMPLETE_EXIT_CODE = 1
 
 
 def run_from_verl_command(args: argparse.Namespace) -> int:
-    """Exit code 1 where something that changes what is learnt has no counterpart, or the result cannot run as it is.
+    """Exit code 1 where something that changes what is learnt has no counterpart, or the result
+    cannot run as it is.
 
     Raises ConfigError for what cannot be read, OSError for what cannot be written.
     """

@@ -36,7 +36,9 @@ API_KEY_VARIABLE = "RLHF_MEGATRON_API_KEY"
 
 
 def run_generate_command(args: argparse.Namespace) -> int:
-    """Exit code 0: all prompts are answered; 1: engines failed for good; 75: stopped, the same command goes on."""
+    """Exit code 0: all prompts are answered; 1: engines failed for good; 75: stopped, the same
+    command goes on.
+    """
     code, out = generate_answer_file(args)
     if not code:
         print(f"score them: rlhf-megatron evaluate {out} reward.name=exact_match")
@@ -46,8 +48,9 @@ def run_generate_command(args: argparse.Namespace) -> int:
 def resolve_job_config(
     args: argparse.Namespace, default_settings: Sequence[str] = ()
 ) -> tuple[RunConfig, Path | None]:
-    """The configuration of a job, and its source; None: an address. `default_settings`: those of the command line count over
-    them."""
+    """The configuration of a job, and its source; None: an address. `default_settings`: those of
+    the command line count over them.
+    """
     shortcuts = {"n": args.n, "temperature": args.temperature, "top_p": args.top_p}
     words = [
         f"rollout.val_kwargs.{key}={value}" for key, value in shortcuts.items() if value is not None
@@ -65,7 +68,9 @@ def is_http_address(source: str) -> bool:
 def generate_answer_file(
     args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
 ) -> tuple[int, Path]:
-    """The exit code of `run_generate_command`, and the file of answers. `file_kind`: of the file; "loss": of losses."""
+    """The exit code of `run_generate_command`, and the file of answers. `file_kind`: of the file;
+    "loss": of losses.
+    """
     config, source = resolve_job_config(args, default_settings)
     job: AnswerGenerationJob | EndpointJob
     if source is None:
@@ -82,7 +87,8 @@ def generate_answer_file(
     if figures["prompts"]:
         rate = figures["tokens"] / max(figures["seconds"], 1e-9)
         print(
-            f"{figures['samples']:.0f} answers of {figures['tokens']:.0f} tokens, {rate:.0f} tokens/s"
+            f"{figures['samples']:.0f} answers of {figures['tokens']:.0f} tokens,"
+            f" {rate:.0f} tokens/s"
         )
     what, of = ("losses of", "documents") if file_kind == "loss" else ("answers to", "prompts")
     print(f"{what} {sum(1 for _ in read_answer_rows(out))} {of}: {out}")
@@ -96,10 +102,8 @@ def _make_generate_job(
     out_path: Path,
     file_kind: str,
 ) -> AnswerGenerationJob:
-    setup, is_pairs = (
-        make_standalone_engine_setup(EngineSetup.from_config(config)),
-        learns_from_pairs(config),
-    )
+    setup = make_standalone_engine_setup(EngineSetup.from_config(config))
+    is_pairs = learns_from_pairs(config)
     if file_kind == "loss":
         return LossJob.from_files(
             setup, config.data, config.sft, is_pairs, served, out_path, args.overwrite
@@ -113,7 +117,9 @@ def _make_generate_job(
 def generate_answers_of_each_step(
     args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
 ) -> tuple[int, list[tuple[int, Path]]]:
-    """The exit code, and a file for each checkpoint of a run, with its step; arguments as of `generate_answer_file`."""
+    """The exit code, and a file for each checkpoint of a run, with its step; arguments as
+    of `generate_answer_file`.
+    """
     config, source = resolve_job_config(args, default_settings)
     steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
     if source is None or not steps:
@@ -135,7 +141,9 @@ def generate_answers_of_each_step(
 
 
 def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path) -> int:
-    """Do it until a signal comes, and return the exit code. `answers_path`: what keeps the answers."""
+    """Do it until a signal comes, and return the exit code.
+    `answers_path`: what keeps the answers.
+    """
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
@@ -148,7 +156,8 @@ def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path
         return STOPPED_EXIT_CODE
     except EngineError as error:
         _print_to_stderr(
-            f"error: {error} The same command goes on; {answers_path} keeps what is answered, with logs of engines beside it"
+            f"error: {error} The same command goes on; {answers_path} keeps what is answered, with"
+            " logs of engines beside it"
         )
         return 1
     return 0
@@ -158,7 +167,8 @@ def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Pa
     """Raises ValueError, also for options that an endpoint would ignore."""
     if args.tokens or args.best or args.step is not None or args.split != "val":
         raise ValueError(
-            "--tokens, --step, --best and --split are for models and runs; leave them out for an address."
+            "--tokens, --step, --best and --split are for models and runs; leave them out for"
+            " an address."
         )
     url = args.source.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"

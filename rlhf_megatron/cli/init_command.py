@@ -1,4 +1,6 @@
-"""`rlhf-megatron init [quickstart|grpo|ppo|async] DIR`: writes a configuration to start from, and what it needs."""
+"""`rlhf-megatron init [quickstart|grpo|ppo|async] DIR`: writes a configuration to start from, and
+what it needs.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ def _parse_kind_and_directory(words: list[str]) -> tuple[str, Path]:
     *kinds, directory = words
     if len(kinds) > 1 or not set(kinds) <= set(STARTER_KINDS) or directory in STARTER_KINDS:
         raise ValueError(
-            f"`init {' '.join(words)}` must name a folder, and before it one of {', '.join(STARTER_KINDS)}: as"
-            " `rlhf-megatron init grpo my_run`."
+            f"`init {' '.join(words)}` must name a folder, and before it one of"
+            f" {', '.join(STARTER_KINDS)}: as `rlhf-megatron init grpo my_run`."
         )
     return (kinds or STARTER_KINDS)[0], Path(directory)
 
@@ -92,7 +94,9 @@ def run_init_command(args: argparse.Namespace) -> None:
 
 
 def find_shipped_dir() -> Path:
-    """Return the folder that holds configs/ and examples/: in the installed package, or the working tree around it."""
+    """Return the folder that holds configs/ and examples/: in the installed package, or the working
+    tree around it.
+    """
     package = Path(str(files("rlhf_megatron")))
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 
@@ -103,7 +107,8 @@ def render_starter_config(kind: str, num_gpus: int) -> str:
     of_engines = max(1, num_gpus // 4) if is_apart else num_gpus
     ranks = num_gpus - of_engines if is_apart else num_gpus
     tp = next(size for size in (2, 1) if max(ranks, 1) % size == 0)
-    n, prompts = (4 if kind == "ppo" else 8), (128 if num_gpus else 32)
+    n = 4 if kind == "ppo" else 8
+    prompts = 128 if num_gpus else 32
     values = {
         "title": RECIPE_TITLES[kind],
         "name": kind,
@@ -126,7 +131,10 @@ def render_starter_config(kind: str, num_gpus: int) -> str:
 
 def _format_engine_settings(num_engines: int, has_own_gpus: bool) -> str:
     if has_own_gpus:
-        return f"  num_engines: {num_engines}              # on GPUs of their own, behind the trainer's"
+        return (
+            f"  num_engines: {num_engines}              # on GPUs of their own, behind"
+            " the trainer's"
+        )
     return (
         "  colocated: true             # engines and trainer take turns with the GPUs\n"
         f"  num_engines: {num_engines}\n"

@@ -1,4 +1,6 @@
-"""`rlhf-megatron load-test URL`: latency and tokens a second of an OpenAI-compatible server under load."""
+"""`rlhf-megatron load-test URL`: latency and tokens a second of an OpenAI-compatible
+server under load.
+"""
 
 from __future__ import annotations
 

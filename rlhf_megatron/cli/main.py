@@ -1,8 +1,10 @@
-"""The command `rlhf-megatron`: parses, imports what the subcommand needs, and turns errors into exit codes.
+"""The command `rlhf-megatron`: parses, imports what the subcommand needs, and turns errors
+into exit codes.
 
-Exit codes: 0 done; 1 an error that the message explains; 2 wrong arguments or configuration; 3 a capsule whose numbers
-are finite when it is run again; 17 numbers that are not finite; 75 stopped on request with the state saved; 128 + n
-ended by signal n. An error that a user cannot have caused is not caught: it keeps its traceback.
+Exit codes: 0 done; 1 an error that the message explains; 2 wrong arguments or configuration; 3 a
+capsule whose numbers are finite when it is run again; 17 numbers that are not finite; 75 stopped on
+request with the state saved; 128 + n ended by signal n. An error that a user cannot have caused is
+not caught: it keeps its traceback.
 """
 
 from __future__ import annotations
@@ -42,7 +44,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides, and other words, may stand before, between and after options, which argparse alone does not allow."""
+    """Overrides, and other words, may stand before, between and after options, which argparse alone
+    does not allow.
+    """
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
     more = next((name for name in ("words", "overrides") if hasattr(args, name)), None)

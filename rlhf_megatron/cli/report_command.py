@@ -1,4 +1,6 @@
-"""`rlhf-megatron report RUN_DIR ...`: one HTML page about a run, or a comparison. `run_status_command` says where runs are."""
+"""`rlhf-megatron report RUN_DIR ...`: one HTML page about a run, or a comparison.
+`run_status_command` says where runs are.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
 
 
 def run_report_command(args: argparse.Namespace) -> None:
-    """Write the report, say where it is and open it; with --watch again and again while a run goes on.
+    """Write the report, say where it is and open it; with --watch again and again while
+    a run goes on.
 
     Raises ValueError if there is nothing to report.
     """
@@ -46,7 +49,9 @@ def _print_written_report(args: argparse.Namespace, written_report: WrittenRepor
 
 
 def run_status_command(args: argparse.Namespace) -> None:
-    """Print a few lines a run: its end or where it is, and when it will be done. Reads its files only."""
+    """Print a few lines a run: its end or where it is, and when it will be done. Reads
+    its files only.
+    """
     from rlhf_megatron.controller.observe.report.run_files import read_run_files
     from rlhf_megatron.controller.observe.report.run_overview import format_progress_lines
 

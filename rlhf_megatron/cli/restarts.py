@@ -1,9 +1,10 @@
-"""Start a run again after a crash: `python -m rlhf_megatron.cli.restarts NUM COMMAND ... JOB CONFIG ...`.
+"""Start a run again after a crash:
+`python -m rlhf_megatron.cli.restarts NUM COMMAND ... JOB CONFIG ...`.
 
-COMMAND is what launch/torchrun.sh runs without MAX_RESTARTS. After an end that another attempt may avoid it is started
-again, at most NUM times; the run goes on from its newest checkpoint and its journal. Two attempts in a row without a
-new checkpoint or journal record are enough. On several machines each does this for itself, and all must see the run
-directory.
+COMMAND is what launch/torchrun.sh runs without MAX_RESTARTS. After an end that another attempt may
+avoid it is started again, at most NUM times; the run goes on from its newest checkpoint and its
+journal. Two attempts in a row without a new checkpoint or journal record are enough. On several
+machines each does this for itself, and all must see the run directory.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ FINAL_EXIT_CODES = {
     *(128 + number for number in FORWARDED_SIGNALS),
 }
 MAX_IDLE_ATTEMPTS = 2
-CONNECT_TIMEOUT_S, ADDRESS_POLL_S = 3.0, 1.0
+CONNECT_TIMEOUT_S = 3.0
+ADDRESS_POLL_S = 1.0
 LOCK_RELEASE_TIMEOUT_S = (
     30.0  # for what an attempt has left to end: its controller, where the agent was killed
 )
@@ -61,7 +63,9 @@ class RestartableRun:
     run_dir: Path
 
     def read_progress(self) -> RunProgress:
-        """How far the run has come, as its files say. Grows, also while checkpoints replace the journal."""
+        """How far the run has come, as its files say. Grows, also while checkpoints
+        replace the journal.
+        """
         return max(_iter_progress(self.run_dir), default=(0, -1, 0))
 
 
@@ -84,14 +88,17 @@ def _list_entries(directory: Path) -> list[Path]:
 
 
 def parse_restartable_run(command: Sequence[str]) -> RestartableRun:
-    """Return the run that a command starts. Raises ConfigError if a second attempt would not go on from the first."""
+    """Return the run that a command starts. Raises ConfigError if a second attempt would not go on
+    from the first.
+    """
     at = next(i for i, word in enumerate(command) if word in ("train", "sft", "reward-model"))
     args = parse_arguments(command[at:])
     trainer = load_run_config(args.config, args.overrides).config.trainer
     problems = []
     if not trainer.save_freq:
         problems.append(
-            "MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the first step."
+            "MAX_RESTARTS needs trainer.save_freq above 0, or every attempt begins at the"
+            " first step."
         )
     if getattr(args, "replay", None) is not None:
         problems.append(
@@ -146,10 +153,11 @@ class RestartSupervisor:
         return 128 - code if code < 0 else code
 
     def _find_master_address(self, addresses: Sequence[str], is_node_0: bool) -> str:
-        """Return the one of several addresses that node 0 of this attempt has; a spare may have taken its place.
+        """Return the one of several addresses that node 0 of this attempt has; a spare may have
+        taken its place.
 
-        `is_node_0`: this machine is node 0, else it waits until one answers. Empty: none is this machine's, or it was
-        told to stop.
+        `is_node_0`: this machine is node 0, else it waits until one answers. Empty: none is this
+        machine's, or it was told to stop.
         """
         port = int(os.environ["MASTER_PORT"])
         while not self.is_stop_requested:
@@ -176,14 +184,19 @@ class RestartSupervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command until it ends well or no attempt is left; return the exit code of the last attempt."""
-    max_restarts, command = int(arguments[0]), list(arguments[1:])
+    """Run the command until it ends well or no attempt is left; return the exit code of
+    the last attempt.
+    """
+    max_restarts = int(arguments[0])
+    command = list(arguments[1:])
     try:
         run = parse_restartable_run(command)
     except ConfigError as error:
         sys.stderr.write("\n".join(error.problems) + "\n")
         return USAGE_ERROR
-    attempts, before, num_idle = RestartSupervisor(), run.read_progress(), 0
+    attempts = RestartSupervisor()
+    before = run.read_progress()
+    num_idle = 0
     for number in range(max_restarts + 1):
         code = attempts.run_command(run.restart_command if number else run.command)
         if code in FINAL_EXIT_CODES or attempts.is_stop_requested:

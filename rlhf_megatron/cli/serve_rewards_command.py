@@ -1,4 +1,6 @@
-"""`rlhf-megatron serve-rewards RUN.yaml`: the rewards of a configuration for runs on other machines."""
+"""`rlhf-megatron serve-rewards RUN.yaml`: the rewards of a configuration for runs on
+other machines.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from rlhf_megatron.stop import StopRequest
 
 
 def run_serve_rewards_command(args: argparse.Namespace) -> int:
-    """Exit code 0: it was told to end. Raises ValueError for wrong rewards, and where their processes are gone."""
+    """Exit code 0: it was told to end. Raises ValueError for wrong rewards, and where their
+    processes are gone.
+    """
     config = load_job_config(args.config, [], args.overrides)
-    stop, folder = StopRequest(), args.out.absolute()
+    stop = StopRequest()
+    folder = args.out.absolute()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
     server = RewardHttpServer(args.host, args.port, read_api_key(args.api_key_file))
@@ -43,7 +48,9 @@ def run_serve_rewards_command(args: argparse.Namespace) -> int:
 def start_model_servers(
     config: RunConfig, folder: Path, report_progress: StartProgress
 ) -> Iterator[RewardModelServers | None]:
-    """Start the servers of the reward model and stop them in the end; None where the configuration has none."""
+    """Start the servers of the reward model and stop them in the end; None where the
+    configuration has none.
+    """
     if not has_served_model(config):
         yield None
         return

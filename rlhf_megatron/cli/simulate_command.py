@@ -1,4 +1,6 @@
-"""`rlhf-megatron simulate RUN.yaml --durations FILE | --gpu NAME`: step time, idle shares and lag of a run to be."""
+"""`rlhf-megatron simulate RUN.yaml --durations FILE | --gpu NAME`: step time, idle shares and lag
+of a run to be.
+"""
 
 from __future__ import annotations
 
@@ -106,11 +108,17 @@ def _check_arguments(args: argparse.Namespace) -> None:
 
 def _find_argument_problems(args: argparse.Namespace) -> Iterator[str]:
     if not 0 <= args.warmup < args.steps:
-        yield f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or raise --steps."
+        yield (
+            f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or"
+            " raise --steps."
+        )
     if args.only and (args.gpus or args.schedule):
         yield "--only simulates the run as it is; leave it out to compare (--gpus, --schedule)."
     if args.median is not None and args.gpu is None:
-        yield f"--median ({args.median}) is of --gpu NAME; a durations file has its lengths. Leave it out."
+        yield (
+            f"--median ({args.median}) is of --gpu NAME; a durations file has its lengths."
+            " Leave it out."
+        )
     if args.splits is not None and args.gpus is None:
         yield f"--splits ({args.splits}) are of --gpus N; give that too, or leave it out."
     outputs = {"--json": args.json, "--timeline": args.timeline, "--trace": args.trace}
@@ -125,7 +133,10 @@ def _find_argument_problems(args: argparse.Namespace) -> Iterator[str]:
             yield f"--write ({args.write}) is there already; name another file, or remove it."
     for name, path in {**outputs, "--write": args.write}.items():
         if path is not None and not path.parent.is_dir():
-            yield f"{name} ({path}): there is no directory {path.parent}; make it, or name another file."
+            yield (
+                f"{name} ({path}): there is no directory {path.parent}; make it, or name"
+                " another file."
+            )
 
 
 def _simulate_cases(
@@ -134,7 +145,9 @@ def _simulate_cases(
     schedules: Sequence[ScheduleConfig],
     args: argparse.Namespace,
 ) -> list[StudyCase]:
-    """The run as it is, then each schedule: with the run's split, or with its best splits of `--gpus`."""
+    """The run as it is, then each schedule: with the run's split, or with its best
+    splits of `--gpus`.
+    """
     cases = [run_case]
     for number, schedule in enumerate(schedules):
         _print_progress(f"{number + 1}/{len(schedules)} {schedule.name}")
@@ -154,7 +167,9 @@ def _simulate_cases(
 
 
 def expand_schedule_grid(grid_text: str) -> list[ScheduleConfig]:
-    """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError for a wrong one."""
+    """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError
+    for a wrong one.
+    """
     subject = f'--schedule "{grid_text}"'
     if not grid_text.strip():
         raise ConfigError(["it names no schedule; write one such as one_step_off."], subject)

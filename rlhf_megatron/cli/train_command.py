@@ -1,4 +1,6 @@
-"""`rlhf-megatron train`, `run_sft_job_command` and `reward-model`: train in this process, or in those that they start."""
+"""`rlhf-megatron train`, `run_sft_job_command` and `reward-model`: train in this process, or in
+those that they start.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +21,16 @@ def run_train_job_command(args: argparse.Namespace) -> int:
 
 
 def run_sft_job_command(args: argparse.Namespace) -> int:
-    """Return the exit code of the job `run_sft_job_command`; every rank comes through here, as for `run_train_job_command`."""
+    """Return the exit code of the job `run_sft_job_command`; every rank comes through here, as
+    for `run_train_job_command`.
+    """
     return _start_training("sft", args, {})
 
 
 def run_reward_model_job_command(args: argparse.Namespace) -> int:
-    """Return the exit code of the job `reward-model`; every rank comes through here, as for `run_train_job_command`."""
+    """Return the exit code of the job `reward-model`; every rank comes through here, as
+    for `run_train_job_command`.
+    """
     return _start_training("reward-model", args, {})
 
 
@@ -40,9 +46,7 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api
 
-    run = {"train": api.train, "sft": api.sft, "reward-model": api.reward_model}[
-        job_name
-    ]
+    run = {"train": api.train, "sft": api.sft, "reward-model": api.reward_model}[job_name]
     try:
         is_free = args.allow_changes
         run(
@@ -60,6 +64,7 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
 
 def _exit_on_early_signal(signal_number: int, frame: FrameType | None) -> None:
     sys.stderr.write(
-        f"stopped: {signal.Signals(signal_number).name} before the run has begun; the same command begins it\n"
+        f"stopped: {signal.Signals(signal_number).name} before the run has begun; the same command"
+        " begins it\n"
     )
     raise SystemExit(get_startup_exit_code(signal_number))

@@ -1,19 +1,27 @@
-"""Every environment variable of CUDA and NCCL that this package sets, and why. What the user's shell sets wins, except
-over `trainer.device: cpu`.
+"""Every environment variable of CUDA and NCCL that this package sets, and why. What the user's
+shell sets wins, except over `trainer.device: cpu`.
 
 | variable | set for | why |
 |---|---|---|
-| NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0 | ranks and engines | a weight sync puts both into one communicator, which hangs or crashes where they differ; SGLang sets 0, or 1 where its arguments say so: ranks follow |
-| CUDA_DEVICE_MAX_CONNECTIONS=1 | ranks with tp or cp above 1 | one queue into the device starts communication that was issued first ahead of computation, which megatron-core's overlap relies on; not on Blackwell and later, where it only hurts; SGLang sets its own |
-| CUDA_VISIBLE_DEVICES= (none) | trainer.device: cpu | torch and megatron-core take a GPU wherever they find one |
-| CUBLAS_WORKSPACE_CONFIG=:4096:8 | trainer.deterministic | cuBLAS has one workspace a stream, so that the same algorithm runs |
+| NCCL_CUMEM_ENABLE=0, NCCL_NVLS_ENABLE=0 | ranks and engines | a weight sync puts both into one
+  communicator, which hangs or crashes where they differ; SGLang sets 0, or 1 where its arguments
+  say so: ranks follow |
+| CUDA_DEVICE_MAX_CONNECTIONS=1 | ranks with tp or cp above 1 | one queue into the device starts
+  communication that was issued first ahead of computation, which megatron-core's overlap relies on;
+  not on Blackwell and later, where it only hurts; SGLang sets its own |
+| CUDA_VISIBLE_DEVICES= (none) | trainer.device: cpu | torch and megatron-core take a GPU wherever
+  they find one |
+| CUBLAS_WORKSPACE_CONFIG=:4096:8 | trainer.deterministic | cuBLAS has one workspace a stream, so
+  that the same algorithm runs |
 | NCCL_ALGO=^NVLS | trainer.deterministic | sums in the switch come in no fixed order |
 | NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 | trainer.deterministic | attention of Transformer Engine |
-| PYTORCH_CUDA_ALLOC_CONF, PYTORCH_ALLOC_CONF | engines, without expandable_segments | see `remove_expandable_segments` |
+| PYTORCH_CUDA_ALLOC_CONF, PYTORCH_ALLOC_CONF | engines, without expandable_segments |
+  see `remove_expandable_segments` |
 
-CUDA and NCCL read them when they are first used. `TrainJob.start` sets them in every process of every launcher, and
-engines inherit them; Ray's processes get them from `runtime.ray.ray_environment`.
-"""  # noqa: E501  a table
+CUDA and NCCL read them when they are first used. `TrainJob.start` sets them in every process of
+every launcher, and engines inherit them; Ray's processes get them
+from `runtime.ray.ray_environment`.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +70,9 @@ def set_missing_variables(
 
 
 def hide_gpus(environment: MutableMapping[str, str], trainer: TrainerConfig) -> None:
-    """Hide them from this process, where the run is on CPUs. Before torch looks for CUDA, or a fork could not run."""
+    """Hide them from this process, where the run is on CPUs. Before torch looks for CUDA, or a fork
+    could not run.
+    """
     if trainer.device == "cpu" and trainer.runtime != "ray":
         environment.update(NO_GPUS)
 
@@ -70,8 +80,8 @@ def hide_gpus(environment: MutableMapping[str, str], trainer: TrainerConfig) -> 
 def choose_communicator_variables(
     rollout: RolloutConfig, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that ranks and engines must have alike. Raises ValueError where this shell and
-    `rollout.sglang` contradict.
+    """Return the variables that ranks and engines must have alike. Raises ValueError where this
+    shell and `rollout.sglang` contradict.
     """
     sglang = rollout.sglang if rollout.engine == "sglang" else type(rollout.sglang)()
     switched_on = {name.replace("_", "-") for name, value in sglang.args.items() if value is True}
@@ -87,8 +97,8 @@ def choose_communicator_variables(
         if len(set(said.values())) > 1:
             words = ", but ".join(f"{value} from {place}" for place, value in said.items())
             raise ValueError(
-                f"{name} must be the same for ranks and engines, which share a communicator in weight syncs; it is"
-                f" {words}. Remove all but one of them."
+                f"{name} must be the same for ranks and engines, which share a communicator in"
+                f" weight syncs; it is {words}. Remove all but one of them."
             )
         found[name] = next(iter(said.values()), "0")
     return found
@@ -97,8 +107,8 @@ def choose_communicator_variables(
 def choose_queue_variables(
     megatron_configs: Sequence[MegatronConfig], gpu_names: Sequence[str]
 ) -> dict[str, str]:
-    """Return CUDA_DEVICE_MAX_CONNECTIONS for ranks on `gpu_names`, names without their maker's ("H100 80GB HBM3"), where
-    their layout needs it.
+    """Return CUDA_DEVICE_MAX_CONNECTIONS for ranks on `gpu_names`, names without their maker's
+    ("H100 80GB HBM3"), where their layout needs it.
     """
     is_split = any(
         m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatron_configs
@@ -111,7 +121,9 @@ def choose_queue_variables(
 
 
 def read_local_gpu_names() -> list[str]:
-    """Return names of this machine's GPUs, out of the driver's files: asking CUDA would read the environment."""
+    """Return names of this machine's GPUs, out of the driver's files: asking CUDA would read
+    the environment.
+    """
     files = sorted(_DRIVER.glob("*/information")) if _DRIVER.is_dir() else []
     lines = [
         line
@@ -123,8 +135,10 @@ def read_local_gpu_names() -> list[str]:
 
 
 def remove_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for engines: memory in expandable segments can be neither shared with them nor released by
-    them (torch_memory_saver raises), so what the trainer may want is not inherited."""
+    """Return an environment for engines: memory in expandable segments can be neither shared with
+    them nor released by them (torch_memory_saver raises), so what the trainer may want is
+    not inherited.
+    """
     found = dict(environment)
     for name in ALLOCATOR_SETTINGS:
         parts = [part for part in found.pop(name, "").split(",") if part]

@@ -19,8 +19,9 @@ class ConfigProblem:
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem. `subject`: what has them, where it is not the
-    run's configuration."""
+    """Everything that is wrong with a configuration, one line a problem. `subject`: what has them,
+    where it is not the run's configuration.
+    """
 
     def __init__(self, problems: Sequence[ConfigProblem | str], subject: str = "") -> None:
         self.subject = subject

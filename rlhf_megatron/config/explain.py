@@ -30,8 +30,9 @@ _WORD = re.compile(r"[a-z]\w*(?:\.\w+)+")
 
 
 def explain_setting(key: str, loaded: LoadedConfig | None = None) -> str:
-    """Lines on a setting: meaning, type, range, default, verl's name, the settings that rules hold beside it, and with
-    a configuration its value there and where that comes from. Of a section: its settings.
+    """Lines on a setting: meaning, type, range, default, verl's name, the settings that rules hold
+    beside it, and with a configuration its value there and where that comes from. Of a
+    section: its settings.
 
     Raises ValueError for a key that does not exist, with what it may have meant.
     """
@@ -56,7 +57,10 @@ def explain_setting(key: str, loaded: LoadedConfig | None = None) -> str:
         rows.append(
             (
                 "value",
-                f"{format_yaml_value(get_config_value(loaded.config, here))} ({loaded.find_origin(here)})",
+                (
+                    f"{format_yaml_value(get_config_value(loaded.config, here))}"
+                    f" ({loaded.find_origin(here)})"
+                ),
             )
         )
     rows += [("verl", name) for name in _list_verl_names(here)]

@@ -1,4 +1,6 @@
-"""Models named as on a hub (owner/name, or owner/name@revision): the copies that huggingface_hub keeps of them."""
+"""Models named as on a hub (owner/name, or owner/name@revision): the copies that huggingface_hub
+keeps of them.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +29,15 @@ MODEL_FILES = [
 ]  # no weights of other formats
 TOKENIZER_FILES = MODEL_FILES[1:]
 Answer = TypeVar("Answer")
-_PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"  # what huggingface_hub takes, and no more
+# what huggingface_hub takes, and no more
+_PART = r"(?![^/@]*(?:--|\.\.))[A-Za-z0-9](?:[\w.-]{0,94}\w)?"
 _NAME = re.compile(rf"{_PART}/(?![^@]*\.git(?:@|$)){_PART}(@[\w./-]+)?", re.ASCII)
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can name a model of a hub; a path of two parts looks alike, and is meant where it exists."""
+    """Whether a text can name a model of a hub; a path of two parts looks alike, and is meant
+    where it exists.
+    """
     return _NAME.fullmatch(text) is not None
 
 
@@ -43,9 +48,11 @@ def parse_cached_model_name(path: str) -> str | None:
 
 
 def find_local_model_copy(name: str, key: str = "model.path") -> str | None:
-    """Return the directory of a copy in huggingface_hub's cache, at a fixed revision; None where there is none.
+    """Return the directory of a copy in huggingface_hub's cache, at a fixed revision; None where
+    there is none.
 
-    A copy has what the setting `key` needs: a model its weights, a tokenizer its own files. The network is not asked.
+    A copy has what the setting `key` needs: a model its weights, a tokenizer its own files. The
+    network is not asked.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -69,10 +76,12 @@ def download_from_hub(
     file_patterns: Sequence[str] = MODEL_FILES,
     is_dataset: bool = False,
 ) -> str:
-    """Bring a model, or a data set, to huggingface_hub's cache or into the folder `out`; return its directory.
+    """Bring a model, or a data set, to huggingface_hub's cache or into the folder `out`; return
+    its directory.
 
-    With a progress bar. What is there already is not downloaded again, and a download that was cut off goes on.
-    HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises ValueError with the cause and what else can be done.
+    With a progress bar. What is there already is not downloaded again, and a download that was cut
+    off goes on. HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises ValueError with the
+    cause and what else can be done.
     """
     from huggingface_hub import snapshot_download
 
@@ -91,7 +100,9 @@ def download_from_hub(
 
 
 def query_hub(name: str, query: Callable[[], Answer]) -> Answer:
-    """Return the hub's answer about `name`. Raises ValueError with the cause and what else can be done."""
+    """Return the hub's answer about `name`. Raises ValueError with the cause and what
+    else can be done.
+    """
     try:
         return query()
     except Exception as error:  # the library's own, those of its HTTP library, of the disk
@@ -102,7 +113,9 @@ def query_hub(name: str, query: Callable[[], Answer]) -> Answer:
 
 
 def fetch_models(config: RunConfig, log_line: Callable[[str], None]) -> None:
-    """Download the models that a configuration names as on a hub, where no copy is here. Raises ConfigError."""
+    """Download the models that a configuration names as on a hub, where no copy is here.
+    Raises ConfigError.
+    """
     problems = []
     # A copy, or a folder of that name, stands there as an absolute path.
     # What a model and its tokenizer share comes as a model's: later keys win.
@@ -118,7 +131,8 @@ def fetch_models(config: RunConfig, log_line: Callable[[str], None]) -> None:
                 if not _has_required_files(found, key):
                     what = "tokenizer.json" if key == TOKENIZER else "*.safetensors"
                     problems.append(
-                        f"{key} ({name}): it has no {what} on the hub, which is needed; name another."
+                        f"{key} ({name}): it has no {what} on the hub, which is needed;"
+                        " name another."
                     )
     if problems:
         raise ConfigError(problems)
@@ -142,4 +156,7 @@ def _advise_on_failed_fetch() -> str:
     by_hand = "copy its directory here from elsewhere, and name the path"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         return f"HF_HUB_OFFLINE is set: unset it, or {by_hand}."
-    return f"See that the name is right, that this machine reaches the hub (HF_ENDPOINT, HF_TOKEN), or {by_hand}."
+    return (
+        "See that the name is right, that this machine reaches the hub (HF_ENDPOINT, HF_TOKEN),"
+        f" or {by_hand}."
+    )

@@ -1,5 +1,7 @@
-"""Data sets named as on a hub (owner/name:split, owner/name:subset:split, or owner/name:FILE of one file): the files in
-huggingface_hub's cache. No package but that one is needed: the files are JSONL or parquet."""
+"""Data sets named as on a hub (owner/name:split, owner/name:subset:split, or owner/name:FILE of one
+file): the files in huggingface_hub's cache. No package but that one is needed: the files are
+JSONL or parquet.
+"""
 
 from __future__ import annotations
 
@@ -55,21 +57,26 @@ class DatasetSplit:
 
 
 def parse_cached_dataset_name(path: str | Path) -> str | None:
-    """owner/name of the data set that a file in huggingface_hub's cache belongs to; None of another file."""
+    """owner/name of the data set that a file in huggingface_hub's cache belongs to; None
+    of another file.
+    """
     found = _COPY.fullmatch(str(path))
     return None if found is None else f"{found[1]}/{found[2]}"
 
 
 def format_hub_file_name(path: str) -> str:
-    """owner/name@revision:FILE of a file in huggingface_hub's cache, as any machine finds it; another file's path."""
+    """owner/name@revision:FILE of a file in huggingface_hub's cache, as any machine finds it;
+    another file's path.
+    """
     found = _COPY.fullmatch(path)
     name = path if found is None else f"{found[1]}/{found[2]}@{found[3]}:{found[4]}"
     return path if DatasetSplit.from_name(name) is None else name
 
 
 def find_local_split_files(split: DatasetSplit) -> list[str]:
-    """The files of a split in huggingface_hub's cache, at a fixed revision; [] where they, or some of them, are not
-    there. The network is not asked."""
+    """The files of a split in huggingface_hub's cache, at a fixed revision; [] where they, or some
+    of them, are not there. The network is not asked.
+    """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -133,7 +140,9 @@ def fetch_split(split: DatasetSplit) -> None:
 
 
 def fetch_data_splits(data: DataConfig, log_line: Callable[[str], None]) -> None:
-    """Download the splits that a configuration names, of which no copy is here. Raises ConfigError."""
+    """Download the splits that a configuration names, of which no copy is here.
+    Raises ConfigError.
+    """
     problems = []
     names = [*data.train_files, *data.val_files]  # a copy stands there as paths
     names += [name for source in data.sources for name in (*source.train_files, *source.val_files)]
@@ -150,7 +159,8 @@ def fetch_data_splits(data: DataConfig, log_line: Callable[[str], None]) -> None
 def select_split_files(
     split: DatasetSplit, repository_files: Sequence[str], card: str
 ) -> list[str]:
-    """Return the files of a split of a repository: those that its card names, else those whose names say so.
+    """Return the files of a split of a repository: those that its card names, else those
+    whose names say so.
 
     Raises ValueError, with what there is, where none or more than one subset is meant.
     """
@@ -166,8 +176,10 @@ def select_split_files(
     if not found:
         names = ", ".join(readable[:8]) or "none"
         raise ValueError(
-            f"{split} has no parquet or JSONL files (such files there: {names}); name another split, or the hub's own"
-            f" parquet copy: {split.repository.partition('@')[0]}@refs/convert/parquet:SUBSET:{split.split}."
+            f"{split} has no parquet or JSONL files (such files there: {names}); name another"
+            " split, or the hub's own parquet"
+            " copy:"
+            f" {split.repository.partition('@')[0]}@refs/convert/parquet:SUBSET:{split.split}."
         )
     return found
 
@@ -181,7 +193,8 @@ def _select_files_by_card(
         name = next(iter(marked or (subsets if len(subsets) == 1 else [])), "default")
     if name not in subsets:
         raise ValueError(
-            f"{split} must name one of its subsets ({', '.join(subsets)}): {split.repository}:SUBSET:{split.split}."
+            f"{split} must name one of its subsets"
+            f" ({', '.join(subsets)}): {split.repository}:SUBSET:{split.split}."
         )
     given = subsets[name].get("data_files")
     if given is None:
@@ -210,7 +223,9 @@ def _select_files_by_card(
 
 
 def _select_files_by_name(split: DatasetSplit, readable_files: Sequence[str]) -> list[str]:
-    """Files of which a word of the path is the split's name or a usual one for it; of nothing but "train": all."""
+    """Files of which a word of the path is the split's name or a usual one for it; of nothing
+    but "train": all.
+    """
     names = next((group for group in SPLITS if split.split in group), {split.split})
     known = names.union(*SPLITS)
     words = {one: set(re.split(r"[/._ -]", one.lower())) for one in readable_files}
@@ -223,7 +238,8 @@ def _select_files_by_name(split: DatasetSplit, readable_files: Sequence[str]) ->
     if len(folders) > 1:
         subsets = ", ".join(sorted("/".join(folder) for folder in folders)[:8])
         raise ValueError(
-            f"{split} has files in several folders ({subsets}); name one: {split.repository}:FOLDER:{split.split}."
+            f"{split} has files in several folders ({subsets}); name"
+            f" one: {split.repository}:FOLDER:{split.split}."
         )
     return found
 
@@ -255,7 +271,9 @@ def _get_split_index_path(folder: Path, split: DatasetSplit) -> Path:
 
 
 def _is_complete_file_set(names: Sequence[str]) -> bool:
-    """Whether what is there can only be the whole split: one file, or as many as the numbers in their names say."""
+    """Whether what is there can only be the whole split: one file, or as many as the numbers in
+    their names say.
+    """
     numbered = [_NUMBERED.fullmatch(name) for name in names]
     if len(names) == 1 and numbered[0] is None:
         return True

@@ -13,7 +13,9 @@ from rlhf_megatron.config.schema.setting_fields import NOT_NEGATIVE, Interval
 
 @dataclass(frozen=True)
 class SettingLeaf:
-    """A setting: its full key path, annotated type, one-line description and the interval that its numbers lie in."""
+    """A setting: its full key path, annotated type, one-line description and the interval that its
+    numbers lie in.
+    """
 
     key: str
     type: Any
@@ -42,7 +44,9 @@ def resolve_field_types(cls: type) -> dict[str, Any]:
 
 @cache
 def list_setting_leaves(cls: type, path: str = "") -> tuple[SettingLeaf, ...]:
-    """All settings below a dataclass, in the order of the schema. Sections are walked, not returned."""
+    """All settings below a dataclass, in the order of the schema. Sections are
+    walked, not returned.
+    """
     return tuple(_walk_setting_leaves(cls, path))
 
 
@@ -77,7 +81,9 @@ def list_section_keys(cls: type) -> tuple[str, ...]:
 
 
 def get_config_value(config: Any, key: str) -> Any:
-    """The value at a full key path; entries of free mappings are reached by their name, None where it lacks."""
+    """The value at a full key path; entries of free mappings are reached by their name, None
+    where it lacks.
+    """
     value = config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, dict) else getattr(value, name)
@@ -90,7 +96,9 @@ def has_field_default(cls: type, field_name: str) -> bool:
 
 
 def suggest_nearest_key(path: str, known_keys: Sequence[str]) -> KeySuggestion:
-    """The known keys that an unknown `path` may have meant: the same name elsewhere, else a similar spelling."""
+    """The known keys that an unknown `path` may have meant: the same name elsewhere, else a
+    similar spelling.
+    """
     section, _, name = path.rpartition(".")
     elsewhere = [key for key in known_keys if key.rpartition(".")[2] == name]
     siblings = [key for key in known_keys if key.rpartition(".")[0] == section]

@@ -1,6 +1,8 @@
-"""A run's YAML file, the files that it extends and the overrides of the command line, as one typed configuration.
+"""A run's YAML file, the files that it extends and the overrides of the command line, as one
+typed configuration.
 
-Also: `a.b.c=value` arguments of the command line, as nodes. The value is YAML: `[1, 2]`, `{a: 1}`, `null`, `1e-4`.
+Also: `a.b.c=value` arguments of the command line, as nodes. The value is YAML: `[1, 2]`, `{a: 1}`,
+`null`, `1e-4`.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ from rlhf_megatron.plugins import is_python_file, load_plugins
 SOURCE = "command line"
 _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
 
-EXTENDS, LOCK = "extends", "lock"
+EXTENDS = "extends"
+LOCK = "lock"
 LOCK_FILE = "config.lock.yaml"  # in a run's directory (controller/recovery/config_lock_file.py)
 
 INPUTS = {
@@ -55,13 +58,16 @@ INPUTS = {
     *("rollout.sglang.python", "rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file"),
     *("rollout.transfer_dir", "reward_model.served.python"),
 }
-"""Settings that name what is there before a run. A relative path counts from the folder of the file it stands in, or
-from the working directory on the command line; a model that is not there may be one of a hub (config/hub.py), and so
-may data files (config/hub_data.py)."""
+"""Settings that name what is there before a run. A relative path counts from the folder of the file
+it stands in, or from the working directory on the command line; a model that is not there may be
+one of a hub (config/hub.py), and so may data files (config/hub_data.py).
+"""
 
 
 def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
-    """One tree an override, to be merged in this order. Raises ConfigError with all that are malformed."""
+    """One tree an override, to be merged in this order. Raises ConfigError with all that
+    are malformed.
+    """
     origin = ValueOrigin(SOURCE, layer=layer)
     trees: list[MappingNode] = []
     problems: list[ConfigProblem] = []
@@ -85,7 +91,10 @@ def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
             ]
             continue
         if secrets := find_secret_keys(convert_to_plain(node), key):
-            what = f"override {secrets[0]}: every user of the machine can read a command line; set it in the file."
+            what = (
+                f"override {secrets[0]}: every user of the machine can read a command line; set it"
+                " in the file."
+            )
             problems.append(ConfigProblem(what, location=SOURCE))
             continue
         *sections, name = key.split(".")
@@ -106,12 +115,14 @@ def load_run_config(
     checks: Sequence[PreflightCheck] = (),
     log_text: Callable[[str], object] = lambda text: None,
 ) -> LoadedConfig:
-    """The configuration of a run, fully checked; nothing but files is touched, and its plugins are run.
+    """The configuration of a run, fully checked; nothing but files is touched, and its
+    plugins are run.
 
-    `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a file may name a model
-    that is made later. `with_plugins`: without, what plugins may have is not checked. `checks`: further ones, which see
-    the configuration with the default in place of what cannot be read; `log_text` is told which plugins are run, before.
-    Raises ConfigError with every problem: syntax, unknown keys, types, contradictions, the model, what `checks` find.
+    `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a
+    file may name a model that is made later. `with_plugins`: without, what plugins may have is not
+    checked. `checks`: further ones, which see the configuration with the default in place of what
+    cannot be read; `log_text` is told which plugins are run, before. Raises ConfigError with every
+    problem: syntax, unknown keys, types, contradictions, the model, what `checks` find.
     """
     loaded, problems, broken = _read_config_files(path, overrides)
     if with_plugins and loaded.config.plugins:
@@ -121,7 +132,8 @@ def load_run_config(
         except ConfigError as error:
             problems += [ConfigProblem(text) for text in error.problems]
     rules = find_config_problems(loaded) + (list_file_problems(loaded) if with_files else [])
-    # A rule that looks at a value which could not be read would only repeat the first message in other words.
+    # A rule that looks at a value which could not be read would only repeat the first message
+    # in other words.
     rules = [
         p for p in rules if not any(_do_keys_overlap(key, b) for key in p.keys for b in broken)
     ]
@@ -155,7 +167,9 @@ def run_preflight_check(
 
 
 def read_run_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of a run, typed but without the rules between settings. Raises ConfigError."""
+    """The configuration of a run, typed but without the rules between settings.
+    Raises ConfigError.
+    """
     loaded, problems, _ = _read_config_files(path, overrides)
     if problems:
         raise ConfigError(problems)
@@ -187,7 +201,8 @@ def _read_config_files(
     if files.lock is not None and not isinstance(files.lock, dict):
         raise ConfigError(
             [
-                f"{LOCK} ({files.lock}) must be as a run writes it into config.lock.yaml; take that file."
+                f"{LOCK} ({files.lock}) must be as a run writes it into config.lock.yaml;"
+                " take that file."
             ]
         )
     return (
@@ -209,7 +224,9 @@ class _ConfigFiles:
         self._open_paths: list[Path] = []
 
     def read(self, path: Path, extends_location: str | None) -> None:
-        """`extends_location`: file:line of the `extends` that names it, None for the run's own file."""
+        """`extends_location`: file:line of the `extends` that names it, None for the
+        run's own file.
+        """
         real = path.resolve()
         if real in self._open_paths:
             chain = " -> ".join(
@@ -238,7 +255,8 @@ class _ConfigFiles:
             if key not in (EXTENDS, LOCK)
         }
         self.lock = convert_to_plain(node.items[LOCK]) if LOCK in node.items else self.lock
-        # What a run has written holds paths in full; those of older versions counted from the working directory.
+        # What a run has written holds paths in full; those of older versions counted from the
+        # working directory.
         is_of_run = path.name == "config.yaml" and (path.parent / "run.lock").exists()
         folder = Path() if is_of_run else path.parent
         items = {key: _resolve_paths(item, key, folder) for key, item in items.items()}
@@ -288,8 +306,8 @@ class _ConfigFiles:
 
 
 def read_config_text(path: Path) -> str:
-    """Read a file that can be a configuration, and never much more of it than a configuration has. Raises OSError,
-    UnicodeDecodeError.
+    """Read a file that can be a configuration, and never much more of it than a configuration has.
+    Raises OSError, UnicodeDecodeError.
     """
     if path.is_fifo():
         raise OSError(errno.ESPIPE, "it is a pipe, which may never end", str(path))
@@ -350,7 +368,9 @@ def _resolve_paths(node: Node, key: str, folder: Path) -> Node:
 
 
 def _expand_hub_split(node: Node, key: str, folder: Path) -> list[Node]:
-    """The files of a split of a hub's data set that is here, in place of its name; [] for anything else."""
+    """The files of a split of a hub's data set that is here, in place of its name; [] for
+    anything else.
+    """
     if (
         not key.endswith("_files")
         or not isinstance(node, ScalarNode)

@@ -25,7 +25,9 @@ A key of a YAML file is section.key; `docs/config.md` says how files and overrid
 
 
 def render_settings_reference(section: str = "") -> str:
-    """Return the document, or only the sections whose titles contain `section`. Raises ValueError where none does."""
+    """Return the document, or only the sections whose titles contain `section`. Raises ValueError
+    where none does.
+    """
     text = (
         HEAD
         + "".join(_render_sections())
@@ -52,7 +54,10 @@ def _render_sections() -> Iterator[str]:
         default = format_yaml_value(get_config_value(RunConfig(), leaf.key))
         limits = "" if leaf.bounds == NOT_NEGATIVE else f" ({leaf.bounds})"
         meaning = leaf.doc + limits
-        yield f"| `{name}` | {_escape_table_cell(describe_type(leaf.type))} | `{_escape_table_cell(default)}` | {_escape_table_cell(meaning)} |\n"
+        yield (
+            f"| `{name}` | {_escape_table_cell(describe_type(leaf.type))} |"
+            f" `{_escape_table_cell(default)}` | {_escape_table_cell(meaning)} |\n"
+        )
 
 
 def _render_entry_sections() -> Iterator[str]:
@@ -61,7 +66,10 @@ def _render_entry_sections() -> Iterator[str]:
         for kind in get_args(leaf.type):
             if not (isinstance(kind, type) and is_dataclass(kind)):
                 continue
-            yield f"\n## an entry of {leaf.key}\n\n| key | type | default | meaning |\n|---|---|---|---|\n"
+            yield (
+                f"\n## an entry of {leaf.key}\n\n| key | type | default | meaning"
+                " |\n|---|---|---|---|\n"
+            )
             types_ = resolve_field_types(kind)
             for field in fields(kind):
                 value = (
@@ -71,7 +79,10 @@ def _render_entry_sections() -> Iterator[str]:
                     "" if value is MISSING else f"`{_escape_table_cell(format_yaml_value(value))}`"
                 )
                 meaning = _escape_table_cell(field.metadata["doc"])
-                yield f"| `{field.name}` | {_escape_table_cell(describe_type(types_[field.name]))} | {default} | {meaning} |\n"
+                yield (
+                    f"| `{field.name}` | {_escape_table_cell(describe_type(types_[field.name]))} |"
+                    f" {default} | {meaning} |\n"
+                )
 
 
 def _render_verl_names() -> Iterator[str]:
@@ -80,19 +91,26 @@ def _render_verl_names() -> Iterator[str]:
     for old, new in RENAMED_SECTIONS:
         yield f"| `{old}.*` | `{new}.*` | |\n"
     for entry in VERL_NAMES:
-        yield f"| `{entry.name}` | {f'`{entry.target}`' if entry.target else '-'} | {_escape_table_cell(entry.note)} |\n"
+        yield (
+            f"| `{entry.name}` | {f'`{entry.target}`' if entry.target else '-'} |"
+            f" {_escape_table_cell(entry.note)} |\n"
+        )
 
 
 def describe_type(annotation: Any) -> str:
     """A type as a reader of YAML would say it."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    arguments = get_args(annotation)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(argument) for argument in arguments)
     if origin is Literal:
         return ", ".join(str(argument) for argument in arguments)
     if origin in (tuple, list):
         if origin is tuple and arguments[-1] is not Ellipsis:
-            return f"list of {len(arguments)}: {', '.join(describe_type(argument) for argument in arguments)}"
+            return (
+                f"list of {len(arguments)}:"
+                f" {', '.join(describe_type(argument) for argument in arguments)}"
+            )
         return f"list of {describe_type(arguments[0])}"
     if origin is dict:
         return (

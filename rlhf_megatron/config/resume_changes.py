@@ -1,4 +1,6 @@
-"""What changed in the configuration of a run that is resumed: refused, recorded, or of no consequence. Pure."""
+"""What changed in the configuration of a run that is resumed: refused, recorded, or of no
+consequence. Pure.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ FIXED = {
     "sft.in_memory": "the state names its data by the way in which they are read",
     "algorithm.adv_estimator": "it decides which models are trained and what their state is",
 }
-"""Settings that a run keeps for life, and why. The order of the data is checked on the data itself."""
+"""Settings that a run keeps for life, and why.
+The order of the data is checked on the data itself.
+"""
 
 OF_DATA_ORDER = ("data.", "trainer.seed")
 OF_LAYOUT = (
@@ -73,7 +77,9 @@ class ConfigChanges:
 
 
 def flatten_config_yaml(text: str) -> dict[str, str]:
-    """Setting -> value as text, of a resolved configuration (`show.as_yaml`), also of another version's."""
+    """Setting -> value as text, of a resolved configuration (`show.as_yaml`), also of
+    another version's.
+    """
     found: dict[str, str] = {}
 
     def collect_settings(prefix: str, node: Any) -> None:
@@ -93,7 +99,10 @@ def compare_run_settings(previous: Mapping[str, str], current: Mapping[str, str]
     pairs = {key: (previous.get(key, NOT_USED), current.get(key, NOT_USED)) for key in keys}
     changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
     refused = [
-        f"{key} is {now_value} and was {former}: {FIXED[key]}; set it back, or start anew with --fresh."
+        (
+            f"{key} is {now_value} and was {former}: {FIXED[key]}; set it back, or start anew"
+            " with --fresh."
+        )
         for key, (former, now_value) in changed.items()
         if key in FIXED
     ]
@@ -106,10 +115,11 @@ def compare_run_settings(previous: Mapping[str, str], current: Mapping[str, str]
 def compute_settings_digest(
     settings: Mapping[str, str], plugin_digests: Mapping[str, str] | None = None
 ) -> str:
-    """Return a digest of the settings that the batches of a run's steps depend on, for one history of its policy.
+    """Return a digest of the settings that the batches of a run's steps depend on, for one history
+    of its policy.
 
-    Layout, engines, deadlines and what is written do not count: a step's samples stay right when those change.
-    `plugin_digests`: digests of plugins, which count.
+    Layout, engines, deadlines and what is written do not count: a step's samples stay right when
+    those change. `plugin_digests`: digests of plugins, which count.
     """
     kept = {
         key: value

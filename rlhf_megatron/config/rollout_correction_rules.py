@@ -1,4 +1,6 @@
-"""`algorithm.rollout_correction`: presets by name, texts of bounds as numbers, and the rules on the section."""
+"""`algorithm.rollout_correction`: presets by name, texts of bounds as numbers, and the rules
+on the section.
+"""
 
 from __future__ import annotations
 
@@ -91,8 +93,8 @@ LOSS_MODE = "actor.policy_loss.loss_mode"
 def resolve_rollout_correction(section: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
     """The preset with the settings over it that are not null; none that matters is null any more.
 
-    Filters and their bounds are one setting: who writes filters writes their bounds. Raises KeyError for an unknown
-    preset, which the rules tell before.
+    Filters and their bounds are one setting: who writes filters writes their bounds. Raises
+    KeyError for an unknown preset, which the rules tell before.
     """
     preset = dict(PRESETS[section.preset])
     if section.rollout_rs is not None:
@@ -109,30 +111,37 @@ def is_bypass_mode(section: RolloutCorrectionConfig) -> bool:
 
 
 def parse_importance_bounds(text: str) -> tuple[float | None, float]:
-    """(lower bound, None for truncation; upper bound). Raises ValueError without the name of the setting."""
+    """(lower bound, None for truncation; upper bound). Raises ValueError without the name
+    of the setting.
+    """
     if one := _parse_positive_number(text):
         return None, one
     low, high = _parse_number_pair(text) or (0.0, 0.0)
     if not 0 < low < high:
         raise ValueError(
-            "must be one number above 0, where weights are cut, or LOW_HIGH, outside of which they are 0"
+            "must be one number above 0, where weights are cut, or LOW_HIGH, outside of"
+            " which they are 0"
         )
     return low, high
 
 
 def parse_filter_bounds(filter_name: str, text: str) -> tuple[float | None, float]:
-    """(lower bound of the ratio, None for k2 and k3; upper bound). Raises ValueError that does not name the setting."""
+    """(lower bound of the ratio, None for k2 and k3; upper bound). Raises ValueError that does not
+    name the setting.
+    """
     if not filter_name.endswith("_k1"):
         if one := _parse_positive_number(text):
             return None, one
         raise ValueError(
-            "must be one number above 0, an upper bound: k2 and k3 are 0 where engine and trainer agree"
+            "must be one number above 0, an upper bound: k2 and k3 are 0 where engine and"
+            " trainer agree"
         )
     one = _parse_positive_number(text)
     low, high = _parse_number_pair(text) or ((1 / one, one) if one else (0.0, 0.0))
     if not 0 < low < high:
         raise ValueError(
-            "must be bounds of the ratio, LOW_HIGH with LOW below HIGH, or one number x above 1 for 1/x_x"
+            "must be bounds of the ratio, LOW_HIGH with LOW below HIGH, or one number x above"
+            " 1 for 1/x_x"
         )
     return low, high
 
@@ -165,7 +174,10 @@ def check_correction_preset(loaded: LoadedConfig) -> OptionalProblems:
     name = loaded.config.algorithm.rollout_correction.preset
     yield make_problem_if(
         name not in PRESETS,
-        f"{PRESET} ({name}) must be one of {', '.join(PRESETS)}; {_suggest_nearest_name(name, tuple(PRESETS))}.",
+        (
+            f"{PRESET} ({name}) must be one of"
+            f" {', '.join(PRESETS)}; {_suggest_nearest_name(name, tuple(PRESETS))}."
+        ),
         (PRESET,),
     )
 
@@ -184,11 +196,15 @@ def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
                 f"{IS_BOUNDS} ({settings.rollout_is_threshold}) {error}; use 2.0 or 0.5_5.0.",
                 (IS_BOUNDS, IS),
             )
-    names, texts = settings.rollout_rs or (), settings.rollout_rs_threshold or ()
+    names = settings.rollout_rs or ()
+    texts = settings.rollout_rs_threshold or ()
     for name in names:
         yield make_problem_if(
             name not in FILTERS,
-            f"{RS} ({name}) must be among {', '.join(FILTERS)}; {_suggest_nearest_name(name, FILTERS)}.",
+            (
+                f"{RS} ({name}) must be among"
+                f" {', '.join(FILTERS)}; {_suggest_nearest_name(name, FILTERS)}."
+            ),
             (RS,),
         )
     yield make_problem_if(
@@ -198,8 +214,10 @@ def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
     )
     if names and len(names) != len(texts):
         yield ConfigProblem(
-            f"{RS_BOUNDS} ({len(texts)} entries) must have one entry for each of the {len(names)} filters of {RS}"
-            f" ({', '.join(names)}); write them together.",
+            (
+                f"{RS_BOUNDS} ({len(texts)} entries) must have one entry for each of the"
+                f" {len(names)} filters of {RS} ({', '.join(names)}); write them together."
+            ),
             (RS_BOUNDS, RS),
         )
         return
@@ -214,8 +232,10 @@ def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
     veto = settings.rollout_token_veto_threshold
     yield make_problem_if(
         veto is not None and not 0 < veto < 1,
-        f"{VETO} ({veto}) must be above 0 and below 1: it is the ratio of a token that drops its sequence; use 1e-4"
-        " or null.",
+        (
+            f"{VETO} ({veto}) must be above 0 and below 1: it is the ratio of a token that drops"
+            " its sequence; use 1e-4 or null."
+        ),
         (VETO,),
     )
 
@@ -229,21 +249,29 @@ def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
     if settings.mode == "decoupled":
         yield make_problem_if(
             loaded.config.algorithm.rollout_correction.loss_type is not None,
-            f"{LOSS_TYPE} ({settings.loss_type}) would be ignored because {MODE} is decoupled, where any"
-            f" {LOSS_MODE} may stand; remove it, or set mode: bypass.",
+            (
+                f"{LOSS_TYPE} ({settings.loss_type}) would be ignored because {MODE} is decoupled,"
+                f" where any {LOSS_MODE} may stand; remove it, or set mode: bypass."
+            ),
             (LOSS_TYPE, MODE),
         )
         return
     yield make_problem_if(
         loss_mode != settings.loss_type,
-        f"{LOSS_MODE} ({loss_mode}) must be {settings.loss_type}, which {LOSS_TYPE} asks for{_describe_preset(loaded)}; set it,"
-        " or use mode: decoupled, where any loss may stand.",
+        (
+            f"{LOSS_MODE} ({loss_mode}) must be {settings.loss_type}, which {LOSS_TYPE} asks"
+            f" for{_describe_preset(loaded)}; set it, or use mode: decoupled, where any"
+            " loss may stand."
+        ),
         (LOSS_MODE, LOSS_TYPE, MODE, PRESET),
     )
     yield make_problem_if(
         settings.loss_type == "ppo_clip" and settings.rollout_is is not None,
-        f"{IS} ({settings.rollout_is}) must be null with {MODE} bypass and {LOSS_TYPE} ppo_clip, whose ratio is"
-        " already that of policy and engine: it would count twice; remove it, or use loss_type: reinforce.",
+        (
+            f"{IS} ({settings.rollout_is}) must be null with {MODE} bypass and {LOSS_TYPE}"
+            " ppo_clip, whose ratio is already that of policy and engine: it would count twice;"
+            " remove it, or use loss_type: reinforce."
+        ),
         (IS, LOSS_TYPE, MODE, PRESET),
     )
 

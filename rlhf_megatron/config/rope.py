@@ -1,4 +1,5 @@
-"""Rotary position embeddings (RoFormer, 2104.09864) and their rescalings as config.json describes them. No torch.
+"""Rotary position embeddings (RoFormer, 2104.09864) and their rescalings as config.json describes
+them. No torch.
 
 Both spellings are read: `rope_theta` with `rope_scaling`, and `rope_parameters`, which holds both.
 """
@@ -27,7 +28,9 @@ _KEYS: dict[str, set[str]] = {
         "truncate",
     },
 }
-"""The settings of each supported type. Another one is an error: engines that know it would turn by other angles."""
+"""The settings of each supported type. Another one is an error: engines that know it would turn
+by other angles.
+"""
 _MSCALES = {"mscale", "mscale_all_dim"}
 _LATENT_KEYS: dict[str, set[str]] = {
     "default": set(),
@@ -45,8 +48,10 @@ class LinearScaling:
 
 @dataclass(frozen=True)
 class Llama3Scaling:
-    """Llama 3.1 (2407.21783): waves longer than original_max_positions / low_freq_factor are stretched by `factor`,
-    those shorter than original_max_positions / high_freq_factor are kept, the ones between are blended."""
+    """Llama 3.1 (2407.21783): waves longer than original_max_positions / low_freq_factor are
+    stretched by `factor`, those shorter than original_max_positions / high_freq_factor are kept,
+    the ones between are blended.
+    """
 
     factor: float
     low_freq_factor: float
@@ -56,8 +61,10 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class YarnScaling:
-    """YaRN (2309.00071): dimensions that turn less than `beta_slow` times within the original context are stretched by
-    `factor`, those over `beta_fast` are kept, between the two is a ramp; cos and sin are times `attention_factor`."""
+    """YaRN (2309.00071): dimensions that turn less than `beta_slow` times within the original
+    context are stretched by `factor`, those over `beta_fast` are kept, between the two is a ramp;
+    cos and sin are times `attention_factor`.
+    """
 
     factor: float
     original_max_positions: int
@@ -65,7 +72,8 @@ class YarnScaling:
     beta_fast: float
     beta_slow: float
     is_truncated: bool  # the ramp begins and ends at whole dimensions
-    mscale: float = 1.0  # of latent attention: cos and sin are times m(mscale) / m(mscale_all_dim), the softmax's scale
+    # of latent attention: cos and sin are times m(mscale) / m(mscale_all_dim), the softmax's scale
+    mscale: float = 1.0
     mscale_all_dim: float = 0.0  # is times m(mscale_all_dim)^2, with m(x) = 0.1 x ln(factor) + 1
 
 
@@ -84,21 +92,24 @@ class RotaryConfig:
 def read_rotary_config(
     hf_config: Mapping[str, Any], can_be_partial: bool = False, is_latent: bool = False
 ) -> RotaryConfig:
-    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a head only; `is_latent`:
-    it has latent attention. Raises ValueError for a type or setting that is not supported."""
+    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a
+    head only; `is_latent`:
+    it has latent attention. Raises ValueError for a type or setting that is not supported.
+    """
     parameters = _read_rope_parameters(hf_config)
     keys = _LATENT_KEYS if is_latent else _KEYS
     kind = _read_rope_type(parameters, tuple(keys))
     unknown = sorted(parameters.keys() - _COMMON - keys[kind])
     if unknown:
         raise ValueError(
-            f"rotary embeddings of type {kind!r} have the settings {', '.join(unknown)}, which are not supported;"
-            " remove them if they have no effect, or choose another model."
+            f"rotary embeddings of type {kind!r} have the settings {', '.join(unknown)}, which are"
+            " not supported; remove them if they have no effect, or choose another model."
         )
     partial = parameters.get("partial_rotary_factor", hf_config.get("partial_rotary_factor"))
     if not can_be_partial and partial not in (None, 1):
         raise ValueError(
-            f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose another model."
+            f"partial_rotary_factor ({partial!r}) is not supported; it must be 1: choose"
+            " another model."
         )
     share = 1.0 if partial is None else _require_number("partial_rotary_factor", partial)
     return RotaryConfig(
@@ -119,8 +130,8 @@ def _read_rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
     scaling, parameters = sections
     if scaling and parameters and {**parameters, **scaling} != parameters:
         raise ValueError(
-            f"rope_scaling ({scaling}) and rope_parameters ({parameters}) differ, and programs disagree about which of"
-            " them counts; keep one."
+            f"rope_scaling ({scaling}) and rope_parameters ({parameters}) differ, and programs"
+            " disagree about which of them counts; keep one."
         )
     return parameters or scaling
 
@@ -132,13 +143,14 @@ def _read_rope_type(parameters: Mapping[str, Any], supported: tuple[str, ...]) -
     kind = kinds.pop() if kinds else "default"
     if kind == "dynamic":
         raise ValueError(
-            "rotary embeddings of type 'dynamic' are not supported: their angles depend on the length of the text;"
-            " within the original context length set rope_scaling to null and max_position_embeddings to that length."
+            "rotary embeddings of type 'dynamic' are not supported: their angles depend on the"
+            " length of the text; within the original context length set rope_scaling to null and"
+            " max_position_embeddings to that length."
         )
     if kind not in supported:
         raise ValueError(
-            f"rotary embeddings of type {kind!r} are not supported; they must be of type {', '.join(supported)}: choose"
-            " another model."
+            f"rotary embeddings of type {kind!r} are not supported; they must be of type"
+            f" {', '.join(supported)}: choose another model."
         )
     return kind
 
@@ -151,7 +163,8 @@ def _read_rope_base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any])
     }
     if len(found) > 1:
         raise ValueError(
-            f"rope_theta is given twice, as {' and '.join(map(str, sorted(found)))}; keep the right one."
+            f"rope_theta is given twice, as {' and '.join(map(str, sorted(found)))}; keep"
+            " the right one."
         )
     return found.pop() if found else DEFAULT_BASE
 
@@ -181,7 +194,8 @@ def _read_rope_scaling(
     length = next((place for place in places if place is not None), None)
     original = int(_require_number("original_max_position_embeddings", length, 1.0))
     if rope_type == "llama3":
-        low, high = read_number("low_freq_factor"), read_number("high_freq_factor")
+        low = read_number("low_freq_factor")
+        high = read_number("high_freq_factor")
         if low >= high:
             raise ValueError(
                 f"low_freq_factor ({low}) must be below high_freq_factor ({high}); mend the file."
@@ -190,14 +204,16 @@ def _read_rope_scaling(
     given = sorted(_MSCALES & parameters.keys())
     if len(given) == 1:
         raise ValueError(
-            f"{given[0]} without the other of mscale and mscale_all_dim is read in several ways; give both."
+            f"{given[0]} without the other of mscale and mscale_all_dim is read in several"
+            " ways; give both."
         )
     mscale, all_dim = (
         (read_number(key) for key in ("mscale", "mscale_all_dim")) if given else (1.0, 0.0)
     )
     # The paper's temperature of the softmax, as a factor of cos and sin.
     usual = (0.1 * mscale * math.log(factor) + 1.0) / (0.1 * all_dim * math.log(factor) + 1.0)
-    fast, slow = read_number("beta_fast", 32.0), read_number("beta_slow", 1.0)
+    fast = read_number("beta_fast", 32.0)
+    slow = read_number("beta_slow", 1.0)
     if fast < slow:
         raise ValueError(f"beta_fast ({fast}) must not be below beta_slow ({slow}); mend the file.")
     return YarnScaling(

@@ -1,8 +1,9 @@
-"""Secrets of a configuration: values of free mappings whose name says so are never written down or shown.
+"""Secrets of a configuration: values of free mappings whose name says so are never written
+down or shown.
 
-Settings themselves hold no secrets; the environment of the engines, their arguments and the parameters of a reward may.
-A run that is started from what was written takes those of the engines' environment from its own environment; all other
-ones must be given again.
+Settings themselves hold no secrets; the environment of the engines, their arguments and the
+parameters of a reward may. A run that is started from what was written takes those of the engines'
+environment from its own environment; all other ones must be given again.
 
 Also: Keys lie in files that one user can read, never in a configuration.
 """
@@ -29,12 +30,14 @@ _ALWAYS = re.compile(
 )
 _IN_ENVIRONMENT = re.compile(r"(^|_)(key|token|pat)$")
 _ELSEWHERE = re.compile(
-    r"(^|_)(api|access|secret|private|signing|auth|bearer|hf|hub|session|refresh|admin)_(key|token)$|^token$"
+    r"(^|_)(api|access|secret|private|signing|auth|bearer|hf|hub|session|refresh|admin)_(key|"
+    r"token)$|^token$"
 )
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether an entry of a free mapping is a secret by its name, as rollout.sglang.env.HF_TOKEN or params.api_key are.
+    """Whether an entry of a free mapping is a secret by its name, as rollout.sglang.env.HF_TOKEN or
+    params.api_key are.
 
     The `bos_token` of a template and the `answer_key` of a task are none.
     """
@@ -64,7 +67,9 @@ def redact_secrets(config: RunConfig) -> RunConfig:
 
 
 def reveal_secrets(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """The configuration with what was redacted taken from `environment`. Raises ConfigError for what is not there."""
+    """The configuration with what was redacted taken from `environment`. Raises ConfigError for
+    what is not there.
+    """
     problems = []
 
     def look_up_secret(key: str, value: Any) -> Any:
@@ -89,7 +94,9 @@ def reveal_secrets(config: RunConfig, environment: Mapping[str, str]) -> RunConf
 
 
 def _replace_secrets(value: Any, key: str, make_replacement: Any) -> Any:
-    """A copy in which `make_replacement(key, value)` stands for each text under a name of a secret in a mapping."""
+    """A copy in which `make_replacement(key, value)` stands for each text under a name of a
+    secret in a mapping.
+    """
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
         return replace(
@@ -123,8 +130,9 @@ def _open_without_blocking(path: str, flags: int) -> int:
 
 
 def read_key_file(path: str | None, setting: str) -> str:
-    """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such file, readable by
-    others, or not one line."""
+    """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such
+    file, readable by others, or not one line.
+    """
     if path is None:
         return ""
     try:
@@ -132,7 +140,8 @@ def read_key_file(path: str | None, setting: str) -> str:
             info = os.fstat(file.fileno())
             if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
                 raise ValueError(
-                    f"{setting} ({path}) must belong to you and have mode 0600; run chmod 600 {path}."
+                    f"{setting} ({path}) must belong to you and have mode 0600; run chmod"
+                    f" 600 {path}."
                 )
             key = file.read(4096).strip()
     except OSError as error:

@@ -18,11 +18,15 @@ from rlhf_megatron.config.yaml_nodes import CORE_SCHEMA, DEFAULT, LoadedConfig, 
 
 MAX_VALUE_WIDTH = 40
 Scalar = bool | int | float | str
-_DIM, _BOLD, _RESET = "\x1b[2m", "\x1b[1m", "\x1b[0m"
+_DIM = "\x1b[2m"
+_BOLD = "\x1b[1m"
+_RESET = "\x1b[0m"
 
 
 def format_settings_table(loaded: LoadedConfig, use_colours: bool = False) -> str:
-    """One line a setting: key, value, origin, aligned. Values that somebody wrote are bold, defaults dim."""
+    """One line a setting: key, value, origin, aligned. Values that somebody wrote are
+    bold, defaults dim.
+    """
     rows = list(_list_setting_rows(loaded))
     key_width = max(len(key) for key, _, _ in rows)
     value_width = min(MAX_VALUE_WIDTH, max(len(value) for _, value, _ in rows))
@@ -69,9 +73,11 @@ def format_yaml_value(value: Any) -> str:
 def select_notable_settings(
     config: RunConfig, main_keys: Collection[str], hidden_keys: Collection[str]
 ) -> dict[str, Scalar]:
-    """The settings `main_keys` and all that differ from their defaults, but for `hidden_keys`; entries of free mappings one by
-    one."""
-    config, defaults = redact_secrets(config), RunConfig()
+    """The settings `main_keys` and all that differ from their defaults, but for `hidden_keys`;
+    entries of free mappings one by one.
+    """
+    config = redact_secrets(config)
+    defaults = RunConfig()
     found: dict[str, Scalar] = {}
     for key in list_leaf_keys(RunConfig):
         value = get_config_value(config, key)
@@ -94,7 +100,9 @@ def select_notable_settings(
 
 
 def render_config_yaml(config: RunConfig, with_secrets: bool = False) -> str:
-    """The resolved configuration as YAML that `load_run_config` accepts: all settings but those that are not in use."""
+    """The resolved configuration as YAML that `load_run_config` accepts: all settings but those
+    that are not in use.
+    """
     config = config if with_secrets else redact_secrets(config)
     every = LoadedConfig(
         config, {key: ValueOrigin("resolved", layer=0) for key in list_leaf_keys(RunConfig)}

@@ -1,8 +1,10 @@
-"""Turns nodes into typed dataclasses: every leaf is checked against its annotation, and all problems are gathered.
+"""Turns nodes into typed dataclasses: every leaf is checked against its annotation, and all
+problems are gathered.
 
-The parameters of a registered part, which stand in a free mapping, are checked in the same way. Types are strict:
-a plain YAML scalar becomes text where text is wanted (`experiment_name: 2024`); whole numbers become floats; nothing
-else is cast.
+The parameters of a registered part, which stand in a free mapping, are checked in the same way.
+Types are strict:
+a plain YAML scalar becomes text where text is wanted (`experiment_name: 2024`); whole numbers
+become floats; nothing else is cast.
 """
 
 from __future__ import annotations
@@ -57,9 +59,11 @@ T = TypeVar("T")
 
 
 class ConfigConverter:
-    """Converts one tree. Afterwards `problems`, `provenance` and `broken_keys` (keys without a reliable value) are filled.
+    """Converts one tree. Afterwards `problems`, `provenance` and `broken_keys` (keys without a
+    reliable value) are filled.
 
-    `suggest` tells for an unknown key what it may have meant; `expand` whether to look for known keys below it.
+    `suggest` tells for an unknown key what it may have meant; `expand` whether to look for known
+    keys below it.
     """
 
     def __init__(
@@ -74,7 +78,9 @@ class ConfigConverter:
         self.broken_keys: set[str] = set()
 
     def convert_section(self, cls: type, node: Node, path: str, default: Any = None) -> Any:
-        """An instance of dataclass `cls`; what the node does not give is taken from `default`, or from the class."""
+        """An instance of dataclass `cls`; what the node does not give is taken from `default`, or
+        from the class.
+        """
         if not isinstance(node, MappingNode):
             what = (
                 "is empty"
@@ -158,7 +164,10 @@ class ConfigConverter:
         elif scalar_type is str:
             fix = f"put it in quotes: '{node.text}'."
         elif scalar_type is int and isinstance(value, float):
-            fix = f"write it without point and exponent, such as {round(value) if math.isfinite(value) else 1}."
+            fix = (
+                "write it without point and exponent, such"
+                f" as {round(value) if math.isfinite(value) else 1}."
+            )
         else:
             fix = (
                 "write "
@@ -202,7 +211,10 @@ class ConfigConverter:
             return self._report_problem(
                 key,
                 node,
-                f"({_format_node(node)}) must be a list; write [{_format_node(node)}] with brackets.",
+                (
+                    f"({_format_node(node)}) must be a list; write [{_format_node(node)}]"
+                    " with brackets."
+                ),
             )
         arguments = get_args(annotation)
         if get_origin(annotation) is list or arguments[-1] is Ellipsis:
@@ -290,8 +302,9 @@ def build_params(
 ) -> P:
     """An instance of the dataclass `cls`, as strictly checked as the configuration itself.
 
-    `key_path` is the key path of the mapping ("actor.policy_loss.params"). With `loaded`, messages name file and line.
-    Raises ConfigError with all unknown names, wrong types, missing values and what `cls.__post_init__` refuses.
+    `key_path` is the key path of the mapping ("actor.policy_loss.params"). With `loaded`, messages
+    name file and line. Raises ConfigError with all unknown names, wrong types, missing values and
+    what `cls.__post_init__` refuses.
     """
     kind: type = cls
     known = [join_key_path(key_path, key) for key in list_leaf_keys(kind)]
@@ -316,12 +329,15 @@ def resolve_part(
     problems: list[str],
     params_field: str = "params",
 ) -> tuple[RegistryEntry[T], Any] | tuple[None, None]:
-    """(entry, its parameters) of the part that `key` names, or a pair of None and what is wrong added to `problems`."""
+    """(entry, its parameters) of the part that `key` names, or a pair of None and what is wrong
+    added to `problems`.
+    """
     try:
         entry = registry.get(name)
         if params and entry.params is None:
             problems.append(
-                f"{key}.{params_field} ({params}) must be empty: {registry.kind} {name!r} has no parameters."
+                f"{key}.{params_field} ({params}) must be empty: {registry.kind} {name!r} has"
+                " no parameters."
             )
         return entry, (
             build_params(entry.params, params, f"{key}.{params_field}") if entry.params else None

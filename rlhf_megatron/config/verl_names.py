@@ -1,6 +1,9 @@
-"""What users of verl look for, and how it is called here. Used for hints at unknown keys and for the reference.
+"""What users of verl look for, and how it is called here. Used for hints at unknown keys and for
+the reference.
 
-The table is verl_names.txt, a line an entry: VERL_KEY | OURS, or - | NOTE | learns; switch=KEY; off=[VALUES]."""
+The table is verl_names.txt, a line an entry: VERL_KEY | OURS, or - | NOTE | learns;
+switch=KEY; off=[VALUES].
+"""
 
 from __future__ import annotations
 
@@ -56,7 +59,9 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class VerlKey:
-    """`name` is verl's key after RENAMED_SECTIONS; one that ends in ".*" covers all below. `target` is ours."""
+    """`name` is verl's key after RENAMED_SECTIONS; one that ends in ".*" covers all below.
+    `target` is ours.
+    """
 
     name: str
     target: str | None
@@ -98,7 +103,9 @@ def rename_to_current_key(key: str) -> str:
 
 
 def find_verl_key(key: str) -> VerlKey | None:
-    """The entry of a key of verl in today's layout; of one that is alike where it has none of its own."""
+    """The entry of a key of verl in today's layout; of one that is alike where it has
+    none of its own.
+    """
     for entry in VERL_NAMES:
         stem = entry.name.removesuffix(".*")
         if key == stem or (entry.name.endswith(".*") and key.startswith(stem + ".")):

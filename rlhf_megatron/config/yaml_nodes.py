@@ -1,7 +1,7 @@
 """YAML text as a tree of nodes that remember where they were written.
 
-Scalars follow YAML 1.2's core schema: `1e-4` is a number, `yes` and `010` are text. Anchors work; merge keys do not
-(`extends` does their work).
+Scalars follow YAML 1.2's core schema: `1e-4` is a number, `yes` and `010` are text. Anchors work;
+merge keys do not (`extends` does their work).
 
 Also: Where each value of a configuration came from.
 """
@@ -59,7 +59,9 @@ DEFAULT = ValueOrigin("default")
 
 @dataclass(frozen=True)
 class LoadedConfig:
-    """A configuration and the origins of all values that somebody wrote (full key path -> origin)."""
+    """A configuration and the origins of all values that somebody wrote (full key
+    path -> origin).
+    """
 
     config: RunConfig
     provenance: Mapping[str, ValueOrigin] = field(default_factory=dict)
@@ -90,7 +92,9 @@ class LoadedConfig:
         return DEFAULT
 
     def list_set_keys(self, prefix: str) -> list[str]:
-        """The keys at or below `prefix` that somebody wrote, each once: a written mapping is given by its entries."""
+        """The keys at or below `prefix` that somebody wrote, each once: a written mapping is given
+        by its entries.
+        """
         below = [key for key in self.provenance if key == prefix or key.startswith(prefix + ".")]
         return [key for key in below if not any(other.startswith(key + ".") for other in below)]
 
@@ -150,8 +154,8 @@ _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
 def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> Node:
     """The tree of a YAML document; an empty one is a null scalar.
 
-    Raises ConfigError on bad syntax, a key that is written twice or is not text, tags or merge keys, and documents that
-    are no configuration by their size or depth.
+    Raises ConfigError on bad syntax, a key that is written twice or is not text, tags or merge
+    keys, and documents that are no configuration by their size or depth.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
@@ -306,7 +310,9 @@ def convert_to_plain(node: Node) -> Any:
 
 
 def merge_nodes(lower: Node, upper: Node) -> Node:
-    """`upper` over `lower`: mappings merge key by key, all else is replaced; an empty mapping clears what it covers."""
+    """`upper` over `lower`: mappings merge key by key, all else is replaced; an empty mapping
+    clears what it covers.
+    """
     if not (isinstance(lower, MappingNode) and isinstance(upper, MappingNode) and upper.items):
         return upper
     items = dict(lower.items)

@@ -1,1 +1,3 @@
-"""What the controller runs: the loop, weight sync, recovery, metrics, evaluation and supervised learning."""
+"""What the controller runs: the loop, weight sync, recovery, metrics, evaluation and
+supervised learning.
+"""

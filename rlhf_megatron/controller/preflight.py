@@ -1,4 +1,6 @@
-"""What `train` and `config check` look at before any process starts: whether what a configuration names exists."""
+"""What `train` and `config check` look at before any process starts: whether what a
+configuration names exists.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,8 @@ def list_preflight_checks(
 ) -> list[PreflightCheck]:
     """Return the checks that `load_run_config` makes before any process starts, beside the rules.
 
-    `recorded_run_dir` and `last_step` name a replay, which needs no engine; `capsule_dir` names a replay of one mini-batch,
-    which needs no data either.
+    `recorded_run_dir` and `last_step` name a replay, which needs no engine; `capsule_dir` names a
+    replay of one mini-batch, which needs no data either.
     """
     found = [
         PreflightCheck(("rollout.sglang.env",), lambda c: reveal_secrets(c, os.environ)),
@@ -177,8 +179,8 @@ def _check_engines(engine_setup: EngineSetup, actor: ActorConfig, num_ranks: int
 
 
 def check_fp8_blocks(engine_setup: EngineSetup, actor: ActorConfig, num_ranks: int) -> None:
-    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of FP8. `num_ranks`: of
-    the actor.
+    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of
+    FP8. `num_ranks`: of the actor.
     """
     if engine_setup.rollout.quantization is not None:
         is_whole = actor.backend == "fsdp"  # it sends whole tensors
@@ -228,7 +230,8 @@ def _check_reward_model_weights(reward_model_path: str | None) -> None:
 
 def _check_devices(trainer: TrainerConfig) -> None:
     """Check this machine's devices; Ray checks its own."""
-    wanted, found = trainer.n_gpus_per_node, count_devices()
+    wanted = trainer.n_gpus_per_node
+    found = count_devices()
     if (
         trainer.runtime == "ray"
         or trainer.device == "cpu"
@@ -237,26 +240,29 @@ def _check_devices(trainer: TrainerConfig) -> None:
         return
     if not found:
         raise ValueError(
-            "trainer.device (cuda) needs a GPU, and torch finds none here; use auto or cpu, or look at"
-            " `rlhf-megatron doctor`."
+            "trainer.device (cuda) needs a GPU, and torch finds none here; use auto or cpu, or"
+            " look at `rlhf-megatron doctor`."
         )
     if wanted > found:
         raise ValueError(
-            f"trainer.n_gpus_per_node ({wanted}) must be at most the number of GPUs that torch finds here ({found});"
-            f" use {found}, trainer.device: cpu, or look at CUDA_VISIBLE_DEVICES."
+            f"trainer.n_gpus_per_node ({wanted}) must be at most the number of GPUs that torch"
+            f" finds here ({found}); use {found}, trainer.device: cpu, or look"
+            " at CUDA_VISIBLE_DEVICES."
         )
 
 
 def _check_metric_name(metric_name: str | None) -> None:
     if metric_name is not None and find_metric(metric_name) is None:
         raise ValueError(
-            f"trainer.keep_best ({metric_name}) is no metric of a run; docs/metrics.md lists them, such as val/accuracy or"
-            " critic/rewards/mean."
+            f"trainer.keep_best ({metric_name}) is no metric of a run; docs/metrics.md lists them,"
+            " such as val/accuracy or critic/rewards/mean."
         )
 
 
 def _check_teacher_tokenizer(teacher_path: str | None, model: ModelConfig) -> None:
-    """A teacher names tokens by their ids: they must be the student's. Not looked at where it has no tokenizer."""
+    """A teacher names tokens by their ids: they must be the student's. Not looked at where it
+    has no tokenizer.
+    """
     if teacher_path is None or not (Path(teacher_path) / "tokenizer.json").is_file():
         return
     student = model.tokenizer_path or model.path
@@ -264,8 +270,9 @@ def _check_teacher_tokenizer(teacher_path: str | None, model: ModelConfig) -> No
         load_tokenizer(teacher_path, teacher_path)
     ):
         raise ValueError(
-            f"the teacher at reference.path ({teacher_path}) has other tokens than {student}: it tells ids, which stand for"
-            " other texts there; name a teacher with the same tokenizer."
+            f"the teacher at reference.path ({teacher_path}) has other tokens than {student}: it"
+            " tells ids, which stand for other texts there; name a teacher with the"
+            " same tokenizer."
         )
 
 
@@ -273,13 +280,16 @@ def _check_vocabulary_size(num_tokens: int, model_path: Path) -> None:
     vocab_size = int(read_hf_config(model_path)["vocab_size"])
     if num_tokens > vocab_size:
         raise ValueError(
-            f"the tokenizer has token ids up to {num_tokens - 1}, but {model_path} has a vocabulary of {vocab_size}; set"
-            " model.tokenizer_path to the tokenizer of this model."
+            f"the tokenizer has token ids up to {num_tokens - 1}, but {model_path} has a"
+            f" vocabulary of {vocab_size}; set model.tokenizer_path to the tokenizer of"
+            " this model."
         )
 
 
 def _check_weight_headers(model_path: str | None, actor: ActorConfig) -> None:
-    """Read the headers of the weight files. Raises ValueError naming missing tensors and wrong shapes."""
+    """Read the headers of the weight files. Raises ValueError naming missing tensors
+    and wrong shapes.
+    """
     if model_path is not None:
         table = make_weight_table(
             read_hf_config(Path(model_path)), actor.megatron.tensor_model_parallel_size
@@ -299,6 +309,6 @@ def _check_output_directory(output_dir: Path) -> None:
             pass
     except OSError as error:
         raise ValueError(
-            f"trainer.default_local_dir ({output_dir}) must be a directory that can be written: {error.strerror}; name"
-            " another one."
+            f"trainer.default_local_dir ({output_dir}) must be a directory that can be written:"
+            f" {error.strerror}; name another one."
         ) from error

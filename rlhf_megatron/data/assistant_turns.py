@@ -1,9 +1,11 @@
-"""The assistant's turns of a conversation as tokens that train, by what the chat template itself writes.
+"""The assistant's turns of a conversation as tokens that train, by what the chat template
+itself writes.
 
-A turn is what `render(messages[: i + 1])` has behind `render(messages[:i])` with the prompt for an answer: just what
-the model will have to write. Where the template only ever appends, the whole chat is one document with all turns in it.
-Where it rewrites earlier turns (it cuts their thinking, or ends the last one with another token), each turn becomes a
-document of its own. A template that does neither is refused with the first text that differs.
+A turn is what `render(messages[: i + 1])` has behind `render(messages[:i])` with the prompt for an
+answer: just what the model will have to write. Where the template only ever appends, the whole chat
+is one document with all turns in it. Where it rewrites earlier turns (it cuts their thinking, or
+ends the last one with another token), each turn becomes a document of its own. A template that does
+neither is refused with the first text that differs.
 """
 
 from __future__ import annotations
@@ -17,9 +19,12 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 
 Message = Mapping[str, Any]
 RenderConversation = Callable[[Sequence[Message], bool], str]
-"""(messages, with the prompt for an answer) -> text. Raises ValueError where the template refuses them."""
+"""(messages, with the prompt for an answer) -> text. Raises ValueError where the
+template refuses them.
+"""
 SHOWN_CHARACTERS = 30  # characters of a text in messages
-THINK_BEGIN, THINK_END = "<think>", "</think>"
+THINK_BEGIN = "<think>"
+THINK_END = "</think>"
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,8 @@ class ConversationDocuments:
 
     documents: tuple[TokenDocument, ...]
     is_single_document: bool  # one document with all turns
-    num_stops_added: int  # turns that the template ends without a stop token; an end-of-sequence token was put there
+    # turns that the template ends without a stop token; an end-of-sequence token was put there
+    num_stops_added: int
     num_thoughts_lost: int  # turns whose reasoning_content, or <think>, the template leaves out
 
 
@@ -58,10 +64,11 @@ class _TurnSpan:
 def tokenize_conversation(
     messages: Sequence[Message], render: RenderConversation, tokenizer: Tokenizer
 ) -> ConversationDocuments:
-    """The trained turns of a conversation. Raises ValueError where there is none, or where they cannot be told.
+    """The trained turns of a conversation. Raises ValueError where there is none, or where they
+    cannot be told.
 
-    That is: a template that rewrites even the turn itself, that leaves out an answer or a tool call, or a turn that
-    begins or ends inside of a token.
+    That is: a template that rewrites even the turn itself, that leaves out an answer or a tool
+    call, or a turn that begins or ends inside of a token.
     """
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not indices:
@@ -117,7 +124,9 @@ def tokenize_conversation(
 def _render_with_next_message(
     messages: Sequence[Message], message_index: int, text: str, render: RenderConversation
 ) -> str:
-    """`text`, which ends with message i, with what the template puts behind it: the next role's token may be a stop."""
+    """`text`, which ends with message i, with what the template puts behind it: the next role's
+    token may be a stop.
+    """
     longer = (
         render(messages[: message_index + 2], False) if message_index + 1 < len(messages) else text
     )
@@ -130,15 +139,17 @@ def _describe_prompt_difference(prompt: str, text: str) -> str:
         min(len(prompt), len(text)),
     )
     return (
-        "the chat template writes another text before the answer than it gives the model to answer: the prompt goes on"
-        f" with {prompt[at : at + SHOWN_CHARACTERS]!r}, the conversation with {text[at : at + SHOWN_CHARACTERS]!r} (after"
-        f" {text[max(0, at - SHOWN_CHARACTERS) : at]!r}); what would be trained is not what will be asked. Use rows of prompt and"
-        " answer, or another template"
+        "the chat template writes another text before the answer than it gives the model to"
+        f" answer: the prompt goes on with {prompt[at : at + SHOWN_CHARACTERS]!r}, the"
+        f" conversation with {text[at : at + SHOWN_CHARACTERS]!r} (after"
+        f" {text[max(0, at - SHOWN_CHARACTERS) : at]!r}); what would be trained is not what will"
+        " be asked. Use rows of prompt and answer, or another template"
     )
 
 
 def _find_turn_end(text: str, turn: _TurnSpan, stops: Sequence[str]) -> int:
-    """Return where the model's words end: behind its last stop token, before what the template puts between turns.
+    """Return where the model's words end: behind its last stop token, before what the template puts
+    between turns.
 
     A next role's token that is a stop token is the model's own, too.
     """
@@ -176,23 +187,25 @@ def _tokenize_document(
     stops: Sequence[str],
     tokenizer: Tokenizer,
 ) -> tuple[TokenDocument, int]:
-    """The document of `text`, and how many stop tokens were put behind it. Raises ValueError as `tokenize_conversation`."""
+    """The document of `text`, and how many stop tokens were put behind it. Raises ValueError
+    as `tokenize_conversation`.
+    """
     ids, offsets = tokenizer.encode_with_offsets(text)
-    spans, has_stop = [], True
+    spans = []
+    has_stop = True
     for turn, prompt, prompt_ids in zip(
         turns, prompts, tokenizer.encode_texts(prompts), strict=True
     ):
         end = _find_turn_end(text, turn, stops)
         _check_content_rendered(turn.message, text[turn.begin : end])
-        begin_token, end_token = (
-            _find_token_at(turn.begin, ids, offsets, text),
-            _find_token_at(end, ids, offsets, text),
-        )
+        begin_token = _find_token_at(turn.begin, ids, offsets, text)
+        end_token = _find_token_at(end, ids, offsets, text)
         if ids[:begin_token] != prompt_ids:
             raise ValueError(
-                f"the prompt before {text[turn.begin : turn.begin + SHOWN_CHARACTERS]!r} has other token ids alone"
-                f" (...{list(prompt_ids[-3:])}) than with its answer (...{list(ids[:begin_token][-3:])}): the tokenizer"
-                f" joins {prompt[-SHOWN_CHARACTERS:]!r} with what follows"
+                f"the prompt before {text[turn.begin : turn.begin + SHOWN_CHARACTERS]!r} has other"
+                f" token ids alone (...{list(prompt_ids[-3:])}) than with its answer"
+                f" (...{list(ids[:begin_token][-3:])}): the tokenizer joins"
+                f" {prompt[-SHOWN_CHARACTERS:]!r} with what follows"
             )
         if begin_token < end_token:
             spans.append((begin_token, end_token))
@@ -210,22 +223,25 @@ def _tokenize_document(
 def _find_token_at(
     position: int, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str
 ) -> int:
-    """The first token that begins at or behind a character. Raises ValueError where one goes across."""
+    """The first token that begins at or behind a character. Raises ValueError where
+    one goes across.
+    """
     for index in range(_bisect_token_ends(position, offsets), len(offsets)):
         begin, end = offsets[index]
         if begin >= position:
             return index
         if begin < position < end:
             raise ValueError(
-                f"a turn begins or ends inside of the token {text[begin:end]!r} (id {ids[index]}), after"
-                f" {text[max(0, begin - SHOWN_CHARACTERS) : begin]!r}"
+                f"a turn begins or ends inside of the token {text[begin:end]!r} (id {ids[index]}),"
+                f" after {text[max(0, begin - SHOWN_CHARACTERS) : begin]!r}"
             )
     return len(offsets)
 
 
 def _bisect_token_ends(position: int, offsets: Sequence[tuple[int, int]]) -> int:
     """An index before which every token ends at or before the character; found by halving."""
-    low, high = 0, len(offsets)
+    low = 0
+    high = len(offsets)
     while low < high:
         middle = (low + high) // 2
         if offsets[middle][1] <= position:
@@ -253,8 +269,9 @@ def _check_content_rendered(message: Message, turn_text: str) -> None:
             "a tool call" if message.get("tool_calls") and missing[0] != visible else "the answer"
         )
         raise ValueError(
-            f"the chat template leaves out or changes {what} ({missing[0][:SHOWN_CHARACTERS]!r} is not in"
-            f" {turn_text[: 3 * SHOWN_CHARACTERS]!r}); use a template that writes it, or change the row"
+            f"the chat template leaves out or changes {what} ({missing[0][:SHOWN_CHARACTERS]!r} is"
+            f" not in {turn_text[: 3 * SHOWN_CHARACTERS]!r}); use a template that writes it, or"
+            " change the row"
         )
 
 
@@ -264,7 +281,9 @@ def _list_text_spellings(text: str) -> tuple[str, ...]:
 
 
 def _check_argument_spelling(arguments: Any, turn_text: str) -> None:
-    """Raises ValueError where a call's arguments are written as a text within JSON, or as Python writes an object."""
+    """Raises ValueError where a call's arguments are written as a text within JSON, or as Python
+    writes an object.
+    """
     is_text = isinstance(arguments, str)
     if is_text:
         wrong_spellings = [f'"{form}"' for form in _list_text_spellings(arguments)[1:]]
@@ -305,7 +324,8 @@ def _iterate_call_values(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_lost_reasoning(message: Message, turn_text: str) -> bool:
-    thoughts, content = message.get("reasoning_content"), message.get("content") or ""
+    thoughts = message.get("reasoning_content")
+    content = message.get("content") or ""
     if thoughts is None and isinstance(content, str):
         thoughts = content.rpartition(THINK_END)[0].rpartition(THINK_BEGIN)[2]
     return (

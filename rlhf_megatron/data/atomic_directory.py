@@ -12,8 +12,9 @@ from rlhf_megatron.data.direct_file_io import fsync_path
 
 
 def refuse_nonempty_directory(directory: Path) -> None:
-    """Raises ValueError when `directory` exists and is not an empty directory, or is a link, which no directory can
-    replace."""
+    """Raises ValueError when `directory` exists and is not an empty directory, or is a link, which
+    no directory can replace.
+    """
     if directory.is_symlink():
         raise ValueError(
             f"{directory} is a link; name the directory that it leads to, or another one."
@@ -24,7 +25,8 @@ def refuse_nonempty_directory(directory: Path) -> None:
 
 @contextmanager
 def write_directory_atomically(directory: Path) -> Iterator[Path]:
-    """A new directory beside `directory` that takes its name at the end; it is removed when the block raises.
+    """A new directory beside `directory` that takes its name at the end; it is removed when
+    the block raises.
 
     Raises ValueError when `directory` exists and is not empty.
     """

@@ -1,13 +1,16 @@
 # ruff: noqa: RUF009  (per_token and per_sample make dataclass fields)
 """Everything that flows between the stages of a step, as passive frozen dataclasses.
 
-A batch only gains fields from stage to stage. On the controller it is ragged: sample i owns the token positions
-`offsets[i] : offsets[i + 1]` of every token column. There is no padding anywhere in this file.
+A batch only gains fields from stage to stage. On the controller it is ragged: sample i owns the
+token positions `offsets[i] : offsets[i + 1]` of every token column. There is no padding
+anywhere in this file.
 
     prompts "07+45=" and a response "052<eos>":
         token_ids      0 7 + 4 5 =  0 5 2 <eos>
-        response_mask  . . . . . .  1 1 1 1        True on tokens that the policy sampled and that train
-        log_probs      0 0 0 0 0 0  a b c d        entry t is log p(token_ids[t] | token_ids[:t]); 0 where not computed
+        response_mask  . . . . . .  1 1 1 1
+                       True on tokens that the policy sampled and that train
+        log_probs      0 0 0 0 0 0  a b c d
+                       entry t is log p(token_ids[t] | token_ids[:t]); 0 where not computed
 
 Legend: P prompts, B samples (B = P x group size), T tokens of all samples together.
 """
@@ -123,9 +126,11 @@ class ScoredBatch(RolloutBatch):
     reward_parts: dict[str, Tensor] = field(
         default_factory=dict, metadata={"axis": "sample"}
     )  # name -> [B] float32
-    # Shares of `rewards` that are paid at tokens of their own; the rest is paid at the response's last token.
+    # Shares of `rewards` that are paid at tokens of their own; the rest is paid at the
+    # response's last token.
     process_rewards: Tensor | None = token_column(default=None, kw_only=True)  # [T] float32
-    # Of the greedy sample of the sample's prompt, where the estimator needs it; nan: that one is of masked status.
+    # Of the greedy sample of the sample's prompt, where the estimator needs it; nan: that one is of
+    # masked status.
     greedy_rewards: Tensor | None = sample_column(default=None, kw_only=True)  # [B] float32
 
 
@@ -167,10 +172,11 @@ class TrainBatch(AnnotatedBatch):
 @codec.register("MiniBatch")
 @dataclass(frozen=True)
 class MiniBatch(TokenBatch):
-    """The samples of one optimizer step, with the loss weights already divided by the global denominator.
+    """The samples of one optimizer step, with the loss weights already divided by the
+    global denominator.
 
-    `loss = sum(token_loss * loss_weights)` over all tokens of all replicas; nothing divides afterwards.
-    Token metrics are averaged the same way with `metric_weights`.
+    `loss = sum(token_loss * loss_weights)` over all tokens of all replicas; nothing divides
+    afterwards. Token metrics are averaged the same way with `metric_weights`.
     """
 
     loss_weights: Tensor = token_column()  # [T] float32, from algorithms.loss_aggregation
@@ -209,7 +215,9 @@ class ValueMiniBatch(TokenBatch):
 @codec.register("TokenColumns")
 @dataclass(frozen=True)
 class TokenColumns:
-    """The reply of a rank to a TokenBatch: its token columns alone, since the caller has the rest."""
+    """The reply of a rank to a TokenBatch: its token columns alone,
+    since the caller has the rest.
+    """
 
 
 @codec.register("Values")
@@ -237,7 +245,9 @@ class TokenLogProbs(TokenColumns):
 @codec.register("TopLogProbs")
 @dataclass(frozen=True)
 class TopLogProbs(TokenColumns):
-    """The K most likely tokens at each place, the likeliest first. Zero where `response_mask` is False."""
+    """The K most likely tokens at each place, the likeliest first. Zero where
+    `response_mask` is False.
+    """
 
     teacher_ids: Tensor = token_column()  # [T, K] int32
     teacher_log_probs: Tensor = token_column()  # [T, K] float32
@@ -261,8 +271,10 @@ def compute_offsets(lengths: Tensor) -> Tensor:
 def append_next_state_positions(
     tokens: TokenBatch, is_selected_T: Tensor | None = None
 ) -> TokenBatch:
-    """`tokens`, each sample with a copy of its last token behind it, so that a value model's value of the state behind
-    each token has a place. Its mask has the places behind `is_selected_T`: [T] bool; None: behind whole samples."""
+    """`tokens`, each sample with a copy of its last token behind it, so that a value model's value
+    of the state behind each token has a place. Its mask has the places behind `is_selected_T`: [T]
+    bool; None: behind whole samples.
+    """
     if is_selected_T is None:
         is_selected_T = torch.zeros(tokens.num_tokens, dtype=torch.bool)
         is_selected_T[tokens.offsets[1:] - 1] = True
@@ -302,10 +314,12 @@ def select_samples(
     sample_indices: Sequence[int],
     join_runs: Callable[[Tensor, Sequence[slice]], Any] | None = None,
 ) -> Batch:
-    """The given samples of a batch, in the given order. Every column follows: a token column as `join_runs` makes it,
-    by default as a tensor, which is a view where the samples are neighbours."""
+    """The given samples of a batch, in the given order. Every column follows: a token column as
+    `join_runs` makes it, by default as a tensor, which is a view where the samples are neighbours.
+    """
     rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
-    starts, stops = batch.offsets[rows], batch.offsets[rows + 1]
+    starts = batch.offsets[rows]
+    stops = batch.offsets[rows + 1]
     runs = _merge_token_runs(starts, stops)
     new: dict[str, Any] = {"offsets": compute_offsets(stops - starts)}
     for name, axis, value in iterate_columns(batch):
@@ -328,7 +342,9 @@ def _concat_column_runs(column: Tensor, runs: Sequence[slice]) -> Tensor:
 
 
 def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
-    """The tokens of these samples; those of neighbours are one run. No index a token: it is larger than a column."""
+    """The tokens of these samples; those of neighbours are one run. No index a token: it is larger
+    than a column.
+    """
     runs: list[slice] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
         if runs and runs[-1].stop == start:
@@ -338,7 +354,9 @@ def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
 
 
 def concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Samples of all batches, in order. All must be of one type and have the same optional columns."""
+    """Samples of all batches, in order. All must be of one type and have the same
+    optional columns.
+    """
     assert batches, "concat needs at least one batch"
     first = batches[0]
     new: dict[str, Any] = {"offsets": compute_offsets(torch.cat([b.lengths for b in batches]))}

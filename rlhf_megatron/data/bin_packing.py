@@ -1,7 +1,8 @@
-"""Packs documents into bins of one size, and deals micro-batches to replicas so that all cost the same. Pure integers.
+"""Packs documents into bins of one size, and deals micro-batches to replicas so that all cost the
+same. Pure integers.
 
-Bin packing is hard; these are greedy ways and a bound on what any way could do. 16 000 documents take some tens of
-milliseconds, and the same input gives the same result.
+Bin packing is hard; these are greedy ways and a bound on what any way could do. 16 000 documents
+take some tens of milliseconds, and the same input gives the same result.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ ReplicaShare = list[DocumentBin]  # of a replica
 
 
 def deal_bins(bins: Sequence[DocumentBin], num_replicas: int) -> list[ReplicaShare]:
-    """Deal the bins, dearest first, each to the cheapest replica that still lacks bins; then exchange whole bins to
-    even out the costs.
+    """Deal the bins, dearest first, each to the cheapest replica that still lacks bins; then
+    exchange whole bins to even out the costs.
     """
     num_each = len(bins) // num_replicas
     assert num_each * num_replicas == len(bins), f"{len(bins)} bins for {num_replicas} replicas"
@@ -91,9 +92,12 @@ def compute_imbalance(replica_shares: Sequence[ReplicaShare]) -> float:
 
 
 def _exchange_bins_once(replica_shares: list[ReplicaShare]) -> bool:
-    """Swap a bin of the dearest replica for one of the cheapest. False: that makes the dearer of the two no cheaper."""
+    """Swap a bin of the dearest replica for one of the cheapest. False: that makes the dearer of
+    the two no cheaper.
+    """
     totals = sum_replica_costs(replica_shares)
-    dearest, cheapest = totals.index(max(totals)), totals.index(min(totals))
+    dearest = totals.index(max(totals))
+    cheapest = totals.index(min(totals))
     gap = totals[dearest] - totals[cheapest]
     dear = np.array([each.cost for each in replica_shares[dearest]])
     cheap = np.array([each.cost for each in replica_shares[cheapest]])
@@ -115,7 +119,9 @@ def _exchange_documents_once(
     costs: Sequence[int],
     bin_capacity: int,
 ) -> bool:
-    """Swap a document of the dearest replica for a cheaper one, or none, of one of the cheapest. False: none fits."""
+    """Swap a document of the dearest replica for a cheaper one, or none, of one of the cheapest.
+    False: none fits.
+    """
     totals = sum_replica_costs(replica_shares)
     dearest = totals.index(max(totals))
     mine = _ReplicaDocumentColumns(replica_shares[dearest], lengths, costs, with_gaps=False)
@@ -135,7 +141,8 @@ def _exchange_documents_once(
         best = int(left.argmin())
         if left.flat[best] < gap:
             a, b = divmod(best, len(theirs.document_index))
-            given, got = int(mine.document_index[a]), int(theirs.document_index[b])
+            given = int(mine.document_index[a])
+            got = int(theirs.document_index[b])
             _replace_document(
                 replica_shares[dearest], int(mine.bin_index[a]), given, got, lengths, costs
             )
@@ -201,11 +208,12 @@ def pack_documents(
     bins_multiple: int,
     bin_capacity: int,
 ) -> list[ReplicaShare]:
-    """The bins of each replica, dearest first: as many for each, a multiple of `bins_multiple`, as few as is found.
+    """The bins of each replica, dearest first: as many for each, a multiple of `bins_multiple`, as
+    few as is found.
 
-    No bin is longer than `bin_capacity`, which no document may be. Bins are of even length where that leaves replicas of even
-    cost, and else of even cost; where they have to be full, documents are fitted in. A bin is empty only where there
-    are fewer documents than bins.
+    No bin is longer than `bin_capacity`, which no document may be. Bins are of even length where
+    that leaves replicas of even cost, and else of even cost; where they have to be full, documents
+    are fitted in. A bin is empty only where there are fewer documents than bins.
     """
     order = sorted(
         range(len(lengths)), key=lengths.__getitem__, reverse=True
@@ -240,11 +248,12 @@ def pack_documents(
 
 
 def compute_bin_lower_bound(lengths: Sequence[int], bin_capacity: int) -> int:
-    """Return a number of bins that no packing can undercut (Martello and Toth, "Lower bounds and reduction procedures
-    for the bin packing problem", 1990, bound L2).
+    """Return a number of bins that no packing can undercut (Martello and Toth, "Lower bounds and
+    reduction procedures for the bin packing problem", 1990, bound L2).
 
-    For any t: documents above half a bin are in bins of their own, and to those above room - t nothing of at least t
-    can be added. What the others of at least t need beyond the room that is left beside the large ones needs new bins.
+    For any t: documents above half a bin are in bins of their own, and to those above room - t
+    nothing of at least t can be added. What the others of at least t need beyond the room that is
+    left beside the large ones needs new bins.
     """
     ascending = np.sort(np.asarray(lengths, dtype=np.int64))
     sums = np.concatenate([[0], ascending.cumsum()])
@@ -285,8 +294,8 @@ def _pack_by_even_cost(
     num_bins: int,
     bin_capacity: int,
 ) -> BinContents | None:
-    """Put each document into the cheapest bin with room for it. Returns None where no bin has room, or where bins are
-    so full that the search takes long.
+    """Put each document into the cheapest bin with room for it. Returns None where no bin has room,
+    or where bins are so full that the search takes long.
     """
     contents: BinContents = [[] for _ in range(num_bins)]
     heap = [(0, 0, index) for index in range(num_bins)]  # cost, length, bin
@@ -347,7 +356,9 @@ def _pack_first_fit(
 
 
 def _fill_empty_bins(bin_contents: BinContents, num_bins: int) -> BinContents:
-    """`num_bins` bins: what is empty gets the shortest document of the bin that has most of them."""
+    """`num_bins` bins: what is empty gets the shortest document of the bin that
+    has most of them.
+    """
     bin_contents = bin_contents + [[] for _ in range(num_bins - len(bin_contents))]
     heap = [
         (-len(documents), index)

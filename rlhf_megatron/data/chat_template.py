@@ -1,7 +1,7 @@
 """A prompt as the chat that a model was trained on, by the template that its tokenizer brings.
 
-The template is a program of a stranger: it runs in a sandbox that limits what it can reach and how long it runs, with
-the names that transformers gives it, so that the same files make the same text.
+The template is a program of a stranger: it runs in a sandbox that limits what it can reach and how
+long it runs, with the names that transformers gives it, so that the same files make the same text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ MAX_SIZE = 10_000_000  # characters or items that one operation makes
 MAX_MEMORY_BYTES = 1 << 28  # bytes that a text may take beyond what the process has
 REMOVED_BUILTINS = ("random", "lipsum")  # no two runs would read the same prompts
 MAX_DIGITS = 64  # of base and exponent in a power: 64 ** 64 has 116 digits
-_COUNT_FILTER, _SIZE_FILTER = "counted by the sandbox", "sized by the sandbox"
+_COUNT_FILTER = "counted by the sandbox"
+_SIZE_FILTER = "sized by the sandbox"
 
 _num_steps: contextvars.ContextVar[list[int]] = contextvars.ContextVar("num_steps")
 
@@ -53,9 +54,11 @@ DATE_FUNCTION = "strftime_now"
 def render_chat_template(
     template: jinja2.Template, is_bounded: bool = True, **variables: Any
 ) -> str:
-    """The text. Raises ValueError with the template's own words where it refuses, fails, or does too much.
+    """The text. Raises ValueError with the template's own words where it refuses, fails, or
+    does too much.
 
-    `is_bounded`: its memory, by a limit that holds for the whole process meanwhile; other threads must not need any.
+    `is_bounded`: its memory, by a limit that holds for the whole process meanwhile; other threads
+    must not need any.
     """
     token = _num_steps.set([0])
     try:
@@ -80,8 +83,8 @@ def render_chat_template(
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Limit the memory of a template. What the sandbox's counts miss, such as a text padded to a billion characters,
-    raises MemoryError.
+    """Limit the memory of a template. What the sandbox's counts miss, such as a text padded to a
+    billion characters, raises MemoryError.
     """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = (
@@ -182,7 +185,9 @@ def _count_steps(num_steps: int) -> None:
 
 
 def _wrap_filter(filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, what it reads and makes counted. It takes the context, which keeps it from compile time."""
+    """The filter, what it reads and makes counted. It takes the context, which keeps it
+    from compile time.
+    """
     kind = getattr(getattr(filter_function, "jinja_pass_arg", None), "name", "")
 
     @jinja2.pass_context
@@ -233,7 +238,9 @@ def _measure_operand(value: Any) -> float:
 
 
 class _GenerationTagExtension(jinja2.ext.Extension):
-    """{% generation %} marks an assistant's words for transformers; the text is that between the tags."""
+    """{% generation %} marks an assistant's words for transformers; the text is that
+    between the tags.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
@@ -266,13 +273,14 @@ class ChatFormat:
         has_answer_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Messages with all that they have, and the tools that they may call. `has_answer_prompt`: as `render_prompt`, up to where an
-        answer begins. Raises ValueError as `render_prompt`."""
+        """Messages with all that they have, and the tools that they may call. `has_answer_prompt`:
+        as `render_prompt`, up to where an answer begins. Raises ValueError as `render_prompt`.
+        """
         if self.system_prompt is not None:
             if messages and messages[0]["role"] == "system":
                 raise ValueError(
-                    f"the prompt has a system message of its own ({messages[0]['content'][:40]!r}); remove it, or"
-                    " data.system_prompt."
+                    "the prompt has a system message of its own"
+                    f" ({messages[0]['content'][:40]!r}); remove it, or data.system_prompt."
                 )
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
@@ -280,7 +288,8 @@ class ChatFormat:
             return self.render_messages(messages, has_answer_prompt=has_answer_prompt, **variables)
         except ValueError as error:
             raise ValueError(
-                f"the chat template refuses the prompt ({error}); correct the prompt, data.system_prompt or {KWARGS_SETTING}."
+                f"the chat template refuses the prompt ({error}); correct the prompt,"
+                f" data.system_prompt or {KWARGS_SETTING}."
             ) from error
 
     def render_messages(
@@ -290,8 +299,9 @@ class ChatFormat:
         has_answer_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of messages as they are, with further variables such as `tools`. `is_bounded`: see `render_chat_template`. Raises
-        ValueError with the template's words."""
+        """The text of messages as they are, with further variables such as `tools`. `is_bounded`:
+        see `render_chat_template`. Raises ValueError with the template's words.
+        """
         given = {"tools": None, "documents": None, **self.variables, **variables}
         return render_chat_template(
             self.template,
@@ -305,12 +315,15 @@ class ChatFormat:
 def make_chat_format(
     tokenizer: Tokenizer, system_prompt: str | None, template_kwargs: Mapping[str, Any]
 ) -> ChatFormat:
-    """Raises ValueError for a tokenizer without template, a malformed template, and variables that it does not read."""
+    """Raises ValueError for a tokenizer without template, a malformed template, and variables that
+    it does not read.
+    """
     if tokenizer.chat_template is None:
         raise ValueError(
-            "data.apply_chat_template (true) needs a chat template, and the tokenizer has none: neither"
-            " chat_template.jinja nor chat_template in tokenizer_config.json; set model.tokenizer_path to a directory"
-            " that has one, or write the chat out in data.prompt_template."
+            "data.apply_chat_template (true) needs a chat template, and the tokenizer has none:"
+            " neither chat_template.jinja nor chat_template in tokenizer_config.json; set"
+            " model.tokenizer_path to a directory that has one, or write the chat out"
+            " in data.prompt_template."
         )
     environment = TemplateSandbox(
         trim_blocks=True,
@@ -345,8 +358,8 @@ def make_chat_format(
                 or "none"
             )
             raise ValueError(
-                f"{KWARGS_SETTING}.{name} would be ignored: the chat template reads no such variable (it reads {own}); remove"
-                " or correct it."
+                f"{KWARGS_SETTING}.{name} would be ignored: the chat template reads no such"
+                f" variable (it reads {own}); remove or correct it."
             )
     variables = {name: value for name, value in template_kwargs.items() if name != DATE_FUNCTION}
     return ChatFormat(template, {**tokenizer.special_tokens, **variables}, system_prompt)
@@ -381,8 +394,8 @@ def _make_date_function(date_text: Any) -> Callable[[str], str]:
     def strftime_now(date_format: str) -> str:
         if day is None:
             raise jinja2.TemplateError(
-                f"it writes today's date, and prompts must not change from day to day: name one with"
-                f" {KWARGS_SETTING}: {{{DATE_FUNCTION}: 2025-01-31}}"
+                "it writes today's date, and prompts must not change from day to day: name one"
+                f" with {KWARGS_SETTING}: {{{DATE_FUNCTION}: 2025-01-31}}"
             )
         return day.strftime(date_format)
 

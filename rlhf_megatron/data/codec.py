@@ -1,13 +1,16 @@
-"""Turns objects into bytes for the control channel, recorded steps and the broadcast inside a replica. Never a pickle.
+"""Turns objects into bytes for the control channel, recorded steps and the broadcast inside a
+replica. Never a pickle.
 
 A message is a small JSON header and raw buffers:
 
-    b"RLM1" | header length, u32 little endian | header | padding | buffer 0 | padding | buffer 1 | ...
+    b"RLM1" | header length, u32 little endian | header | padding | buffer 0 | padding |
+        buffer 1 | ...
 
-The header holds the object's tree and the sizes of the buffers. Tensors and bytes take the buffers in the order of the
-tree; buffers start at multiples of 64 bytes. Only classes that registered themselves are decoded; nothing is imported
-by a name that arrived in a message. A field with a default may be absent: files outlive the versions of this package,
-and such a field is one that a later version added.
+The header holds the object's tree and the sizes of the buffers. Tensors and bytes take the buffers
+in the order of the tree; buffers start at multiples of 64 bytes. Only classes that registered
+themselves are decoded; nothing is imported by a name that arrived in a message. A field with a
+default may be absent: files outlive the versions of this package, and such a field is one that a
+later version added.
 """
 
 from __future__ import annotations
@@ -69,7 +72,9 @@ Buffer = bytes | bytearray | memoryview
 
 
 class MessagePieces(list[Buffer]):
-    """The pieces of a message, to write one after the other. Inside another message it stands for its bytes."""
+    """The pieces of a message, to write one after the other. Inside another message it stands
+    for its bytes.
+    """
 
 
 @dataclass(frozen=True)
@@ -103,7 +108,12 @@ def register(
 
     def add_wire_format(cls: Class) -> Class:
         name = cls.__qualname__
-        if not is_dataclass(cls) or not cls.__dataclass_params__.frozen:  # type: ignore[attr-defined]
+        if (
+            not is_dataclass(
+                cls,
+            )
+            or not cls.__dataclass_params__.frozen  # type: ignore[attr-defined]
+        ):
             raise ValueError(f"{name} cannot be registered: it must be a frozen dataclass.")
         other = _CLASSES_BY_WIRE_NAME.setdefault(wire_name, cls)
         if (other.__module__, other.__qualname__) != (cls.__module__, name):
@@ -135,7 +145,9 @@ def register(
 
 
 def list_wire_formats() -> dict[str, list[str]]:
-    """Return wire name of a class -> wire names of its fields, of all that this process registered."""
+    """Return wire name of a class -> wire names of its fields,
+    of all that this process registered.
+    """
     return {
         wire_format.class_name: list(wire_format.wire_fields.values())
         for wire_format in _WIRE_FORMATS.values()
@@ -143,10 +155,12 @@ def list_wire_formats() -> dict[str, list[str]]:
 
 
 def encode_message(obj: Any) -> bytes:
-    """One message. Tensors are copied once, from whatever device they are on; gradients are not kept.
+    """One message. Tensors are copied once, from whatever device they are on;
+    gradients are not kept.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path, dense real tensors and registered
-    dataclasses, nested at will. Raises ValueError for anything else (subclasses such as numpy.float64 included).
+    Takes None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path, dense real
+    tensors and registered dataclasses, nested at will. Raises ValueError for anything else
+    (subclasses such as numpy.float64 included).
     """
     return b"".join(encode_message_pieces(obj))
 
@@ -172,9 +186,11 @@ def encode_message_pieces(obj: Any) -> MessagePieces:
 
 
 def decode_message(data: Buffer) -> Any:
-    """Undo `encode_message`. Raises ValueError when `data` is malformed, cut, too long or names an unregistered class.
+    """Undo `encode_message`. Raises ValueError when `data` is malformed, cut, too long or names an
+    unregistered class.
 
-    Tensors are views into `data` when it is writable (a bytearray), else into one copy of it; they keep it alive.
+    Tensors are views into `data` when it is writable (a bytearray), else into one copy of it; they
+    keep it alive.
     """
     view = memoryview(data).cast("B")
     if view.readonly:
@@ -186,7 +202,8 @@ def decode_message(data: Buffer) -> Any:
     end = 8 + int.from_bytes(view[4:8], "little")
     if end > len(view):
         raise ValueError(
-            f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8} bytes follow."
+            f"malformed message: a header of {end - 8} bytes is announced, {len(view) - 8}"
+            " bytes follow."
         )
     try:
         header = _decode_header(view[8:end])
@@ -200,12 +217,16 @@ def decode_message(data: Buffer) -> Any:
 
 
 def write_message_file(path: Path, obj: Any) -> None:
-    """Write `encode_message(obj)`; at any moment `path` is the old file or the whole new one. Makes parent directories."""
+    """Write `encode_message(obj)`; at any moment `path` is the old file or the whole new one. Makes
+    parent directories.
+    """
     write_large_file_atomically(path, encode_message_pieces(obj))
 
 
 def read_message_file(path: Path) -> Any:
-    """Undo `write_message_file`. Raises ValueError naming the file when it is missing or malformed."""
+    """Undo `write_message_file`. Raises ValueError naming the file when it is
+    missing or malformed.
+    """
     if not path.is_file():
         raise ValueError(f"{path} does not exist or is not a file.")
     with open(path, "rb") as file:
@@ -234,7 +255,9 @@ def _decode_header(header: memoryview) -> _MessageHeader:
 
 
 def _pack_object(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
-    """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one key, the kind."""
+    """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one
+    key, the kind.
+    """
     kind = type(obj)
     if kind in _PLAIN_TYPES:
         return obj
@@ -279,7 +302,8 @@ def _pack_tensor(tensor: Tensor, buffers: list[Sequence[Buffer]]) -> list[Any]:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(
-            f"cannot encode a tensor of {tensor.dtype} and {tensor.layout}; known: {', '.join(DTYPES)}."
+            f"cannot encode a tensor of {tensor.dtype} and {tensor.layout};"
+            f" known: {', '.join(DTYPES)}."
         )
     flat = tensor.detach().cpu().contiguous().reshape(-1)
     # An array without entries can have no stride by which it would be seen as bytes.
@@ -339,7 +363,8 @@ def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
         or type(value[1]) is not list
     ):
         raise ValueError("a tensor needs a known dtype and a shape")
-    dtype, shape = DTYPES[value[0]], value[1]
+    dtype = DTYPES[value[0]]
+    shape = value[1]
     if (
         any(type(size) is not int or size < 0 for size in shape)
         or math.prod(size or 1 for size in shape) >= 2**60
@@ -373,7 +398,8 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
     unknown_fields = columns.keys() - wire_format.attributes.keys()
     if differing_fields := missing_fields | unknown_fields:
         raise ValueError(
-            f"{name} was written with other fields (differing: {', '.join(sorted(differing_fields))})"
+            f"{name} was written with other fields"
+            f" (differing: {', '.join(sorted(differing_fields))})"
         )
     values = {
         wire_format.attributes[wire_field]: _unpack_node(node, buffers)

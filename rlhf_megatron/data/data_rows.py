@@ -1,4 +1,5 @@
-"""Rows of data files, checked: a prompt (text or chat messages), a label, a source, and what else a reward may read.
+"""Rows of data files, checked: a prompt (text or chat messages), a label, a source, and what else a
+reward may read.
 
 Files are JSONL, or parquet and saved datasets of Hugging Face where pyarrow is installed.
 """
@@ -25,11 +26,12 @@ JSON_LABEL_KEY = "label_is_json"  # of `extra`: the label was no text, and is it
 
 
 def iterate_raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number counted from 1, the row's value) of each row; a ValueError in place of one that cannot be read.
+    """(number counted from 1, the row's value) of each row; a ValueError in place of one that
+    cannot be read.
 
-    `*.parquet` is parquet, a folder what `save_to_disk` of Hugging Face datasets wrote, anything else JSONL: one JSON
-    value a line, blank lines left out. Raises ValueError for a file that is missing or not what its name says, and
-    where pyarrow is needed and not installed.
+    `*.parquet` is parquet, a folder what `save_to_disk` of Hugging Face datasets wrote, anything
+    else JSONL: one JSON value a line, blank lines left out. Raises ValueError for a file that is
+    missing or not what its name says, and where pyarrow is needed and not installed.
     """
     if path.is_dir():
         return _iterate_arrow_rows(path, _iterate_saved_dataset_batches)
@@ -49,7 +51,9 @@ def _iterate_numbered_json_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def iterate_json_rows(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """Yield rows of JSON lines as `iterate_raw_rows` does, with the byte at which each begins between number and value."""
+    """Yield rows of JSON lines as `iterate_raw_rows` does, with the byte at which each begins
+    between number and value.
+    """
     begin = 0
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
@@ -88,7 +92,8 @@ def _iterate_arrow_rows(
     except ImportError:
         kind = "saved datasets" if path.is_dir() else "parquet files"
         raise ValueError(
-            f"{path}: {kind} need pyarrow; install the extra (pip install '.[parquet]'), or convert the rows to JSONL."
+            f"{path}: {kind} need pyarrow; install the extra (pip install '.[parquet]'), or"
+            " convert the rows to JSONL."
         ) from None
     number = 0
     try:
@@ -117,8 +122,8 @@ def _iterate_saved_dataset_batches(path: Path) -> Iterator[Any]:
 
     if not (path / DATASET_STATE_FILE).is_file():
         raise ValueError(
-            f"{path} has no {DATASET_STATE_FILE}: it is no dataset that save_to_disk of Hugging Face datasets wrote; of several"
-            " splits name the folder of one."
+            f"{path} has no {DATASET_STATE_FILE}: it is no dataset that save_to_disk of Hugging"
+            " Face datasets wrote; of several splits name the folder of one."
         )
     state = json.loads((path / DATASET_STATE_FILE).read_text(encoding="utf-8"))
     for file in state["_data_files"]:
@@ -176,11 +181,12 @@ class RowCounts:
 def read_prompt_rows(
     paths: Sequence[str | Path], prompt_key: str, label_key: str, skip_bad_rows: bool
 ) -> tuple[tuple[PromptRow, ...], RowCounts]:
-    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number, or a list or
-    an object, which become JSON.
+    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number, or
+    a list or an object, which become JSON.
 
-    A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raises ValueError for a
-    missing file, for any bad row (unless `skip_bad_rows`), and when no good row is left.
+    A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raises
+    ValueError for a missing file, for any bad row (unless `skip_bad_rows`), and when no
+    good row is left.
     """
     rows: list[PromptRow] = []
     problems: list[str] = []
@@ -200,7 +206,8 @@ def read_prompt_rows(
     if not rows:
         names = ", ".join(map(str, paths))
         raise ValueError(
-            f"the dataset is empty: no rows in {names or 'no files'}; each line must be a JSON object."
+            f"the dataset is empty: no rows in {names or 'no files'}; each line must be a"
+            " JSON object."
         )
     return tuple(rows), RowCounts(
         num_rows, len(problems), len(rows) - len({row.prompt for row in rows})
@@ -227,7 +234,9 @@ def raise_on_bad_rows(problems: Sequence[str], num_good: int, skip_bad_rows: boo
 
 
 def check_row_encoding(row: PromptRow) -> PromptRow:
-    """The row. Raises ValueError for half of a surrogate pair, which JSON can escape and no file or log can hold."""
+    """The row. Raises ValueError for half of a surrogate pair, which JSON can escape and no file
+    or log can hold.
+    """
     messages = () if isinstance(row.prompt, str) else row.prompt
     prompts = (
         [row.prompt]
@@ -284,10 +293,13 @@ def has_json_label(label: str, extra: str) -> bool:
 
 
 def _format_decimal(number: float, label_key: str) -> str:
-    """The number as people write it: tables have 72.0 where 72 is meant. Raises ValueError for what is none."""
+    """The number as people write it: tables have 72.0 where 72 is meant. Raises ValueError
+    for what is none.
+    """
     if not isfinite(number):
         raise ValueError(
-            f"{label_key!r} must be a string or a number, not {number}, which stands for a missing one in tables"
+            f"{label_key!r} must be a string or a number, not {number}, which stands for a missing"
+            " one in tables"
         )
     text = format(Decimal(repr(number)), "f")
     return text.rstrip("0").rstrip(".") if "." in text else text
@@ -302,7 +314,9 @@ def _drop_key(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def look_up_key(row: Mapping[str, Any], key: str, setting: str) -> Any:
-    """The value of a key, with points also in nested objects. Raises ValueError; `setting` names the key."""
+    """The value of a key, with points also in nested objects. Raises ValueError; `setting`
+    names the key.
+    """
     if key in row:
         return row[key]
     value: Any = row
@@ -316,7 +330,9 @@ def look_up_key(row: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:
-    """The prompt of a row's value. Raises ValueError for what is neither text nor messages to be answered."""
+    """The prompt of a row's value. Raises ValueError for what is neither text nor messages
+    to be answered.
+    """
     if isinstance(value, list):
         return _parse_chat_messages(value, key)
     if not isinstance(value, str):
@@ -334,17 +350,20 @@ def _parse_chat_messages(values: list[Any], key: str) -> tuple[ChatMessage, ...]
         where = f"message {number} of {key!r}"
         if not isinstance(value, dict):
             raise ValueError(
-                f'{where} must be {{"role": ..., "content": ...}}, not a JSON {_name_json_type(value)}'
+                f'{where} must be {{"role": ..., "content": ...}}, not a'
+                f" JSON {_name_json_type(value)}"
             )
         other = [name for name in value if name not in ("role", "content")]
         if other:
             raise ValueError(
                 f"{where} has {', '.join(map(repr, other))}; only role and content are known"
             )
-        role, content = value.get("role"), value.get("content")
+        role = value.get("role")
+        content = value.get("content")
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             raise ValueError(
-                f"{where} must have text as role and content, not {_describe_value(role)} and {_describe_value(content)}"
+                f"{where} must have text as role and content, not {_describe_value(role)}"
+                f" and {_describe_value(content)}"
             )
         messages.append(ChatMessage(role, content))
     if not messages or messages[-1].role == "assistant" or not messages[-1].content.strip():
@@ -361,12 +380,13 @@ def _encode_extra(extra_values: Mapping[str, Any]) -> str:
         text = json.dumps(extra_values, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(
-            f"its other keys ({', '.join(extra_values)}) cannot be written as JSON ({error}); remove them"
+            f"its other keys ({', '.join(extra_values)}) cannot be written as JSON ({error});"
+            " remove them"
         ) from None
     if len(text) > MAX_EXTRA_CHARACTERS:
         raise ValueError(
-            f"its other keys ({', '.join(extra_values)}) have {len(text)} characters as JSON, over {MAX_EXTRA_CHARACTERS}; remove those"
-            " that no reward reads"
+            f"its other keys ({', '.join(extra_values)}) have {len(text)} characters as JSON, over"
+            f" {MAX_EXTRA_CHARACTERS}; remove those that no reward reads"
         )
     return text
 

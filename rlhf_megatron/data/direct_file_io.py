@@ -1,4 +1,6 @@
-"""Writes large files around the system's cache: nobody reads them soon, and fresh pages there are most of the cost."""
+"""Writes large files around the system's cache: nobody reads them soon, and fresh pages there are
+most of the cost.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ PIECE_BYTES = 1 << 22  # of what goes to the disk at once; a multiple of any blo
 
 
 def write_large_file_atomically(path: Path, pieces: Iterable[FilePiece]) -> None:
-    """`pieces` one after the other; the file appears by rename when it is on disk. Makes parent directories."""
+    """`pieces` one after the other; the file appears by rename when it is on disk. Makes
+    parent directories.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
@@ -27,15 +31,18 @@ def write_large_file_atomically(path: Path, pieces: Iterable[FilePiece]) -> None
 
 
 def write_pieces(descriptor: int, pieces: Iterable[FilePiece]) -> None:
-    """Write `pieces` one after the other to a file that is empty. What is no whole piece goes through the cache, as all
-    does on a file system that knows no other way."""
-    piece, filled = memoryview(mmap.mmap(-1, PIECE_BYTES)), 0  # which begins at a page
+    """Write `pieces` one after the other to a file that is empty. What is no whole piece goes
+    through the cache, as all does on a file system that knows no other way.
+    """
+    piece = memoryview(mmap.mmap(-1, PIECE_BYTES))  # which begins at a page
+    filled = 0
     for part in pieces:
         left = memoryview(part).cast("B")
         while len(left):
             count = min(len(left), PIECE_BYTES - filled)
             piece[filled : filled + count] = left[:count]
-            left, filled = left[count:], (filled + count) % PIECE_BYTES
+            left = left[count:]
+            filled = (filled + count) % PIECE_BYTES
             if filled == 0:
                 _write_bytes(descriptor, piece, bypass_cache=True)
     _write_bytes(descriptor, piece[:filled], bypass_cache=False)

@@ -44,9 +44,15 @@ class RowOutcomeCounts:
             "over-long documents dropped": self.num_overlong,
             "over-long documents cut": self.num_cut,
             "conversations in one document": self.num_in_one_document,
-            "conversations as a document a turn (the chat template rewrites earlier turns)": self.num_split_by_turn,
-            "stop tokens put behind turns that the chat template ends with none": self.num_stops_added,
-            "turns whose reasoning_content, or <think>, the chat template leaves out": self.num_thoughts_lost,
+            (
+                "conversations as a document a turn (the chat template rewrites earlier turns)"
+            ): self.num_split_by_turn,
+            (
+                "stop tokens put behind turns that the chat template ends with none"
+            ): self.num_stops_added,
+            (
+                "turns whose reasoning_content, or <think>, the chat template leaves out"
+            ): self.num_thoughts_lost,
             "conversations whose tools the chat template leaves out": self.num_tools_lost,
         }
         return [f"{count} {what}" for what, count in phrases.items() if count]
@@ -142,7 +148,9 @@ def _join_text_parts(content: Any) -> Any:
 
 
 def _parse_json_text(value: Any, key: str) -> Any:
-    """The value itself, or what it says as JSON text. Raises ValueError for text that is no JSON."""
+    """The value itself, or what it says as JSON text.
+    Raises ValueError for text that is no JSON.
+    """
     if not isinstance(value, str):
         return value
     try:
@@ -159,7 +167,9 @@ def parse_preference_row(
     tokenizer: Tokenizer,
     counts: RowOutcomeCounts,
 ) -> list[DocumentSample]:
-    """Put both answers behind the prompt that RL would ask. What a chat template writes of the last messages trains."""
+    """Put both answers behind the prompt that RL would ask. What a chat template writes of the last
+    messages trains.
+    """
     chosen, rejected = (look_up_key(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
     prompt = parse_prompt(row[data.prompt_key], data.prompt_key) if data.prompt_key in row else None
     if not isinstance(chosen, str) and (prompt is None or prompt_format.chat is not None):
@@ -174,11 +184,13 @@ def parse_preference_row(
             both = before + both[0][-1:], before + both[1][-1:]
         if both[0][:-1] != both[1][:-1]:
             raise ValueError(
-                f"{sft.chosen_key!r} and {sft.rejected_key!r} must differ in their last message only"
+                f"{sft.chosen_key!r} and {sft.rejected_key!r} must differ in their last"
+                " message only"
             )
         if not all(messages[-1]["role"] == "assistant" for messages in both):
             raise ValueError(
-                f"{sft.chosen_key!r} and {sft.rejected_key!r} must end with messages of the assistant"
+                f"{sft.chosen_key!r} and {sft.rejected_key!r} must end with messages of"
+                " the assistant"
             )
         found = [
             _tokenize_row_turns(

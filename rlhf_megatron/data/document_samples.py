@@ -1,7 +1,7 @@
 """What supervised and preference jobs train on: samples of documents, as tokens.
 
-A sample is one document, or two of a preference pair: the chosen one, then the rejected one. A set holds its tokens in
-three tensors, 5 bytes a token.
+A sample is one document, or two of a preference pair: the chosen one, then the rejected one. A set
+holds its tokens in three tensors, 5 bytes a token.
 """
 
 from __future__ import annotations
@@ -40,11 +40,16 @@ class DocumentSample:
 
 
 class InMemorySampleSet(Sequence[DocumentSample]):
-    """Samples of one source. Its repr is a digest of all that trains, which names the data of a run."""
+    """Samples of one source. Its repr is a digest of all that trains, which names the
+    data of a run.
+    """
 
     def __init__(self, samples: Iterable[DocumentSample]) -> None:
-        ids, mask, lengths = array("i"), bytearray(), array("q")
-        weights, sources = array("f"), []
+        ids = array("i")
+        mask = bytearray()
+        lengths = array("q")
+        weights = array("f")
+        sources = []
         told: list[TeacherTopTokens] = []
         self.documents_per_sample = 1  # documents a sample
         for sample in samples:
@@ -195,7 +200,8 @@ def _join_teacher_top_tokens(teacher_rows: Sequence[TeacherTopTokens]) -> TopLog
     """Join the teacher's log-probs of all samples, in their order."""
     if not teacher_rows:
         return None
-    ids, log_probs = array("i"), array("f")
+    ids = array("i")
+    log_probs = array("f")
     for one in teacher_rows:
         ids.extend(one.token_ids)
         log_probs.extend(one.log_probs)

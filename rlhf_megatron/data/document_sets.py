@@ -1,4 +1,6 @@
-"""The rows of supervised and preference jobs as samples: prompts and answers, conversations, pairs."""
+"""The rows of supervised and preference jobs as samples:
+prompts and answers, conversations, pairs.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ from rlhf_megatron.data.prompts import load_prompt_sets, name_source_in_errors, 
 from rlhf_megatron.data.streamed_samples import StreamedSampleSet
 from rlhf_megatron.data.tokenizer import Tokenizer
 
-MESSAGES_KEY, TEXT_KEY = "messages", "text"  # keys that published files have
+# keys that published files have
+MESSAGES_KEY = "messages"
+TEXT_KEY = "text"
 ANY_LENGTH = 1 << 24  # tokens: the limit on documents comes after the one on prompts
 
 
@@ -57,10 +61,11 @@ class DocumentSets:
 def load_documents(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool
 ) -> DocumentSets:
-    """The documents of the job's sources, or of its task or files. `is_pairs`: the loss compares two answers.
+    """The documents of the job's sources, or of its task or files. `is_pairs`: the loss
+    compares two answers.
 
-    Raises ValueError for malformed rows, empty sets and documents over the limit, with the rows; for a task or
-    parameter that does not exist, and for a missing chat template.
+    Raises ValueError for malformed rows, empty sets and documents over the limit, with the rows;
+    for a task or parameter that does not exist, and for a missing chat template.
     """
     counts = RowOutcomeCounts()
     if is_pairs or sft.messages_key is not None:
@@ -81,8 +86,9 @@ def load_documents(
     for source in sources:
         if not len(source.items):
             raise ValueError(
-                f"the dataset is empty{f' ({source.name})' if source.name else ''}: no document is left with tokens"
-                f" that train, in at most sft.max_length ({sft.max_length}) tokens; look at data.train_files."
+                f"the dataset is empty{f' ({source.name})' if source.name else ''}: no document is"
+                f" left with tokens that train, in at most sft.max_length ({sft.max_length})"
+                " tokens; look at data.train_files."
             )
     sets = {name: InMemorySampleSet(limited(samples)) for name, samples in held_out.items()}
     return DocumentSets(
@@ -115,9 +121,9 @@ def _read_first_row(data: DataConfig) -> Mapping[str, Any]:
 def load_held_out_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool = False
 ) -> tuple[DocumentSample, ...]:
-    """The held-out documents of a job, to be scored. Files say by their first row what they are: of prompts and
-    answers, of pairs where the job learns from some, of conversations (under "messages" where sft.messages_key is
-    null), or of plain texts ("text").
+    """The held-out documents of a job, to be scored. Files say by their first row what they are: of
+    prompts and answers, of pairs where the job learns from some, of conversations (under "messages"
+    where sft.messages_key is null), or of plain texts ("text").
 
     Raises ValueError as `load_documents` does.
     """
@@ -125,7 +131,8 @@ def load_held_out_samples(
     is_pairs = is_pairs and sft.chosen_key in first
     is_other = not is_pairs and sft.messages_key is None and data.prompt_key not in first
     if is_other and MESSAGES_KEY in first:
-        sft, data = replace(sft, messages_key=MESSAGES_KEY), replace(data, apply_chat_template=True)
+        sft = replace(sft, messages_key=MESSAGES_KEY)
+        data = replace(data, apply_chat_template=True)
     elif is_other and TEXT_KEY in first:
         counts = RowOutcomeCounts()
         read = partial(_parse_text_row, tokenizer=tokenizer)
@@ -154,8 +161,8 @@ SamplesBySource = dict[str, list[DocumentSample]]
 
 
 def make_answer_samples(items: Sequence[PromptItem], tokenizer: Tokenizer) -> list[DocumentSample]:
-    """Make a document of each item: the prompt as an engine is asked it, then the label and the end-of-sequence token,
-    which train.
+    """Make a document of each item: the prompt as an engine is asked it, then the label and the
+    end-of-sequence token, which train.
     """
     labels = tokenizer.encode_texts([item.label for item in items])
     samples = []
@@ -170,7 +177,9 @@ def make_answer_samples(items: Sequence[PromptItem], tokenizer: Tokenizer) -> li
 def _load_prompt_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts: RowOutcomeCounts
 ) -> tuple[SourceSamples, SamplesBySource]:
-    """Rows of prompt and answer, in the template, with the shots and the chat that RL would ask them in."""
+    """Rows of prompt and answer, in the template, with the shots and the chat that RL
+    would ask them in.
+    """
     sets = load_prompt_sets(
         replace(data, max_prompt_length=ANY_LENGTH), tokenizer, must_encode_labels=True
     )
@@ -274,7 +283,8 @@ def _stream_samples(
     for path in files:
         if not path.is_file():
             raise ValueError(
-                f"{path} is no file of JSON lines, which sft.in_memory: false reads; set that to true."
+                f"{path} is no file of JSON lines, which sft.in_memory: false reads; set"
+                " that to true."
             )
     rows = ((path, *row) for path in files for row in iterate_json_rows(path))
     good = _iterate_good_rows(rows, source, parse_row, data, counts)
@@ -302,7 +312,9 @@ def _iterate_good_rows(
     data: DataConfig,
     counts: RowOutcomeCounts,
 ) -> Iterator[tuple[Path, int, list[DocumentSample]]]:
-    """(file, byte, samples) of each row (file, number, byte, value) that is none of the bad ones. Raises as `_read_samples`."""
+    """(file, byte, samples) of each row (file, number, byte, value) that is none of the bad ones.
+    Raises as `_read_samples`.
+    """
     problems: list[str] = []
     num_good = 0
     for path, number, begin, value in rows:
@@ -337,8 +349,8 @@ def _make_row_samples(
 def _apply_length_limit(
     samples: Iterable[DocumentSample], data: DataConfig, max_length: int, counts: RowOutcomeCounts
 ) -> Iterator[DocumentSample]:
-    """Yield samples within the limit; drop or cut longer ones as `data` says. Raises ValueError where it says
-    neither.
+    """Yield samples within the limit; drop or cut longer ones as `data` says. Raises ValueError
+    where it says neither.
     """
     for sample in samples:
         longest = max(len(document.token_ids) for document in sample.documents)
@@ -348,14 +360,15 @@ def _apply_length_limit(
                 continue
             if data.truncation == "error":
                 raise ValueError(
-                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length ({max_length}); raise"
-                    " it, or set data.filter_overlong_prompts=true to drop such documents, or data.truncation to cut"
-                    " them."
+                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length"
+                    f" ({max_length}); raise it, or set data.filter_overlong_prompts=true to drop"
+                    " such documents, or data.truncation to cut them."
                 )
             if sample.teacher_top_tokens is not None:
                 raise ValueError(
-                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length ({max_length}), and"
-                    " what a teacher told of it is not cut; raise that, or set data.filter_overlong_prompts=true."
+                    f"a document of {sample.source!r} has {longest} tokens, over sft.max_length"
+                    f" ({max_length}), and what a teacher told of it is not cut; raise that, or"
+                    " set data.filter_overlong_prompts=true."
                 )
             sample = replace(
                 sample,

@@ -1,10 +1,12 @@
-"""Files in which engines write which experts the tokens of a sample met, and ranks read it: the bytes, up to 960 a
-token, pass no controller. A file is an array of numpy's, [tokens, layers x experts of a token] of one byte or two, in
-the order of the sample's tokens, prompt first, without the last one, which nothing has read. Its layers are those with
-experts, or all of the model. Its name ends with a digest of them.
+"""Files in which engines write which experts the tokens of a sample met, and ranks read it: the
+bytes, up to 960 a token, pass no controller. A file is an array of numpy's, [tokens, layers x
+experts of a token] of one byte or two, in the order of the sample's tokens, prompt first, without
+the last one, which nothing has read. Its layers are those with experts, or all of the model. Its
+name ends with a digest of them.
 
-A handle is the path of a file, or HOST:PORT and the path where a process on its machine hands out what others do not
-see (`runtime.route_store`)."""
+A handle is the path of a file, or HOST:PORT and the path where a process on its machine hands out
+what others do not see (`runtime.route_store`).
+"""
 
 from __future__ import annotations
 
@@ -83,8 +85,10 @@ remote_route_stores: RemoteRouteStores | None = (
 
 
 def write_route_file(directory: str, ids: ExpertIds, max_bytes: int = 0) -> str:
-    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole. Makes the directory,
-    whose files together keep to `max_bytes`; 0: to their disk alone. Raises OSError with what to do about it."""
+    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole.
+    Makes the directory, whose files together keep to `max_bytes`; 0: to their disk alone. Raises
+    OSError with what to do about it.
+    """
     folder = Path(directory)
     compact = ids.reshape(len(ids), -1).astype(np.uint8 if ids.max(initial=0) < 256 else np.int16)
     path = folder / f"{uuid.uuid4().hex}-{zlib.crc32(compact.tobytes()):08x}.npy"
@@ -97,8 +101,8 @@ def write_route_file(directory: str, ids: ExpertIds, max_bytes: int = 0) -> str:
         os.replace(aside, path)
     except OSError as error:
         raise OSError(
-            f"{folder} does not take which experts a sample met ({error.strerror or error}): make room there, or use"
-            " actor.router_replay: r2, which writes no files."
+            f"{folder} does not take which experts a sample met ({error.strerror or error}): make"
+            " room there, or use actor.router_replay: r2, which writes no files."
         ) from error
     return os.environ.get(STORE_ENV, "") + str(path)
 
@@ -114,7 +118,10 @@ def _check_free_space(folder: Path, num_bytes: int, max_bytes: int) -> None:
     if max_bytes and num_bytes > _bytes_until_recount.get(str(folder), 0):
         count = sum(_read_file_sizes(folder).values())
         if count + num_bytes > max_bytes:
-            words = f"{count / 1e9:.3g} GB stand there, of {max_bytes / 1e9:.3g} that may (rollout.routes_gb)"
+            words = (
+                f"{count / 1e9:.3g} GB stand there, of {max_bytes / 1e9:.3g} that"
+                " may (rollout.routes_gb)"
+            )
             raise OSError(
                 errno.ENOSPC, f"{words}; raise it, or save more often, since what was saved goes"
             )
@@ -156,7 +163,8 @@ def _count_resident_bytes(path: str, size: int) -> int:
     flags = np.zeros(
         -(-size // mmap.PAGESIZE), np.uint8
     )  # the lowest bit of a page says whether it is there
-    start, pages = ctypes.c_void_p(mapped.ctypes.data), ctypes.c_void_p(flags.ctypes.data)
+    start = ctypes.c_void_p(mapped.ctypes.data)
+    pages = ctypes.c_void_p(flags.ctypes.data)
     _LIBC.mincore(start, ctypes.c_size_t(size), pages)
     return min(size, int((flags & 1).sum()) * mmap.PAGESIZE)
 
@@ -170,8 +178,11 @@ def split_route_handle(handle: str) -> tuple[str, str]:
 def select_routes(
     handle: str, positions: ExpertIds, layers_by_count: Mapping[int, ExpertIds], top_k: int
 ) -> SelectedRoutes:
-    """The tokens at `positions` of a file, from the store of its machine where this one does not see it. `layers_by_count`:
-    by the layers that a file may have, those that are wanted. Raises ValueError as `map_route_file` does."""
+    """The tokens at `positions` of a file, from the store of its machine where this one does not
+    see it. `layers_by_count`:
+    by the layers that a file may have, those that are wanted. Raises ValueError as
+    `map_route_file` does.
+    """
     address, name = split_route_handle(handle)
     if address and remote_route_stores is not None and not Path(name).is_file():
         return remote_route_stores.select_routes(address, name, positions, layers_by_count, top_k)
@@ -183,19 +194,21 @@ def select_routes(
 
 
 def map_route_file(path: str, layer_counts: Sequence[int], top_k: int) -> ExpertIds:
-    """[tokens, one of `layer_counts`, top_k], mapped, not read. Raises ValueError for a file that is missing, cut
-    off or of another model."""
+    """[tokens, one of `layer_counts`, top_k], mapped, not read. Raises ValueError for a file that
+    is missing, cut off or of another model.
+    """
     if not Path(path).is_file():
         raise ValueError(
-            f"{path}, where an engine wrote which experts a sample met, is not there: engines and ranks must see one"
-            " file system, and nothing but the run may remove it. Or use actor.router_replay: r2."
+            f"{path}, where an engine wrote which experts a sample met, is not there: engines and"
+            " ranks must see one file system, and nothing but the run may remove it. Or use"
+            " actor.router_replay: r2."
         )
     try:
         ids: ExpertIds = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise ValueError(
-            f"{path} does not hold any more which experts a sample met ({error}). The same command goes on from the"
-            " last checkpoint, and generates again what is lost."
+            f"{path} does not hold any more which experts a sample met ({error}). The same command"
+            " goes on from the last checkpoint, and generates again what is lost."
         ) from error
     if ids.ndim != 2 or ids.shape[1] not in [number * top_k for number in layer_counts]:
         layers = " or ".join(map(str, layer_counts))
@@ -206,16 +219,20 @@ def map_route_file(path: str, layer_counts: Sequence[int], top_k: int) -> Expert
 
 
 def check_expert_ids(source_name: str, ids: ExpertIds, num_experts: int) -> None:
-    """Raises ValueError for an expert that a layer does not have: as a smaller type its id would be another one's."""
+    """Raises ValueError for an expert that a layer does not have: as a smaller type its id would be
+    another one's.
+    """
     if (highest := int(ids.max(initial=0))) >= num_experts:
         raise ValueError(
-            f"{source_name} names expert {highest}, and a layer has {num_experts}: it is of another model."
+            f"{source_name} names expert {highest}, and a layer has {num_experts}: it is of"
+            " another model."
         )
 
 
 def has_intact_routes(handles: Iterable[str]) -> bool:
-    """Whether all of these files can be read and hold what was written. One that a machine's end has cut off does not;
-    a machine that does not answer has none."""
+    """Whether all of these files can be read and hold what was written. One that a machine's end
+    has cut off does not; a machine that does not answer has none.
+    """
     names_at = group_paths_by_address(handles)
     return all(_is_file_intact(name) for name in names_at.pop("", [])) and all(
         remote_route_stores is not None and remote_route_stores.has_intact_routes(address, names)
@@ -224,8 +241,10 @@ def has_intact_routes(handles: Iterable[str]) -> bool:
 
 
 def remove_route_files(handles: Iterable[str], is_step_trained: bool = False) -> None:
-    """Remove files, those that are there. `is_step_trained`: a step is over that trained on them, so that its journal was
-    read: stores then remove what a former process has left and nobody has asked for."""
+    """Remove files, those that are there. `is_step_trained`: a step is over that trained on them,
+    so that its journal was read: stores then remove what a former process has left and nobody
+    has asked for.
+    """
     for address, names in group_paths_by_address(handles).items():
         if address:
             if remote_route_stores is not None:

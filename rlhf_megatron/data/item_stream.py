@@ -1,4 +1,5 @@
-"""The training prompts or documents of a run in an order that a seed fixes, from one source or several weighted ones.
+"""The training prompts or documents of a run in an order that a seed fixes, from one source or
+several weighted ones.
 
 Which of the weighted sources a position takes its prompt from involves no chance.
 """
@@ -32,17 +33,22 @@ class SourceMixture:
     draw_ranks: tuple[int, ...]  # how many earlier positions of the period have the same source
 
     def locate_draw(self, position: int) -> tuple[int, int]:
-        """(source, number of earlier draws from it) of a position of the stream, which counts from 0."""
+        """(source, number of earlier draws from it) of a position of the stream, which
+        counts from 0.
+        """
         period, index = divmod(position, len(self.source_indices))
         source = self.source_indices[index]
         return source, period * self.source_counts[source] + self.draw_ranks[index]
 
 
 def make_source_mixture(weights: Sequence[float]) -> SourceMixture:
-    """Shares are those of `weights` (positive); exact where they have a common denominator of at most 65536."""
+    """Shares are those of `weights` (positive); exact where they have a common denominator of
+    at most 65536.
+    """
     counts = compute_period_counts(weights)
     sources = _interleave_sources(counts)
-    ranks, seen = [], [0] * len(counts)
+    ranks = []
+    seen = [0] * len(counts)
     for source in sources:
         ranks.append(seen[source])
         seen[source] += 1
@@ -50,7 +56,9 @@ def make_source_mixture(weights: Sequence[float]) -> SourceMixture:
 
 
 def compute_period_counts(weights: Sequence[float]) -> list[int]:
-    """Prompts of each source in the shortest period of exact shares, or in one of 65536 by largest remainder."""
+    """Prompts of each source in the shortest period of exact shares, or in one of 65536 by
+    largest remainder.
+    """
     fractions = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth
     assert fractions and min(fractions) > 0, "weights must be positive"
     scale = reduce(lambda a, b: a * b // gcd(a, b), (f.denominator for f in fractions))
@@ -69,7 +77,9 @@ def compute_period_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave_sources(counts: Sequence[int]) -> list[int]:
-    """The j-th prompt (from 0) of source s belongs into the window [floor(j n / c), ceil((j + 1) n / c))."""
+    """The j-th prompt (from 0) of source s belongs into the window [floor(j n / c),
+    ceil((j + 1) n / c)).
+    """
     length = sum(counts)
     later = [(0, s, 0) for s in range(len(counts))]  # (first position of the window, source, j)
     ready: list[tuple[int, int, int]] = []  # (end of the window, source, j)
@@ -112,9 +122,9 @@ SourceType = TypeVar("SourceType", bound=ItemSource)
 class ItemStream(Generic[SourceType]):
     """An endless order of items. The batch of a step depends on nothing but the step.
 
-    Each source is shuffled anew in each of its own epochs, in which every item of it comes once. What a source gives
-    to a stretch of the stream is its share of it, less than one item away (`mixture`). The last batch of an epoch is
-    filled from the next one, so every batch is whole.
+    Each source is shuffled anew in each of its own epochs, in which every item of it comes once.
+    What a source gives to a stretch of the stream is its share of it, less than one item away
+    (`mixture`). The last batch of an epoch is filled from the next one, so every batch is whole.
     """
 
     def __init__(
@@ -123,7 +133,8 @@ class ItemStream(Generic[SourceType]):
         for source in sources:
             if not source.items:
                 raise ValueError(
-                    f"the dataset is empty; a stream needs a prompt of each source ({source.name!r})."
+                    "the dataset is empty; a stream needs a prompt of each"
+                    f" source ({source.name!r})."
                 )
         if not sources:
             raise ValueError("the dataset is empty; a stream needs at least one prompt.")
@@ -164,15 +175,19 @@ class ItemStream(Generic[SourceType]):
         return StreamCursor(self._num_drawn, self.batch_size, self._order_digest)
 
     def restore_cursor(self, cursor: StreamCursor) -> None:
-        """Raises ValueError when this stream would go on in another order than the one that made `cursor`."""
+        """Raises ValueError when this stream would go on in another order than the one that
+        made `cursor`.
+        """
         if cursor.batch_size != self.batch_size:
             raise ValueError(
-                f"data.train_batch_size ({self.batch_size}) must be {cursor.batch_size}, as before the interruption."
+                f"data.train_batch_size ({self.batch_size}) must be {cursor.batch_size}, as before"
+                " the interruption."
             )
         if cursor.order != self._order_digest:
             raise ValueError(
                 "the prompts or their order differ from those before the interruption; "
-                "restore the data files, data.seed and data.shuffle, the sources and their weights, or start a new run."
+                "restore the data files, data.seed and data.shuffle, the sources and their"
+                " weights, or start a new run."
             )
         self._num_drawn = cursor.num_drawn
 
@@ -216,7 +231,9 @@ class PromptStream(ItemStream[PromptSource]):
         return make_prompt_batch(items, first_group_id=self._num_drawn - self.batch_size)
 
     def draw_more_prompts(self) -> PromptBatch:
-        """The prompts behind those that were drawn last, for a run whose steps draw as many batches as they need."""
+        """The prompts behind those that were drawn last, for a run whose steps draw as many
+        batches as they need.
+        """
         first = self._num_drawn
         self._num_drawn += self.batch_size
         return make_prompt_batch(
@@ -224,7 +241,9 @@ class PromptStream(ItemStream[PromptSource]):
         )
 
     def fetch_prompts(self, positions: Sequence[int]) -> PromptBatch:
-        """The prompts at these positions, which are their group ids. The stream stays where it is."""
+        """The prompts at these positions, which are their group ids.
+        The stream stays where it is.
+        """
         return replace(
             make_prompt_batch([self._get_item(position) for position in positions]),
             group_ids=tuple(positions),

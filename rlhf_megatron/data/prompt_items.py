@@ -1,6 +1,7 @@
 """Prompts as token ids, ready to be asked, and the batches that are made of them.
 
-A row becomes an item by the template around its prompt, solved rows in front of it, and the limit on its length.
+A row becomes an item by the template around its prompt, solved rows in front of it, and the limit
+on its length.
 """
 
 from __future__ import annotations
@@ -41,7 +42,9 @@ class PromptSource:
 
 
 def make_prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> PromptBatch:
-    """The items in order, their group ids counting from `first_group_id`. Makes the held-out batches of a run too."""
+    """The items in order, their group ids counting from `first_group_id`. Makes the held-out
+    batches of a run too.
+    """
     return PromptBatch(
         prompt_ids=tuple(item.prompt_ids for item in items),
         prompts=tuple(item.prompt for item in items),
@@ -54,10 +57,11 @@ def make_prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> P
 
 @dataclass(frozen=True)
 class WeightedPromptItems:
-    """The items of all sources behind one range of integers, in which a source has the room of its weight.
+    """The items of all sources behind one range of integers, in which a source has the room
+    of its weight.
 
-    An integer drawn from `range(len(...))` with equal chances is an item of source s with the chance w_s / len(s).
-    With one source the integers are its items.
+    An integer drawn from `range(len(...))` with equal chances is an item of source s with the
+    chance w_s / len(s). With one source the integers are its items.
     """
 
     sources: tuple[PromptSource, ...]
@@ -100,7 +104,9 @@ class PromptFormat:
     chat: ChatFormat | None = None  # None: the text is read as it is
 
     def format_prompt(self, prompt: Prompt) -> str:
-        """Raises ValueError where a list of messages meets what is for texts, and what `ChatFormat.text` does."""
+        """Raises ValueError where a list of messages meets what is for texts, and what
+        `ChatFormat.text` does.
+        """
         if isinstance(prompt, str):
             text = self.shots + self.template.replace("{prompt}", prompt)
             return text if self.chat is None else self.chat.render_prompt(text)
@@ -110,8 +116,8 @@ class PromptFormat:
             )
         if self.shots or self.template != "{prompt}":
             raise ValueError(
-                "the prompt is a list of chat messages, and prompt_template and few_shot are for texts; remove them, or"
-                " write prompts as text."
+                "the prompt is a list of chat messages, and prompt_template and few_shot are for"
+                " texts; remove them, or write prompts as text."
             )
         return self.chat.render_prompt(prompt)
 
@@ -131,7 +137,8 @@ def draw_few_shot_examples(
 ) -> tuple[str, tuple[PromptRow, ...], frozenset[Prompt]]:
     """(solved rows as text, the other rows, prompts of the solved ones), chosen by `config.seed`.
 
-    Rows with the prompt of a solved one are left out with it. Raises ValueError where too few different ones are left.
+    Rows with the prompt of a solved one are left out with it. Raises ValueError where too few
+    different ones are left.
     """
     if config.num_shots == 0:
         return "", tuple(rows), frozenset()
@@ -141,8 +148,9 @@ def draw_few_shot_examples(
     ]
     if len(prompts) <= config.num_shots:
         raise ValueError(
-            f"few_shot.num_shots ({config.num_shots}) must be below the number of different training prompts that are"
-            f" texts ({len(prompts)}), so that some are left to train on; use fewer."
+            f"few_shot.num_shots ({config.num_shots}) must be below the number of different"
+            f" training prompts that are texts ({len(prompts)}), so that some are left to train"
+            " on; use fewer."
         )
     chosen = random.Random(f"few_shot/{config.seed}").sample(prompts, config.num_shots)
 
@@ -168,9 +176,10 @@ def encode_prompt_rows(
 ) -> EncodedPrompts:
     """Items of the rows; those over the limit are dropped or cut as it says.
 
-    Raises ValueError naming the rows that `prompt_format` refuses, that have no tokens or that the tokenizer cannot spell (with
-    `must_encode_labels`: their labels too), unless they are skipped; for a prompt that is too long where `prompt_limit` neither
-    drops nor cuts it; and when no row is left.
+    Raises ValueError naming the rows that `prompt_format` refuses, that have no tokens or that the
+    tokenizer cannot spell (with `must_encode_labels`: their labels too), unless they are skipped;
+    for a prompt that is too long where `prompt_limit` neither drops nor cuts it; and when
+    no row is left.
     """
     spelled, problems = _tokenize_rows(rows, tokenizer, prompt_format, must_encode_labels)
     raise_on_bad_rows(problems, len(spelled), skip_bad_rows)
@@ -195,7 +204,8 @@ def encode_prompt_rows(
     if not items:
         raise ValueError(
             f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"
-            f" ({prompt_limit.max_prompt_length}); the shortest has {min(lengths, default=0)} tokens."
+            f" ({prompt_limit.max_prompt_length}); the shortest has"
+            f" {min(lengths, default=0)} tokens."
         )
     return EncodedPrompts(tuple(items), num_dropped, num_cut, len(problems))
 
@@ -244,7 +254,9 @@ def _tokenize_rows(
 
 
 def truncate_ids(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[int, ...]:
-    """The first `length` ids ("right" is cut off), the last ones ("left"), or both ends ("middle")."""
+    """The first `length` ids ("right" is cut off), the last ones ("left"),
+    or both ends ("middle").
+    """
     if side == "right":
         return ids[:length]
     if side == "left":
@@ -258,7 +270,8 @@ def _describe_overlong_prompt(
 ) -> str:
     count = sum(other > max_prompt_length for other in lengths)
     return (
-        f"{row.origin}: the prompt has {length} tokens, over data.max_prompt_length ({max_prompt_length}), "
-        f"as have {count} of {len(lengths)} prompts; raise it to {max(lengths)}, "
-        "or set data.filter_overlong_prompts=true to drop them, or data.truncation to cut them."
+        f"{row.origin}: the prompt has {length} tokens, over data.max_prompt_length"
+        f" ({max_prompt_length}), as have {count} of {len(lengths)} prompts; raise it to"
+        f" {max(lengths)}, or set data.filter_overlong_prompts=true to drop them, or"
+        " data.truncation to cut them."
     )

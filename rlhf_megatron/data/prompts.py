@@ -34,7 +34,9 @@ class HeldOutPrompts:
 
 @dataclass(frozen=True)
 class PromptSets:
-    """The result of `load_prompt_sets`. `held_out_sets` is empty when a run of files names no val_files."""
+    """The result of `load_prompt_sets`. `held_out_sets` is empty when a run of files
+    names no val_files.
+    """
 
     sources: tuple[PromptSource, ...]
     held_out_sets: tuple[HeldOutPrompts, ...]
@@ -71,11 +73,13 @@ class _LoadedPromptSource:
 def load_prompt_sets(
     config: DataConfig, tokenizer: Tokenizer, must_encode_labels: bool = False
 ) -> PromptSets:
-    """The items of the run's sources, or of its task or files. `must_encode_labels`: labels are trained on, too.
+    """The items of the run's sources, or of its task or files. `must_encode_labels`: labels are
+    trained on, too.
 
-    A held-out set is what a source holds out, by file or data_source where it has several. Raises ValueError for
-    malformed rows, empty sets and prompts over the limit, as `read_prompt_rows` and `encode_prompt_rows` say, for a task or parameter
-    that does not exist, and for a missing chat template.
+    A held-out set is what a source holds out, by file or data_source where it has several. Raises
+    ValueError for malformed rows, empty sets and prompts over the limit, as `read_prompt_rows` and
+    `encode_prompt_rows` say, for a task or parameter that does not exist, and for a missing
+    chat template.
     """
     chat = None
     if config.apply_chat_template:
@@ -107,8 +111,8 @@ def load_prompt_sets(
 
 
 def resolve_sources(data: DataConfig) -> dict[str, DataSourceConfig]:
-    """Return the sources by the place of their settings, each with what it takes over from the section; without
-    sources, the section itself.
+    """Return the sources by the place of their settings, each with what it takes over from the
+    section; without sources, the section itself.
     """
     if not data.sources:
         section = DataSourceConfig(
@@ -135,7 +139,9 @@ def resolve_sources(data: DataConfig) -> dict[str, DataSourceConfig]:
 
 
 def check_source_rows(config: DataConfig) -> None:
-    """Read the rows of all sources, without a tokenizer. Raises ValueError as `load_prompt_sets` does."""
+    """Read the rows of all sources, without a tokenizer. Raises ValueError as
+    `load_prompt_sets` does.
+    """
     for key, source in resolve_sources(config).items():
         with name_source_in_errors(key, source):
             _read_source_rows(key, source, config)
@@ -216,7 +222,8 @@ def _read_source_rows(
         return rows.train, nothing, rows.held_out, nothing
     if not source.train_files:
         raise ValueError(
-            f"the dataset is empty: {setting_path}.train_files names no file; name one, or set {setting_path}.task."
+            f"the dataset is empty: {setting_path}.train_files names no file; name one, or"
+            f" set {setting_path}.task."
         )
     read_rows = partial(
         read_prompt_rows,

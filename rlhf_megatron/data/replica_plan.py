@@ -1,10 +1,13 @@
-"""Spreads the samples of a call over replicas and packs them into micro-batches. Pure integers, on the controller.
+"""Spreads the samples of a call over replicas and packs them into micro-batches. Pure integers, on
+the controller.
 
     plan_replicas(lengths=[5, 3, 4], num_replicas=2, token_budget=6)
         replica 0: samples (0, 1)    micro_batches ((0,), (1,))    packed_length 5
-        replica 1: samples (2, -1)   micro_batches ((0,), (1,))    packed_length 5      -1: a no-op sample
+        replica 1: samples (2, -1)   micro_batches ((0,), (1,))    packed_length 5
+                                     -1: a no-op sample
 
-The caller sends `take_replica_shard(batch, plan)` to each replica and puts what comes back together with `restore_sample_order`.
+The caller sends `take_replica_shard(batch, plan)` to each replica and puts what comes back together
+with `restore_sample_order`.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ NO_OP_LENGTH = 2  # one prompt token, one response token that is not in the mask
 class ReplicaPlan:
     """One replica's share of a call.
 
-    A micro-batch shorter than `packed_length` is filled with masked tokens where all must be of one length.
+    A micro-batch shorter than `packed_length` is filled with masked tokens where all must be
+    of one length.
     """
 
     samples: tuple[
@@ -55,7 +59,8 @@ class ReplicaPlan:
     micro_batches: tuple[
         tuple[int, ...], ...
     ]  # indices into the shard; as many for every replica; none is empty
-    packed_length: int  # tokens that every micro-batch of this call, on every replica, fits in; a packed_multiple
+    # tokens that every micro-batch of this call, on every replica, fits in; a packed_multiple
+    packed_length: int
 
 
 def plan_replicas(
@@ -68,20 +73,23 @@ def plan_replicas(
     attention_length: int = 24576,
     sample_prompts: SamplePrompts | None = None,
 ) -> tuple[ReplicaPlan, ...]:
-    """Spread samples of the given lengths (tokens) over replicas. The same input gives the same plan.
+    """Spread samples of the given lengths (tokens) over replicas. The same input gives
+    the same plan.
 
-    Replicas get the same number of micro-batches (as few as `packing` finds) and loads balanced by cost; micro-batches
-    are of even length where that allows it, so that little is padded up to the longest. A document of
-    `attention_length` tokens spends as much on attention scores as on everything else (12 x hidden size, about).
+    Replicas get the same number of micro-batches (as few as `packing` finds) and loads balanced by
+    cost; micro-batches are of even length where that allows it, so that little is padded up to the
+    longest. A document of `attention_length` tokens spends as much on attention scores as on
+    everything else (12 x hidden size, about).
 
-    `token_budget`: of a micro-batch of one replica; what its context-parallel ranks have together. Each document is
-    padded to a multiple of `document_multiple`, each micro-batch to one of `packed_multiple`, both within the budget;
-    each replica has a multiple of `micro_batch_multiple` micro-batches (`weights.parallel_layout.ParallelLayout` says why). Where there
-    are fewer samples than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out, of zero
-    weight.
+    `token_budget`: of a micro-batch of one replica; what its context-parallel ranks have together.
+    Each document is padded to a multiple of `document_multiple`, each micro-batch to one of
+    `packed_multiple`, both within the budget; each replica has a multiple of `micro_batch_multiple`
+    micro-batches (`weights.parallel_layout.ParallelLayout` says why). Where there are fewer samples
+    than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out,
+    of zero weight.
 
-    `sample_prompts`: of samples that share them; those of a prompt stay together, in as many parts as make the dearest replica
-    cheapest. Not together with a `document_multiple`.
+    `sample_prompts`: of samples that share them; those of a prompt stay together, in as many parts
+    as make the dearest replica cheapest. Not together with a `document_multiple`.
 
     Raises ValueError when a sample alone is over the budget.
     """
@@ -111,7 +119,8 @@ def plan_replicas(
 
 
 def take_replica_shard(batch: Batch, plan: ReplicaPlan) -> Batch:
-    """The shard of one replica: the samples of `plan.samples`, in that order, no-op samples included.
+    """The shard of one replica: the samples of `plan.samples`, in that order, no-op
+    samples included.
 
     Every column of a no-op sample is zero, False or "".
     """
@@ -138,19 +147,22 @@ def encode_replica_shard(batch: TokenBatch, plan: ReplicaPlan) -> codec.MessageP
 def restore_sample_order(
     replica_results: Sequence[Columns], plans: Sequence[ReplicaPlan], offsets: Tensor
 ) -> Columns:
-    """Undo `take_replica_shard` on the results of all replicas: no-op samples are dropped, the order is that of the whole batch.
-    `offsets`: of that."""
+    """Undo `take_replica_shard` on the results of all replicas: no-op samples are dropped, the
+    order is that of the whole batch. `offsets`: of that.
+    """
     borders = offsets.tolist()
     new: dict[str, Tensor] = {}
     for name, _, first in iterate_columns(replica_results[0]):
         whole = first.new_empty(borders[-1], *first.shape[1:])
         for part, plan in zip(replica_results, plans, strict=True):
-            column, begin = getattr(part, name), 0
+            column = getattr(part, name)
+            begin = 0
             for sample in plan.samples:
                 if sample == NO_OP:
                     begin += NO_OP_LENGTH
                     continue
-                start, stop = borders[sample], borders[sample + 1]
+                start = borders[sample]
+                stop = borders[sample + 1]
                 whole.numpy()[start:stop] = column.numpy()[begin : begin + stop - start]
                 begin += stop - start
             assert len(column) == begin, f"{len(column)} results for {begin} tokens of a replica"
@@ -177,9 +189,10 @@ def _check_token_budget(
                 else ""
             )
             raise ValueError(
-                f"sample {index} has {length} tokens{padded}, over the budget of {token_budget} tokens a micro-batch; "
-                f"raise {setting} to {_round_up(max(lengths), packed_multiple)} or more, "
-                "or lower data.max_prompt_length or data.max_response_length."
+                f"sample {index} has {length} tokens{padded}, over the budget of {token_budget}"
+                f" tokens a micro-batch; raise {setting} to"
+                f" {_round_up(max(lengths), packed_multiple)} or more, or lower"
+                " data.max_prompt_length or data.max_response_length."
             )
     if token_budget < _round_up(NO_OP_LENGTH, packed_multiple):
         raise ValueError(
@@ -196,7 +209,9 @@ def _pack_by_prompt(
     bins_multiple: int,
     bin_capacity: int,
 ) -> tuple[list[PromptUnit], list[ReplicaShare]]:
-    """Pack samples by prompt. Returns the units that were packed, and the bins of each replica, which hold these."""
+    """Pack samples by prompt. Returns the units that were packed, and the bins of each replica,
+    which hold these.
+    """
     best: tuple[list[PromptUnit], list[ReplicaShare]] | None = None
     num_parts = 1
     while num_parts <= max(1, len(lengths)):
@@ -214,7 +229,8 @@ def _pack_by_prompt(
         )
         if best is not None and max(sum_replica_costs(shares)) >= max(sum_replica_costs(best[1])):
             break
-        best, num_parts = (units, shares), 2 * num_parts
+        best = (units, shares)
+        num_parts = 2 * num_parts
         if compute_imbalance(shares) <= MAX_EVEN_IMBALANCE:
             break
     assert best is not None

@@ -1,4 +1,6 @@
-"""Seeds as pure functions of what they are for, so that nothing random depends on the history of a process."""
+"""Seeds as pure functions of what they are for, so that nothing random depends on the
+history of a process.
+"""
 
 from __future__ import annotations
 
@@ -27,6 +29,8 @@ def _mix_parts(parts: Sequence[int]) -> int:
 
 
 def seed_process(*parts: int) -> None:
-    """Seed the generators of this process that belong to nobody, Python's and numpy's, by `parts`."""
+    """Seed the generators of this process that belong to nobody,
+    Python's and numpy's, by `parts`.
+    """
     random.seed(_mix_parts((*parts, 0)))
     np.random.seed(_mix_parts((*parts, 1)))

@@ -1,11 +1,14 @@
-"""Samples of one prompt that are forwarded behind one copy of it: which they are, and how they are dealt together.
+"""Samples of one prompt that are forwarded behind one copy of it: which they are, and how they are
+dealt together.
 
-    two samples  p q r a b   and   p q r c        what is forwarded of them: all but the last token of each
+    two samples  p q r a b   and   p q r c        what is forwarded of them: all but the
+                                                  last token of each
     apart        p q r a | p q r                  7 tokens
     shared       p q r | a                        4: the prompt once, then what is each sample's own
 
-The last token of the prompt predicts the first token of each of its samples. Attention gives what is a sample's own the
-keys of the prompt (`ranks.models.document_token_order`); all else works token by token.
+The last token of the prompt predicts the first token of each of its samples. Attention gives what
+is a sample's own the keys of the prompt (`ranks.models.document_token_order`); all else works
+token by token.
 """
 
 from __future__ import annotations
@@ -29,13 +32,14 @@ class SamplePrompts:
 
 
 def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
-    """Find each sample's prompt: what stands before its first token that trains. Equal tokens make one prompt."""
-    trains, token_ids, known = (
-        batch.response_mask.numpy(),
-        batch.token_ids.numpy(),
-        dict[bytes, int](),
-    )
-    numbers, lengths = [], []
+    """Find each sample's prompt: what stands before its first token that trains. Equal tokens
+    make one prompt.
+    """
+    trains = batch.response_mask.numpy()
+    token_ids = batch.token_ids.numpy()
+    known = dict[bytes, int]()
+    numbers = []
+    lengths = []
     for start, stop in pairwise(batch.offsets.tolist()):
         length = (
             int(trains[start:stop].argmax()) if stop > start else 0
@@ -48,7 +52,9 @@ def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
 def count_shared_tokens(
     sample_prompts: SamplePrompts, micro_batches: Iterable[Iterable[int]]
 ) -> int:
-    """Count the tokens of prompts that are not forwarded, since another sample of the micro-batch has them."""
+    """Count the tokens of prompts that are not forwarded, since another sample of the
+    micro-batch has them.
+    """
     count = 0
     for samples in micro_batches:
         known: set[int] = set()
@@ -76,9 +82,10 @@ def split_into_prompt_units(
     bin_capacity: int,
     attention_length: int,
 ) -> Iterator[PromptUnit]:
-    """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples, or in more where
-    that would be longer than `bin_capacity`. Cost as `plan_replicas` counts it; an own token attends to its prompt as well. A
-    further sample without own tokens counts as one: it has a row in the head.
+    """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples,
+    or in more where that would be longer than `bin_capacity`. Cost as `plan_replicas` counts it; an
+    own token attends to its prompt as well. A further sample without own tokens counts as one: it
+    has a row in the head.
     """
     by_prompt: dict[int, list[int]] = {}
     for sample, number in enumerate(sample_prompts.prompt_numbers):

@@ -1,4 +1,6 @@
-"""Samples of files that are larger than memory: the place of each row is held, and the row is read when it is drawn."""
+"""Samples of files that are larger than memory: the place of each row is held, and the row is read
+when it is drawn.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ ParseRow = Callable[[Path, Any], list[DocumentSample]]
 
 
 class StreamedSampleSet(Sequence[DocumentSample]):
-    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are held, and no token.
+    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are
+    held, and no token.
 
-    `rows`: (index of its file, byte at which its line begins, samples) of each row, which is gone through once. `read`
-    makes the same samples of a row again. The repr is a digest of all that trains.
+    `rows`: (index of its file, byte at which its line begins, samples) of each row, which is gone
+    through once. `read` makes the same samples of a row again. The repr is a digest of
+    all that trains.
     """
 
     def __init__(
@@ -35,11 +39,9 @@ class StreamedSampleSet(Sequence[DocumentSample]):
     ) -> None:
         self._files = tuple(files)
         self._parse_row = parse_row
-        self._file_indices, self._row_offsets, self._numbers_in_row = (
-            array("H"),
-            array("q"),
-            array("I"),
-        )
+        self._file_indices = array("H")
+        self._row_offsets = array("q")
+        self._numbers_in_row = array("I")
         self._file_states = [_make_file_state(os.stat(path)) for path in files]
         self._open_files: dict[int, BinaryIO] = {}
         digest = hashlib.sha256()
@@ -73,7 +75,8 @@ class StreamedSampleSet(Sequence[DocumentSample]):
             self._open_files[file_index] = path.open("rb")
         if _make_file_state(os.stat(path)) != self._file_states[file_index]:
             raise ValueError(
-                f"{path} has changed since the run began to read it; put it back and start the run again."
+                f"{path} has changed since the run began to read it; put it back and start"
+                " the run again."
             )
         return self._open_files[file_index]
 

@@ -1,4 +1,6 @@
-"""What a teacher told of a row's answers, from the row itself: the likeliest tokens of each place that trains."""
+"""What a teacher told of a row's answers, from the row itself: the likeliest tokens of each
+place that trains.
+"""
 
 # N tokens that train, in the order of the conversation; K likeliest tokens of each place
 
@@ -11,7 +13,8 @@ from typing import Any
 
 from rlhf_megatron.data.data_rows import look_up_key
 
-IDS_KEY, LOG_PROBS_KEY = "ids", "log_probs"
+IDS_KEY = "ids"
+LOG_PROBS_KEY = "log_probs"
 PROBABILITY_TOLERANCE = 1e-3  # of a probability, for files that were written in half precision
 
 
@@ -35,9 +38,11 @@ class TeacherTopTokens:
 def parse_teacher_top_tokens(
     row: Mapping[str, Any], key: str, num_trained: int, top_k: int, vocab_size: int
 ) -> TeacherTopTokens:
-    """The `top_k` likeliest tokens of each place. `row[key]`: {"ids": N lists of K or more, "log_probs": the same}.
+    """The `top_k` likeliest tokens of each place. `row[key]`: {"ids": N lists of K or more,
+    "log_probs": the same}.
 
-    Raises ValueError for another number of places, for less tokens, and for what are no ids or log-probs.
+    Raises ValueError for another number of places, for less tokens, and for what are no
+    ids or log-probs.
     """
     value = look_up_key(row, key, "sft.teacher_key")
     columns = [
@@ -54,8 +59,9 @@ def parse_teacher_top_tokens(
     assert ids is not None and log_probs is not None, "they are lists"
     if len(ids) != num_trained or len(log_probs) != num_trained:
         raise ValueError(
-            f"{key!r} has {len(ids)} ids and {len(log_probs)} log_probs, one for each place, but {num_trained} tokens"
-            " of the row train (rlhf-megatron data show prints them); write it with this chat template and tokenizer"
+            f"{key!r} has {len(ids)} ids and {len(log_probs)} log_probs, one for each place, but"
+            f" {num_trained} tokens of the row train (rlhf-megatron data show prints them); write"
+            " it with this chat template and tokenizer"
         )
     places = [
         _parse_position(
@@ -75,7 +81,8 @@ def _parse_position(
 ) -> tuple[list[int], list[float]]:
     if len(ids) != len(log_probs) or len(ids) < top_k:
         raise ValueError(
-            f"{position_name} has {len(ids)} ids and {len(log_probs)} log_probs, but sft.params.top_k is {top_k}; lower that"
+            f"{position_name} has {len(ids)} ids and {len(log_probs)} log_probs, but"
+            f" sft.params.top_k is {top_k}; lower that"
         )
     for log_prob in log_probs:
         if (

@@ -1,4 +1,6 @@
-"""Text to token ids and back, from a directory in Hugging Face layout. Needs `tokenizers`, not transformers."""
+"""Text to token ids and back, from a directory in Hugging Face layout. Needs `tokenizers`,
+not transformers.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from typing import Any
 
 import tokenizers
 
-UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"  # stands in decoded text for an id that is no token (rows of a padded vocabulary)
+# stands in decoded text for an id that is no token (rows of a padded vocabulary)
+UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
 MAX_VOCABULARY = 1 << 24
 TEXTS_PER_CALL = 8192  # bounds the memory of encodings, which hold far more than ids
 
@@ -17,7 +20,9 @@ CHARACTERS = "0123456789+-*=? "
 
 
 class Tokenizer:
-    """Text to token ids and back. It adds and shows no special tokens, and recognizes those that stand in a text."""
+    """Text to token ids and back. It adds and shows no special tokens, and recognizes those that
+    stand in a text.
+    """
 
     def __init__(
         self,
@@ -31,8 +36,9 @@ class Tokenizer:
         self._vocabulary_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         if not self._vocabulary_ids or max(self._vocabulary_ids) >= MAX_VOCABULARY:
             raise ValueError(
-                f"tokenizer.json has token ids up to {max(self._vocabulary_ids, default=None)}; they must be below"
-                f" {MAX_VOCABULARY}, which no vocabulary reaches: fetch it again."
+                f"tokenizer.json has token ids up to {max(self._vocabulary_ids, default=None)};"
+                f" they must be below {MAX_VOCABULARY}, which no vocabulary reaches:"
+                " fetch it again."
             )
         self._shared_ints = list(
             range(max(self._vocabulary_ids) + 1)
@@ -72,7 +78,8 @@ class Tokenizer:
                 )
             except Exception as error:  # `tokenizers` raises nothing more specific
                 raise ValueError(
-                    f"a text cannot be spelled with this vocabulary ({error}); use another tokenizer."
+                    f"a text cannot be spelled with this vocabulary ({error}); use"
+                    " another tokenizer."
                 ) from error
             ids += [
                 tuple(map(self._shared_ints.__getitem__, encoding.ids)) for encoding in encodings
@@ -80,7 +87,9 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Token ids, and the characters [begin, end) of each. Raises ValueError as `encode_texts`."""
+        """Token ids, and the characters [begin, end) of each.
+        Raises ValueError as `encode_texts`.
+        """
         ids = self.encode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
         assert tuple(encoding.ids) == ids, "offsets change no ids"
@@ -101,11 +110,15 @@ class Tokenizer:
         )
 
     def make_stop_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """The ids that end a response: the end-of-sequence tokens and these texts. Raises ValueError as `encode_single_token`."""
+        """The ids that end a response: the end-of-sequence tokens and these texts. Raises
+        ValueError as `encode_single_token`.
+        """
         return tuple(dict.fromkeys([*self.eos_token_ids, *map(self.encode_single_token, texts)]))
 
     def encode_single_token(self, text: str) -> int:
-        """The id of a text that is one token (a stop string). Raises ValueError when it is more or none."""
+        """The id of a text that is one token (a stop string). Raises ValueError when it
+        is more or none.
+        """
         ids = self.encode(text)
         if len(ids) != 1:
             raise ValueError(
@@ -115,17 +128,21 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
-    """Reads tokenizer.json, special tokens from tokenizer_config.json, generation_config.json and config.json, and the
-    chat template where there is one.
+    """Reads tokenizer.json, special tokens from tokenizer_config.json, generation_config.json and
+    config.json, and the chat template where there is one.
 
-    All end-of-sequence ids that these name count, in that order. `model_directory`: where the last two files stand
-    when not in `directory`. Raises ValueError naming the file that is missing or malformed.
+    All end-of-sequence ids that these name count, in that order. `model_directory`: where the last
+    two files stand when not in `directory`. Raises ValueError naming the file that is
+    missing or malformed.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
     if not path.is_file():
         fix = (
-            "save it with transformers' AutoTokenizer.from_pretrained(...).save_pretrained(directory)"
+            (
+                "save it with transformers'"
+                " AutoTokenizer.from_pretrained(...).save_pretrained(directory)"
+            )
             if directory.is_dir()
             else "the directory does not exist"
         )
@@ -171,9 +188,11 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
 
 
 def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> None:
-    """A tokenizer of one token a character (`CHARACTERS`), with <pad> 0 and <eos> 1, for models made from nothing.
+    """A tokenizer of one token a character (`CHARACTERS`), with <pad> 0 and <eos> 1, for models
+    made from nothing.
 
-    Ids up to `vocab_size` that no character takes decode as <unusedN>, so that a model that samples one is seen to.
+    Ids up to `vocab_size` that no character takes decode as <unusedN>, so that a model that samples
+    one is seen to.
     """
     names = ["<pad>", "<eos>", *CHARACTERS]
     if vocab_size < len(names):
@@ -233,13 +252,15 @@ def _read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | N
         }
         if "default" not in named:
             raise ValueError(
-                f"{directory / 'tokenizer_config.json'}: of its chat templates ({', '.join(map(str, named))}) one must"
-                " be named default; write that one to chat_template.jinja."
+                f"{directory / 'tokenizer_config.json'}: of its chat templates"
+                f" ({', '.join(map(str, named))}) one must be named default; write that one"
+                " to chat_template.jinja."
             )
         template = named["default"]
     if template is not None and not isinstance(template, str):
         raise ValueError(
-            f"{directory / 'tokenizer_config.json'}: chat_template must be text; write it to chat_template.jinja."
+            f"{directory / 'tokenizer_config.json'}: chat_template must be text; write it"
+            " to chat_template.jinja."
         )
     return template
 

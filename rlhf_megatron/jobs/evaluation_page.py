@@ -1,4 +1,6 @@
-"""The figures of evaluations as one HTML page without scripts: tables, and over a run's steps a curve."""
+"""The figures of evaluations as one HTML page without scripts: tables, and over a run's
+steps a curve.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,16 @@ from html import escape
 
 from rlhf_megatron.controller.evaluation.held_out_evaluation import EvaluationResult
 
-WIDTH, HEIGHT, EDGE = 720, 260, 48
+WIDTH = 720
+HEIGHT = 260
+EDGE = 48
 STYLE = """
- :root{color-scheme:light dark} body{font:15px/1.5 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
+ :root{color-scheme:light dark} body{font:15px/1.5 \
+system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
  table{border-collapse:collapse;margin:.5rem 0 1.5rem}
  td,th{padding:.2rem .7rem;text-align:right;border-bottom:1px solid #8884}
- td:first-child,th:first-child{text-align:left} pre{white-space:pre-wrap;border-left:3px solid #8886;padding-left:.7rem}
+ td:first-child,th:first-child{text-align:left} pre{white-space:pre-wrap;border-left:3px solid \
+#8886;padding-left:.7rem}
  .line{fill:none;stroke:#0072b2;stroke-width:2} .band{fill:#0072b2;opacity:.18} .axis{stroke:#8888}
  text{fill:currentColor;font-size:12px}
 """
@@ -21,7 +27,9 @@ STYLE = """
 def render_evaluation_page(
     title: str, results: Sequence[tuple[str, EvaluationResult]], notes: Sequence[str] = ()
 ) -> str:
-    """`results`: a name and figures, in order; with `render_score_curve` where names are steps. `notes`: lines below the tables."""
+    """`results`: a name and figures, in order; with `render_score_curve` where names are steps.
+    `notes`: lines below the tables.
+    """
     steps = [
         (int(name.split()[-1]), result) for name, result in results if name.startswith("step ")
     ]
@@ -39,8 +47,11 @@ def render_evaluation_page(
     parts += [f"<p>{escape(note)}</p>" for note in notes]
     parts += _render_examples(results[-1][1])
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
-        f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>\n"
+        (
+            '<!doctype html>\n<html lang="en"><head><meta'
+            f' charset="utf-8"><title>{escape(title)}</title>'
+            f"<style>{STYLE}</style></head><body><h1>{escape(title)}</h1>\n"
+        )
         + "\n".join(parts)
         + "\n</body></html>\n"
     )
@@ -48,7 +59,8 @@ def render_evaluation_page(
 
 def render_score_curve(steps: Sequence[tuple[int, EvaluationResult]]) -> str:
     """Mean score with its 95 % interval over steps, as SVG."""
-    first, last = steps[0][0], steps[-1][0]
+    first = steps[0][0]
+    last = steps[-1][0]
     low = min(0.0, *(result.low for _, result in steps))
     high = max(1.0, *(result.high for _, result in steps))
 
@@ -66,13 +78,18 @@ def render_score_curve(steps: Sequence[tuple[int, EvaluationResult]]) -> str:
         texts.append(f'<text x="{x}" y="{float(y) + below}" text-anchor="middle">{words}</text>')
     for value in (low, high):
         texts.append(
-            f'<text x="{EDGE - 8}" y="{format_point(first, value).split(",")[1]}" text-anchor="end">{value:g}</text>'
+            f'<text x="{EDGE - 8}" y="{format_point(first, value).split(",")[1]}"'
+            f' text-anchor="end">{value:g}</text>'
         )
     return (
-        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="mean score over steps">'
+        f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" width="{WIDTH}" role="img" aria-label="mean score'
+        ' over steps">'
         f'<polygon class="band" points="{" ".join(band)}"/>'
-        f'<polyline class="axis" fill="none" points="{format_point(first, high)} {format_point(first, low)} {format_point(last, low)}"/>'
-        f'<polyline class="line" points="{" ".join(format_point(s, r.accuracy) for s, r in steps)}"/>{"".join(texts)}</svg>'
+        f'<polyline class="axis" fill="none" points="{format_point(first, high)}'
+        f' {format_point(first, low)} {format_point(last, low)}"/>'
+        '<polyline class="line"'
+        f' points="{" ".join(format_point(s, r.accuracy) for s, r in steps)}"/>{"".join(texts)}</'
+        "svg>"
     )
 
 
@@ -90,7 +107,8 @@ def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 def _render_set_table(result: EvaluationResult) -> str:
     rows = [
-        [s.name, f"{s.num_items}", f"{s.num_samples}", f"{s.mean:.4f}", _format_interval(s.low, s.high), f"{s.std:.4f}",
+        [s.name, f"{s.num_items}", f"{s.num_samples}", f"{s.mean:.4f}",
+         _format_interval(s.low, s.high), f"{s.std:.4f}",
          f"{s.mean_response_length:.1f}", f"{s.num_masked}"]
         for s in result.sets
     ]  # fmt: skip

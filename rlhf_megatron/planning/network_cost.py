@@ -1,5 +1,7 @@
-"""What a weight sync costs on a named network: bytes over each link, the busiest one, and the time that it needs at
-least. Pure arithmetic on a plan; bandwidths are the makers' figures, of one direction."""
+"""What a weight sync costs on a named network: bytes over each link, the busiest one, and the time
+that it needs at least. Pure arithmetic on a plan; bandwidths are the makers' figures, of
+one direction.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines that are alike, one rank a GPU, in the trainer's own order or on machines behind the trainer's."""
+    """Engines that are alike, one rank a GPU, in the trainer's own order or on machines behind
+    the trainer's.
+    """
 
     layout: EngineLayout
     num_engines: int
@@ -94,7 +98,9 @@ def compute_sync_cost(
     engines: EngineGroup,
     network: NetworkBandwidths,
 ) -> SyncNetworkCost:
-    """The cost shard to shard: an engine is served by one copy of each stage, the copies in turn."""
+    """The cost shard to shard: an engine is served by one copy of each stage,
+    the copies in turn.
+    """
     cost = _make_empty_cost(network)
     copies = count_serving_copies(layout)
     for engine in range(engines.num_engines):
@@ -108,8 +114,9 @@ def compute_sync_cost(
 def estimate_broadcast_seconds(
     stage_bytes: Sequence[int], engines: EngineGroup, network: NetworkBandwidths
 ) -> float:
-    """Seconds that broadcasts of whole tensors need at least, engines apart: the first rank of each stage sends its
-    stage to every engine, each rank of which takes all stages."""
+    """Seconds that broadcasts of whole tensors need at least, engines apart: the first rank of each
+    stage sends its stage to every engine, each rank of which takes all stages.
+    """
     return (
         max(max(stage_bytes) * engines.num_engines, sum(stage_bytes)) / network.network_bytes_per_s
     )

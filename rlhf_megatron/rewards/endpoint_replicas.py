@@ -1,4 +1,6 @@
-"""Servers that stand in for each other: one is asked, where it fails another one, and it rests for a while."""
+"""Servers that stand in for each other: one is asked, where it fails another one, and it
+rests for a while.
+"""
 
 from __future__ import annotations
 
@@ -30,12 +32,15 @@ def ask_any_replica(
     rest_s: float,
     send_request: Callable[[RewardEndpoint], T],
 ) -> tuple[T, int]:
-    """Return (answer, servers that failed before). One that failed is asked in the next `rest_s` only where no other
-    answers.
+    """Return (answer, servers that failed before). One that failed is asked in the next `rest_s`
+    only where no other answers.
 
-    Raises Refused where a server refuses the request and no other answers it, EndpointError after `patience_s`.
+    Raises Refused where a server refuses the request and no other answers it, EndpointError
+    after `patience_s`.
     """
-    deadline, num_failed, refused = time.monotonic() + patience_s, 0, None
+    deadline = time.monotonic() + patience_s
+    num_failed = 0
+    refused = None
     while True:
         now = time.monotonic()
         for server in sorted(
@@ -48,10 +53,12 @@ def ask_any_replica(
             except RewardEndpointRefusedError as error:
                 if refused is not None or len(servers) == 1:
                     raise
-                refused, refuser = error, server
+                refused = error
+                refuser = server
                 num_failed += 1
             except RewardEndpointError as error:
-                _resting[server.url], last = time.monotonic() + rest_s, error
+                _resting[server.url] = time.monotonic() + rest_s
+                last = error
                 num_failed += 1
             else:
                 _resting.pop(server.url, None)

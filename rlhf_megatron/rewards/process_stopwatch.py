@@ -1,4 +1,6 @@
-"""How long a process has been at a sample, where time that the machine kept it waiting does not count."""
+"""How long a process has been at a sample, where time that the machine kept it waiting
+does not count.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,16 @@ MAX_COUNTED_S = (
     2 * POLL_S
 )  # of the time since the last look: the one who looks was kept waiting himself
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-RUNS, DISK = b"R", b"D"  # states in /proc/<pid>/stat: runs or would run; waits for a disk
+# states in /proc/<pid>/stat: runs or would run; waits for a disk
+RUNS = b"R"
+DISK = b"D"
 
 
 @dataclass
 class ProcessStopwatch:
-    """Counts the seconds of one process that are not spent waiting for a CPU. The first look starts it."""
+    """Counts the seconds of one process that are not spent waiting for a CPU. The first
+    look starts it.
+    """
 
     pid: int
     counted_s: float = 0.0
@@ -28,7 +34,8 @@ class ProcessStopwatch:
     _last_cpu_s: float = 0.0
 
     def reset(self) -> None:
-        self.counted_s, self._updated_at = 0.0, None
+        self.counted_s = 0.0
+        self._updated_at = None
 
     def update_counted_s(self) -> float:
         """Return the seconds that count so far. Call it every POLL_S."""
@@ -45,15 +52,18 @@ class ProcessStopwatch:
                 else min(now - self._updated_at, MAX_COUNTED_S)
             )
             self.counted_s += max(used, asleep)
-        self._updated_at, self._last_cpu_s = now, cpu_s
+        self._updated_at = now
+        self._last_cpu_s = cpu_s
         return self.counted_s
 
 
 def _iterate_thread_times(root_pid: int) -> Iterator[tuple[bytes, float]]:
-    """(state, CPU seconds) of each thread of a process and of those below it, and of children that have ended: their
-    parent, or who reaps in its place, has their time. Nothing where there is no /proc.
+    """(state, CPU seconds) of each thread of a process and of those below it, and of children that
+    have ended: their parent, or who reaps in its place, has their time. Nothing where
+    there is no /proc.
 
-    A process with children that seems to wait for a disk may wait for one of them (vfork), however long that sleeps.
+    A process with children that seems to wait for a disk may wait for one of them (vfork), however
+    long that sleeps.
     """
     for pid in (root_pid, *iterate_descendants(root_pid)):
         if whole := read_stat_fields(pid):

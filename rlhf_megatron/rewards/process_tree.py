@@ -37,7 +37,9 @@ def _scan_children(parent_pid: int) -> list[int]:
 
 
 def read_stat_fields(stat_path: int | str) -> Sequence[bytes]:
-    """Return the fields of /proc/`stat_path`/stat from the state on, which is field 3 of proc(5); none of what has ended."""
+    """Return the fields of /proc/`stat_path`/stat from the state on, which is field 3 of proc(5);
+    none of what has ended.
+    """
     with contextlib.suppress(OSError), open(f"/proc/{stat_path}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
     return []

@@ -1,4 +1,6 @@
-"""Published sets of questions with answers as JSONL: one prompt and one label a line, each question once."""
+"""Published sets of questions with answers as JSONL: one prompt and one label a line, each
+question once.
+"""
 
 from __future__ import annotations
 
@@ -113,9 +115,11 @@ def fetch_dataset(published: PublishedDataset) -> Path:
 
 
 def prepare_held_out_file(dataset_name: str) -> tuple[Path, list[str]]:
-    """The held-out file of a set, in data/NAME, and the settings with which `evaluate --task` asks it. Fetches the set
-    where the file is not there. Raises ValueError as `prepare_dataset` does."""
-    published, out = PUBLISHED_DATASETS[dataset_name], Path("data") / dataset_name
+    """The held-out file of a set, in data/NAME, and the settings with which `evaluate --task` asks
+    it. Fetches the set where the file is not there. Raises ValueError as `prepare_dataset` does.
+    """
+    published = PUBLISHED_DATASETS[dataset_name]
+    out = Path("data") / dataset_name
     if not (out / "test.jsonl").is_file():
         prepare_dataset(dataset_name, fetch_dataset(published), out)
     settings = [setting.replace(": ", "=", 1) for setting in published.settings]
@@ -126,17 +130,20 @@ def prepare_held_out_file(dataset_name: str) -> tuple[Path, list[str]]:
 def prepare_dataset(
     dataset_name: str, source_directory: Path, output_directory: Path
 ) -> dict[str, int]:
-    """Write `output_directory`/train.jsonl and test.jsonl from the files of `source_directory`; return how many rows each has.
+    """Write `output_directory`/train.jsonl and test.jsonl from the files of `source_directory`;
+    return how many rows each has.
 
-    `source_directory`: a copy of the data set's repository. Raises ValueError where files or columns are missing, or rows have no
-    answer that can be read; nothing is written then.
+    `source_directory`: a copy of the data set's repository. Raises ValueError where files or
+    columns are missing, or rows have no answer that can be read; nothing is written then.
     """
-    published, texts = PUBLISHED_DATASETS[dataset_name], {}
+    published = PUBLISHED_DATASETS[dataset_name]
+    texts = {}
     for split, pattern in published.files.items():
         files = sorted(source_directory.glob(pattern))
         if not files:
             raise ValueError(
-                f"{source_directory} has no {pattern} of {published.repository}; give a copy of that repository."
+                f"{source_directory} has no {pattern} of {published.repository}; give a copy of"
+                " that repository."
             )
         rows = [
             json.dumps(row, ensure_ascii=False) + "\n"
@@ -163,8 +170,9 @@ def _iterate_prompt_rows(
         except (KeyError, TypeError, IndexError) as error:
             found = ", ".join(row) if isinstance(row, dict) else type(row).__name__
             raise ValueError(
-                f"{file}:{number} lacks {error} (it has {found}): not the columns that {published.repository} had when"
-                " this was written; write the JSONL yourself (docs/data.md, Rows)."
+                f"{file}:{number} lacks {error} (it has {found}): not the columns that"
+                f" {published.repository} had when this was written; write the JSONL yourself"
+                " (docs/data.md, Rows)."
             ) from error
         if not answer:
             raise ValueError(f"{file}:{number} has no answer that can be read; download it again.")

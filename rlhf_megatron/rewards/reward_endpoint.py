@@ -1,8 +1,9 @@
-"""Requests of rewards to servers, with limits that hold over all worker processes of a run, and with retries.
+"""Requests of rewards to servers, with limits that hold over all worker processes of a run,
+and with retries.
 
-The limits of an address are locks on files that all processes of the user share: the kernel frees those of a process
-that ends. Where a run has workers on several machines, each has its share. A request that fails in a way that may pass
-is sent again, after a pause that doubles and varies.
+The limits of an address are locks on files that all processes of the user share: the kernel frees
+those of a process that ends. Where a run has workers on several machines, each has its share. A
+request that fails in a way that may pass is sent again, after a pause that doubles and varies.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from urllib.parse import urlsplit
 
 PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that may answer later
 OWN_FAULT = 500  # the one of these that the request itself may cause
-FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.25, 15.0
+FIRST_PAUSE_S = 0.25
+LONGEST_PAUSE_S = 15.0
 LOOK_S = 0.02
 MAX_ANSWER_BYTES = 1 << 26
 _num_machines = 1  # that have workers of the run
 
 
 def divide_endpoint_limits(num_machines: int) -> None:
-    """Divide what a server may be asked between so many machines, in this process and those that it forks."""
+    """Divide what a server may be asked between so many machines, in this process and those
+    that it forks.
+    """
     global _num_machines
     _num_machines = num_machines
 
@@ -69,8 +73,8 @@ class RewardEndpoint:
             )
         if min(self.timeout_s, self.patience_s) <= 0 or self.concurrency < 1:
             raise ValueError(
-                f"timeout_s ({self.timeout_s}), patience_s ({self.patience_s}) must be above 0, concurrency"
-                f" ({self.concurrency}) at least 1."
+                f"timeout_s ({self.timeout_s}), patience_s ({self.patience_s}) must be above 0,"
+                f" concurrency ({self.concurrency}) at least 1."
             )
         if self.requests_per_s is not None and self.requests_per_s <= 0:
             raise ValueError(
@@ -83,12 +87,15 @@ class RewardEndpoint:
         return self.patience_s + self.timeout_s
 
     def post_with_retries(self, body: Any, probe: Any = None) -> RewardEndpointAnswer:
-        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time, Refused when it refuses.
+        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time,
+        Refused when it refuses.
 
-        `probe`: what a sound server answers. One that does, and fails at `body` twice with status 500, refuses it.
+        `probe`: what a sound server answers. One that does, and fails at `body` twice with status
+        500, refuses it.
         """
         first: float | None = None
-        pause, num_retries = FIRST_PAUSE_S, 0
+        pause = FIRST_PAUSE_S
+        num_retries = 0
         while True:
             with self.hold_turn():
                 sent = time.monotonic()
@@ -132,7 +139,9 @@ class RewardEndpoint:
             return self._post_once(json.dumps(probe).encode())[0] == 200
 
     def _post_once(self, body: bytes) -> tuple[int | None, bytes, float]:
-        """(status, answer, seconds that the server asks to wait). No status: it could not be reached, and why."""
+        """(status, answer, seconds that the server asks to wait). No status: it could not be
+        reached, and why.
+        """
         parts = urlsplit(self.url)
         kind = (
             http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
@@ -179,7 +188,9 @@ class RewardEndpointAnswer:
 
 
 def _open_limits_dir(url: str) -> Path:
-    """The files of an address's limits. Raises EndpointError where another user has made the folder."""
+    """The files of an address's limits. Raises EndpointError where another user has
+    made the folder.
+    """
     folder = Path(
         tempfile.gettempdir(),
         f"rlhf-megatron-limits-{os.getuid()}",
@@ -210,7 +221,9 @@ def _lock_free_place(limits_dir: Path, num_places: int) -> int:
 
 
 def _wait_for_rate_slot(clock_path: Path, interval_s: float) -> None:
-    """Take the next free moment of a clock that all processes of the machine share, and wait for it."""
+    """Take the next free moment of a clock that all processes of the machine share,
+    and wait for it.
+    """
     descriptor = os.open(clock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)

@@ -1,4 +1,6 @@
-"""How much work an engine is sent at once. Without torch, so that the simulator counts by the same figures."""
+"""How much work an engine is sent at once. Without torch, so that the simulator counts by
+the same figures.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ MAX_CHUNK_SAMPLES = 512  # of one HTTP request, at most (a group is never cut)
 CHUNKS_IN_FLIGHT = (
     2  # of a generate call per engine, so that its batch stays full while an answer travels
 )
-# A session fills an engine with so many times what it decodes at once. Of groups in flight only some samples still run:
+# A session fills an engine with so many times what it decodes at once. Of groups in flight only
+# some samples still run:
 # with 8 samples of geometric lengths 1 / (1 + 1/2 + ... + 1/8) = 0.37.
 OVERFILL_FACTOR = 3
 
@@ -17,15 +20,17 @@ OVERFILL_FACTOR = 3
 def divide_groups_into_chunks(
     group_sizes: Sequence[int], num_engines: int, is_isolated: bool = False
 ) -> list[range]:
-    """Which neighbouring groups of so many samples travel together: one piece for one engine, two for each of several,
-    none over `MAX_CHUNK_SAMPLES` unless a group alone is.
+    """Which neighbouring groups of so many samples travel together: one piece for one engine, two
+    for each of several, none over `MAX_CHUNK_SAMPLES` unless a group alone is.
 
-    `num_engines`: of the configuration, also when fewer live. `is_isolated`: an engine decodes a piece by itself; then
-    there are two for one engine too, so that a failure does not lose everything.
+    `num_engines`: of the configuration, also when fewer live. `is_isolated`: an engine decodes a
+    piece by itself; then there are two for one engine too, so that a failure does not
+    lose everything.
     """
     pieces = 1 if num_engines == 1 and not is_isolated else CHUNKS_IN_FLIGHT * num_engines
     target = min(MAX_CHUNK_SAMPLES, -(-sum(group_sizes) // pieces))
-    borders, size = [0], 0
+    borders = [0]
+    size = 0
     for index, count in enumerate(group_sizes):
         if size and size + count > target:
             borders.append(index)

@@ -1,7 +1,9 @@
-"""What the trainer asks of an inference engine. Shaped against the bundled server and stock SGLang alike.
+"""What the trainer asks of an inference engine. Shaped against the bundled server and
+stock SGLang alike.
 
-Token ids in, token ids and log-probs out. `generate_async` waits in the event loop of `rollout.http_client`, so that thousands
-of groups may be under way; all other calls block, and the fleet runs them in threads.
+Token ids in, token ids and log-probs out. `generate_async` waits in the event loop of
+`rollout.http_client`, so that thousands of groups may be under way; all other calls block, and the
+fleet runs them in threads.
 """
 
 from __future__ import annotations
@@ -20,7 +22,10 @@ PauseMode = Literal["abort", "retract", "in_place"]
 MemoryPart = Literal["weights", "kv_cache"]
 MEMORY_PARTS: tuple[MemoryPart, ...] = ("weights", "kv_cache")
 WeightTransport = Literal["tensor", "process_group", "disk"]
-SCORING_RULE = "max_new_tokens 0 scores tokens that are given: it needs num_given >= 1, temperature 1 and no routes_dir."
+SCORING_RULE = (
+    "max_new_tokens 0 scores tokens that are given: it needs num_given >= 1, temperature 1 and"
+    " no routes_dir."
+)
 UNSYNCED = -1  # policy_version of samples from the weights that an engine loaded itself
 
 
@@ -41,7 +46,9 @@ class DriverLostError(EngineError):
 
 
 class EngineStaleError(EngineError):
-    """The engine refused a request because it has not got its weights: a sync is under way, or has failed."""
+    """The engine refused a request because it has not got its weights: a sync is under way,
+    or has failed.
+    """
 
 
 class EngineRequestError(EngineError):
@@ -51,10 +58,11 @@ class EngineRequestError(EngineError):
 @codec.register("SamplingParams")
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to continue a prompt. A token may be drawn that is among the top_k likeliest, with at most top_p before it,
-    and at least min_p times as likely as the likeliest: each looks at softmax(logits / temperature) as a whole.
-    Log-probs are those of this whole, whatever is left out of the draw; only before min_new_tokens they are without
-    stop tokens."""
+    """How to continue a prompt. A token may be drawn that is among the top_k likeliest, with at
+    most top_p before it, and at least min_p times as likely as the likeliest: each looks at
+    softmax(logits / temperature) as a whole. Log-probs are those of this whole, whatever is left
+    out of the draw; only before min_new_tokens they are without stop tokens.
+    """
 
     max_new_tokens: int  # 0: nothing is drawn, see `GenerateRequest`
     temperature: float = 1.0  # 0: greedy; log-probs are then those of temperature 1
@@ -68,16 +76,21 @@ class SamplingParams:
 @codec.register("GenerateRequest")
 @dataclass(frozen=True)
 class GenerateRequest:
-    """One group: `seeds` has one entry a sample. With max_new_tokens 0 a sample is the last `num_given` tokens of the
-    prompt, at least one, with the log-probs that they have at temperature 1."""
+    """One group: `seeds` has one entry a sample. With max_new_tokens 0 a sample is the last
+    `num_given` tokens of the prompt, at least one, with the log-probs that they have
+    at temperature 1.
+    """
 
     prompt_ids: tuple[int, ...]
     seeds: tuple[
         int, ...
     ]  # a group's samples need a seed each; in [0, 2^31), which every engine takes
     params: SamplingParams
-    num_given: int = 0  # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
-    routes_dir: str = ""  # where the engine writes which experts the samples' tokens met (data.expert_route_files); "": nowhere
+    # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
+    num_given: int = 0
+    # where the engine writes which experts the samples' tokens met
+    # (data.expert_route_files); "": nowhere
+    routes_dir: str = ""
     routes_bytes: int = 0  # that all files there may have; 0: what its disk has room for
 
 
@@ -91,7 +104,8 @@ class VersionSpan:
 
 
 class TokenColumn(Sequence[Any]):
-    """Numbers of a response, one a token: an array that stands where a tuple of them could, in a tenth of its memory.
+    """Numbers of a response, one a token: an array that stands where a tuple of them could, in a
+    tenth of its memory.
 
     ids = Column(np.array([4, 13, 7], np.int32))
     ids == (4, 13, 7), ids[1] == 13, np.asarray(ids)  # the array itself
@@ -143,7 +157,8 @@ class GeneratedSample:
     ] = ()  # in order, without gaps; (): all tokens are of `policy_version`
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_retractions: int = 0  # times that its key-value cache was dropped and computed again
-    routes: str = ""  # the file with the experts that its tokens met; "": none was asked for, or no token was read
+    # the file with the experts that its tokens met; "": none was asked for, or no token was read
+    routes: str = ""
 
 
 @codec.register("EngineAddress")
@@ -176,7 +191,8 @@ class InferenceEngine(Protocol):
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> SampleGroups:
-        """Per request its samples, in order. Raises EngineError; never returns fewer samples than asked for.
+        """Per request its samples, in order. Raises EngineError; never returns fewer samples
+        than asked for.
 
         `name`: of this call, for `abort_calls`; made by `fleet.calls.call_name`.
         """
@@ -187,51 +203,66 @@ class InferenceEngine(Protocol):
         """Generate as `generate` does, without a thread: it must not block."""
 
     def abort_calls(self, call_names: Collection[str] = ()) -> None:
-        """End the running requests of these calls, those that are there; without names all of them. They finish with
-        reason "abort" and what they have so far."""
+        """End the running requests of these calls, those that are there; without names all of them.
+        They finish with reason "abort" and what they have so far.
+        """
 
     def get_max_running_samples(self) -> int | None:
         """Samples that it decodes at once, at most; None: it does not say. Asks the server."""
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:
-        """Stop decoding until `resume_decoding`, also through a weight sync. What runs ends with reason "abort" and what it has
-        so far; or waits without its key-value cache, which is computed again with the weights that stand then; or waits
-        with it as it is: new weights then go on over the keys and values of old ones. New requests wait in every mode.
-        A second pause says what becomes of what waits."""
+        """Stop decoding until `resume_decoding`, also through a weight sync. What runs ends with
+        reason "abort" and what it has so far; or waits without its key-value cache, which is
+        computed again with the weights that stand then; or waits with it as it is: new weights then
+        go on over the keys and values of old ones. New requests wait in every mode. A second pause
+        says what becomes of what waits.
+        """
 
     def resume_decoding(self) -> None:
         """Undo `pause_decoding`."""
 
     def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
-        """Open the weight-sync transaction. The engine is STALE and serves nothing until `commit_weight_update`.
+        """Open the weight-sync transaction. The engine is STALE and serves nothing
+        until `commit_weight_update`.
 
-        `version` must be above the one served; with `is_full_resync` it may be the same (all weights are sent again).
-        Requests in flight wait and go on with the new weights, which compute their key-value cache anew unless they are
-        paused "in_place". Called again before a commit it starts anew.
+        `version` must be above the one served; with `is_full_resync` it may be the same (all
+        weights are sent again). Requests in flight wait and go on with the new weights, which
+        compute their key-value cache anew unless they are paused "in_place". Called again before a
+        commit it starts anew.
         """
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        """Load one bucket that lies in a file of the transfer directory. Returns when it may be overwritten."""
+        """Load one bucket that lies in a file of the transfer directory. Returns when it may
+        be overwritten.
+        """
 
     def commit_weight_update(self, version: int) -> None:
         """Close the transaction: flush the prefix cache, serve `version`."""
 
     def get_weight_digests(self) -> dict[str, str] | None:
-        """Digest of what stands in the engine by Hugging Face tensor name; None where it cannot tell."""
+        """Digest of what stands in the engine by Hugging Face tensor name; None where
+        it cannot tell.
+        """
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Free weights, key-value cache or both (a colocated trainer needs the space). It serves nothing meanwhile.
-        Parts that are free already stay so."""
+        """Free weights, key-value cache or both (a colocated trainer needs the space). It serves
+        nothing meanwhile. Parts that are free already stay so.
+        """
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Undo `release_memory` for these parts. Weights are undefined until the next sync, which needs no key-value
-        cache; serving needs both."""
+        """Undo `release_memory` for these parts. Weights are undefined until the next sync, which
+        needs no key-value cache; serving needs both.
+        """
 
     def get_held_bytes(self) -> int | None:
-        """Bytes of weights and key-value cache that it holds; None: it does not say. Asks the server."""
+        """Bytes of weights and key-value cache that it holds; None: it does not say.
+        Asks the server.
+        """
 
     def check_health(self, timeout_s: float) -> None:
-        """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does not answer in time."""
+        """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does
+        not answer in time.
+        """
 
     def get_served_version(self) -> int | None:
         """policy_version that the engine serves; None: it has never been synced or is STALE."""

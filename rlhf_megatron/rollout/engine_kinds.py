@@ -1,5 +1,5 @@
-"""Kinds of engines and of balancers, by the names in `rollout.engine` and `rollout.router`: how each is checked and
-started, how engines are spoken to and given weights.
+"""Kinds of engines and of balancers, by the names in `rollout.engine` and `rollout.router`: how
+each is checked and started, how engines are spoken to and given weights.
 
 Imports no torch: a kind imports what it needs when it is used.
 """
@@ -35,8 +35,10 @@ if TYPE_CHECKING:
 
 
 class EngineKind:
-    """A kind of engine. `start_servers` and `make_client` are its own; the rest fits an engine whose servers need no check and
-    whose client reads buckets from files. The configuration reads what stands here before any of it is called."""
+    """A kind of engine. `start_servers` and `make_client` are its own; the rest fits an engine
+    whose servers need no check and whose client reads buckets from files. The configuration reads
+    what stands here before any of it is called.
+    """
 
     setting_keys: ClassVar[
         tuple[str, ...]
@@ -53,9 +55,11 @@ class EngineKind:
     def find_refused_settings(
         rollout: RolloutConfig, is_deterministic: bool
     ) -> Iterator[tuple[str, str]]:
-        """(full key, value with rule and fix) of each setting that no server of this kind can have in training.
+        """(full key, value with rule and fix) of each setting that no server of this kind can
+        have in training.
 
-        `is_deterministic`: trainer.deterministic. It is asked before anything of the engine is there.
+        `is_deterministic`: trainer.deterministic. It is asked before anything of the
+        engine is there.
         """
         return iter(())
 
@@ -70,8 +74,10 @@ class EngineKind:
         progress: StartProgress | None,
         placement: LaunchPlacement,
     ) -> EngineServers | AttachedEngines:
-        """Start `setup.rollout.num_engines` servers without weights, where `placement` says, and wait until all are
-        healthy; or take those of `rollout.endpoints`, where it `can_attach`. Raises EngineError."""
+        """Start `setup.rollout.num_engines` servers without weights, where `placement` says, and
+        wait until all are healthy; or take those of `rollout.endpoints`, where it `can_attach`.
+        Raises EngineError.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints."
         )
@@ -89,7 +95,9 @@ class EngineKind:
         world: SenderPlace,
         process_groups: EngineProcessGroups,
     ) -> BucketTransport:
-        """Make what brings buckets from the rank at `world` to an engine. `process_groups`: of that rank."""
+        """Make what brings buckets from the rank at `world` to an engine.
+        `process_groups`: of that rank.
+        """
         from rlhf_megatron.rollout.transports.tensor_transport import FileBucketTransport
 
         assert transport_kind != "process_group", "config.rules.engines refuses it"
@@ -99,8 +107,9 @@ class EngineKind:
         )
 
     def make_link_verbs(self, address: EngineAddress, transfer_dir: Path) -> EngineLinkVerbs:
-        """Make what asks an engine to take parts of tensors over a process group, where `weight_transports` says that it
-        does."""
+        """Make what asks an engine to take parts of tensors over a process group, where
+        `weight_transports` says that it does.
+        """
         raise NotImplementedError(
             f"{type(self).__name__} takes no parts of tensors over process groups."
         )
@@ -110,7 +119,9 @@ ENGINES: Registry[type[EngineKind]] = Registry("engine", EngineKind)
 
 
 class BalancerKind:
-    """A way to spread requests over engines. `build_balancer` is its own; the configuration reads the rest before that."""
+    """A way to spread requests over engines. `build_balancer` is its own; the configuration reads
+    the rest before that.
+    """
 
     setting_keys: ClassVar[
         tuple[str, ...]
@@ -161,7 +172,8 @@ class LocalEngineKind(EngineKind):
             start_local_engines,
         )
 
-        rollout, trainer = setup.rollout, setup.trainer
+        rollout = setup.rollout
+        trainer = setup.trainer
         use_cuda = trainer.device == "cuda" or (trainer.device == "auto" and has_accelerator())
         visible = (
             list_visible_devices() if use_cuda and placement is launch_here else []
@@ -243,7 +255,8 @@ class SGLangEngineKind(EngineKind):
             runs_on_cpu,
         )
 
-        sglang, trainer = setup.rollout.sglang, setup.trainer
+        sglang = setup.rollout.sglang
+        trainer = setup.trainer
         if setup.rollout.endpoints:
             try:
                 inspect_all_servers(*resolve_endpoints(setup))
@@ -290,7 +303,8 @@ class SGLangEngineKind(EngineKind):
         from rlhf_megatron.rollout.fleet.server_process import launch_here
         from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
-        rollout, trainer = setup.rollout, setup.trainer
+        rollout = setup.rollout
+        trainer = setup.trainer
         return start_sglang_engines(
             setup.model.path,
             rollout.num_engines,

@@ -1,5 +1,6 @@
-"""Where generate calls to one engine wait in the event loop of `rollout.http_client`: for the end of a pause, and for one of
-the connections that the process may have."""
+"""Where generate calls to one engine wait in the event loop of `rollout.http_client`: for the end
+of a pause, and for one of the connections that the process may have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ _CHANGE_TIMEOUT_S = 60.0  # the loop is never busy for so long
 
 
 class GenerateGate:
-    """Stock SGLang holds what comes during a pause where its own abort does not reach it; here an abort does.
+    """Stock SGLang holds what comes during a pause where its own abort does not reach it; here
+    an abort does.
 
     `admit_call` is of the loop; all other methods are for other threads.
     """
@@ -56,13 +58,17 @@ class GenerateGate:
         return run_in_event_loop(wait_for_running_calls(), timeout_s)
 
     def admit_call(self, timeout_s: float, call_name: str = "") -> CallAdmission:
-        """Return a context manager that gives True where the call may run inside of the block, False where it was
-        aborted as it waited. Entering it raises TimeoutError after `timeout_s`."""
+        """Return a context manager that gives True where the call may run inside of the block,
+        False where it was aborted as it waited. Entering it raises TimeoutError after `timeout_s`.
+        """
         return CallAdmission(self, timeout_s, call_name)
 
     async def wait_for_slot(self, timeout_s: float, call_name: str) -> tuple[bool, ConnectionSlots]:
-        """Wait for a place, for `CallAdmission`. Returns whether the call may run, and where the place is from."""
-        before, free = self._num_aborts, self._choose_scarcer_slots()
+        """Wait for a place, for `CallAdmission`. Returns whether the call may run, and where the
+        place is from.
+        """
+        before = self._num_aborts
+        free = self._choose_scarcer_slots()
 
         def is_aborted() -> bool:
             return self._num_aborts != before or bool(
@@ -79,7 +85,8 @@ class GenerateGate:
                     await free.acquire()
                     if self.is_open or is_aborted():
                         break
-                    free.release()  # a pause has begun as it waited: others may have engines that go on
+                    # a pause has begun as it waited: others may have engines that go on
+                    free.release()
             is_running = not is_aborted()
         finally:
             self._waiting_names.discard(call_name)
@@ -128,7 +135,9 @@ class CallAdmission:
     _slots: ConnectionSlots
 
     def __init__(self, gate: GenerateGate, timeout_s: float, call_name: str) -> None:
-        self._gate, self._timeout_s, self._call_name = gate, timeout_s, call_name
+        self._gate = gate
+        self._timeout_s = timeout_s
+        self._call_name = call_name
         self._has_run = False
 
     async def __aenter__(self) -> bool:

@@ -1,6 +1,8 @@
-"""What a server is asked to generate, as a value: this process asks it, or a driver does (`rollout.drivers`).
+"""What a server is asked to generate, as a value: this process asks it, or a driver
+does (`rollout.drivers`).
 
-A question goes out when the engine's client has let it pass (gate, limits, STALE): all of that stays with the client.
+A question goes out when the engine's client has let it pass (gate, limits, STALE): all of that
+stays with the client.
 """
 
 from __future__ import annotations
@@ -59,15 +61,21 @@ class GenerationQuery:
         raise NotImplementedError
 
     def decode_answer(self, data: bytes) -> SampleGroups:
-        """The samples that an answer has. Raises ValueError or KeyError where it has others than were asked for."""
+        """The samples that an answer has. Raises ValueError or KeyError where it has others than
+        were asked for.
+        """
         raise NotImplementedError
 
     def fetch_groups(self) -> Coroutine[Any, Any, SampleGroups]:
-        """Ask the server. Raises EngineError. Thousands wait for answers: of the prompts that has columns."""
+        """Ask the server. Raises EngineError. Thousands wait for answers: of the prompts
+        that has columns.
+        """
         requests = (
             replace(
                 each,
-                prompt_ids=TokenColumn(np.array(each.prompt_ids, np.int32)),  # type: ignore[arg-type]
+                prompt_ids=TokenColumn(  # type: ignore[arg-type]
+                    np.array(each.prompt_ids, np.int32)
+                ),
                 params=_intern_value(each.params),
             )
             for each in self.requests
@@ -77,17 +85,16 @@ class GenerationQuery:
         )._post_and_decode(self.encode_body())
 
     async def _post_and_decode(self, body: bytes) -> SampleGroups:
-        http, left_s = _get_http_client(self.server, self.bearer_key), self.remaining_s
+        http = _get_http_client(self.server, self.bearer_key)
+        left_s = self.remaining_s
         found = await http.send("POST", "/generate", body, self.timeout_s, self.headers, left_s)
         data = found.require_data(refused_statuses=self.refused_statuses)
         try:
             groups = await run_in_thread_if_large(len(data), self.decode_answer, data)
         except (ValueError, KeyError) as error:
             raise EngineError(f"{found.server_label}: {error}") from error
-        counts, wanted = (
-            [len(group) for group in groups],
-            [len(request.seeds) for request in self.requests],
-        )
+        counts = [len(group) for group in groups]
+        wanted = [len(request.seeds) for request in self.requests]
         if counts != wanted:
             raise EngineError(
                 f"{found.server_label} returned {counts} samples for requests of {wanted}."
@@ -103,7 +110,9 @@ _sender_by_loop: dict[asyncio.AbstractEventLoop, QuerySender] = {}
 
 
 def set_query_sender(sender: QuerySender | None) -> None:
-    """Send questions of the running loop to `sender` from now on; None: this process asks the engines itself."""
+    """Send questions of the running loop to `sender` from now on; None: this process asks the
+    engines itself.
+    """
     loop = asyncio.get_running_loop()
     _sender_by_loop.pop(loop, None)
     if sender is not None:
@@ -111,6 +120,8 @@ def set_query_sender(sender: QuerySender | None) -> None:
 
 
 def send_query(query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
-    """Per request its samples, in order. Raises EngineError. To be called in the loop of `rollout.http_client`."""
+    """Per request its samples, in order. Raises EngineError. To be called in the loop
+    of `rollout.http_client`.
+    """
     asker = _sender_by_loop.get(asyncio.get_running_loop())
     return query.fetch_groups() if asker is None else asker.send_query(query)

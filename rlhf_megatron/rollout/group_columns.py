@@ -83,7 +83,16 @@ class GroupColumns:
                 num_retractions,
                 routes,
             )
-            for ids, log_probs, reason, version, spans, num_cached, num_retractions, routes in columns
+            for (
+                ids,
+                log_probs,
+                reason,
+                version,
+                spans,
+                num_cached,
+                num_retractions,
+                routes,
+            ) in columns
         ]
 
 

@@ -1,7 +1,9 @@
-"""JSON over HTTP with a deadline on every call; what goes wrong becomes an `EngineError` that names the engine.
+"""JSON over HTTP with a deadline on every call; what goes wrong becomes an `EngineError` that
+names the engine.
 
-All clients of a process share one event loop, in a thread of its own, and its connections: calls may come from any
-thread, and thousands may be under way (a router is sent one a sample) without a thread each.
+All clients of a process share one event loop, in a thread of its own, and its connections: calls
+may come from any thread, and thousands may be under way (a router is sent one a sample) without
+a thread each.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ P = ParamSpec("P")
 
 _CONNECT_TIMEOUT_S = 10.0
 _MAX_OPENING_CONNECTIONS = 32  # connections to one server at a time
-_IDLE_S = 4.0  # SGLang's server drops connections that were idle for 5 s; one that is about to go must not be used
+# SGLang's server drops connections that were idle for 5 s; one that is about to go must not be used
+_IDLE_S = 4.0
 _GRACE_S = 10.0  # for the loop's thread to say that a deadline has passed
 _LARGE_BYTES = 1 << 20  # aiohttp sends such a body in pieces where it comes as a file
 _RESERVED_FILES = (
@@ -56,7 +59,9 @@ class HttpClient:
     """Thread-safe."""
 
     def __init__(self, address: EngineAddress, bearer_key: str | None = None) -> None:
-        """`bearer_key`: sent as bearer token; None: that of the admin verbs. Without one no header is sent."""
+        """`bearer_key`: sent as bearer token; None: that of the admin verbs. Without one no
+        header is sent.
+        """
         self.address = address
         bearer_key = address.token if bearer_key is None else bearer_key
         self._headers: dict[str, str] = {
@@ -71,7 +76,8 @@ class HttpClient:
     def post(self, path: str, body: Any, timeout_s: float) -> Any:
         """`body`: what json.dumps takes, or a string of JSON. Returns the parsed answer.
 
-        Raises EngineTimeoutError after `timeout_s`, EngineRequestError on 4xx, EngineError otherwise.
+        Raises EngineTimeoutError after `timeout_s`, EngineRequestError on 4xx,
+        EngineError otherwise.
         """
         return self._send_and_parse(
             "POST", path, body if isinstance(body, str) else json.dumps(body), timeout_s
@@ -86,7 +92,8 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         remaining_s: float | None = None,
     ) -> HttpAnswer:
-        """One request, in the loop of `run_in_event_loop`. Raises EngineError where no answer comes, whatever its status.
+        """One request, in the loop of `run_in_event_loop`. Raises EngineError where no answer
+        comes, whatever its status.
 
         `remaining_s`: of `timeout_s`, where the call has waited before.
         """
@@ -147,7 +154,9 @@ class HttpAnswer:
         accepted_statuses: tuple[int, ...] = (200,),
         refused_statuses: Collection[int] = range(400, 500),
     ) -> bytes:
-        """Raises EngineRequestError where the status is in `refused_statuses`, EngineError where it is not in `accepted_statuses` either."""
+        """Raises EngineRequestError where the status is in `refused_statuses`, EngineError where it
+        is not in `accepted_statuses` either.
+        """
         if self.status not in accepted_statuses:
             kind = EngineRequestError if self.status in refused_statuses else EngineError
             raise kind(
@@ -160,7 +169,9 @@ class HttpAnswer:
         accepted_statuses: tuple[int, ...] = (200,),
         refused_statuses: Collection[int] = range(400, 500),
     ) -> Any:
-        """Return the answer's JSON, or text. Raises as `require_data` does, and EngineError where it is neither."""
+        """Return the answer's JSON, or text. Raises as `require_data` does, and EngineError where
+        it is neither.
+        """
         self.require_data(accepted_statuses, refused_statuses)
         if "json" not in self.content_type:
             return self.data.decode(
@@ -175,12 +186,15 @@ class HttpAnswer:
 
 
 class ConnectionSlots(asyncio.Semaphore):
-    """Lets so many generate calls be under way. One that finds no place waits, in order, which is told once.
+    """Lets so many generate calls be under way. One that finds no place waits, in order,
+    which is told once.
 
-    `limit_reason`: what binds, and what to do."""
+    `limit_reason`: what binds, and what to do.
+    """
 
     def __init__(self, num_slots: int, limit_reason: str) -> None:
-        self.num_slots, self.limit_reason = num_slots, limit_reason
+        self.num_slots = num_slots
+        self.limit_reason = limit_reason
         self._has_logged_wait = False
         super().__init__(num_slots)
 
@@ -192,18 +206,24 @@ class ConnectionSlots(asyncio.Semaphore):
 
 
 def make_port_slots() -> ConnectionSlots:
-    """Return places for connections to one server of this machine, each of which has a port of its own."""
+    """Return places for connections to one server of this machine, each of which has a
+    port of its own.
+    """
     count = count_local_ports() - min(_RESERVED_FILES, count_local_ports() // 4)
     why = (
         f"sglang-router is asked sample by sample, for which this machine has {count} ports; widen"
     )
-    why += " net.ipv4.ip_local_port_range, or remove rollout.router: the run spreads requests itself, group by group."
+    why += (
+        " net.ipv4.ip_local_port_range, or remove rollout.router: the run spreads requests itself,"
+        " group by group."
+    )
     return ConnectionSlots(count, why)
 
 
 class ProcessConnectionSlots(ConnectionSlots):
-    """The connections that generate calls may have at once, in this process or in each of its drivers; the rest of a
-    process's files is for everything else."""
+    """The connections that generate calls may have at once, in this process or in each of its
+    drivers; the rest of a process's files is for everything else.
+    """
 
     def __init__(self, num_processes: int = 1) -> None:
         self._max_open_files = raise_open_file_limit()
@@ -221,15 +241,19 @@ class ProcessConnectionSlots(ConnectionSlots):
         for _ in range(more):
             self.release()
         self.limit_reason = "this process" if self._num_processes == 1 else "each driver"
-        self.limit_reason += f" may not open more than {self._max_open_files} files; raise the hard limit (ulimit -Hn) to {_RESERVED_FILES}"
+        self.limit_reason += (
+            f" may not open more than {self._max_open_files} files; raise the hard limit (ulimit"
+            f" -Hn) to {_RESERVED_FILES}"
+        )
         self.limit_reason += " more than the groups wanted in flight there, or rollout.num_drivers."
 
 
 async def run_in_thread_if_large(
     num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call `function`, which works on an answer of `num_bytes` bytes: in one of a few threads where that takes long, so that
-    the loop goes on."""
+    """Call `function`, which works on an answer of `num_bytes` bytes: in one of a few threads where
+    that takes long, so that the loop goes on.
+    """
     return (
         await asyncio.to_thread(function, *args, **kwargs)
         if num_bytes > _INLINE_PARSE_BYTES
@@ -238,8 +262,9 @@ async def run_in_thread_if_large(
 
 
 def run_in_event_loop(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """Run `coroutine`, which keeps the deadline `timeout_s` by itself, in the clients' loop. It is cancelled where this
-    thread is interrupted."""
+    """Run `coroutine`, which keeps the deadline `timeout_s` by itself, in the clients' loop. It is
+    cancelled where this thread is interrupted.
+    """
     future = start_in_event_loop(coroutine)
     try:
         return future.result(timeout_s + _GRACE_S)
@@ -267,8 +292,9 @@ class EventLoopTask:
         self._event_loop.call_soon_threadsafe(self._create_task, coroutine, on_done)
 
     def cancel_after(self, delay_s: float) -> None:
-        """Nobody waits for it any more: it is cancelled where it runs after that time, and gives its connection back.
-        Any thread may call it."""
+        """Nobody waits for it any more: it is cancelled where it runs after that time, and gives
+        its connection back. Any thread may call it.
+        """
         self._event_loop.call_soon_threadsafe(
             self._event_loop.call_later, delay_s, self._cancel_task
         )
@@ -329,7 +355,9 @@ def set_connection_limit(num_processes: int) -> None:
 
 
 class _ThrottledConnector(aiohttp.TCPConnector):
-    """Opens a few connections to a server at a time: of thousands at once none would be open before its deadline."""
+    """Opens a few connections to a server at a time: of thousands at once none would be open
+    before its deadline.
+    """
 
     def __init__(self) -> None:
         super().__init__(limit=0, keepalive_timeout=_IDLE_S, socket_factory=_create_socket)

@@ -37,7 +37,9 @@ def build_generate_requests(
     step: int,
     routes_dir_and_bytes: tuple[str, int] = ("", 0),
 ) -> list[GenerateRequest]:
-    """One request a prompt; each sample's seed comes from (seed, step, group, sample). `routes_dir_and_bytes`: `RouteFileRetention.place`."""
+    """One request a prompt; each sample's seed comes from (seed, step, group, sample).
+    `routes_dir_and_bytes`: `RouteFileRetention.place`.
+    """
 
     def derive_sample_seeds(group: int) -> tuple[int, ...]:
         return tuple(derive_seed(seed, step, group, i) for i in range(num_samples))
@@ -61,10 +63,12 @@ def collect_rollout_batch(
     flat = [(row, sample) for row, group in enumerate(groups) for sample in group]
     lengths = [len(prompts.prompt_ids[row]) + len(sample.token_ids) for row, sample in flat]
     token_ids = np.empty(sum(lengths), np.int32)
-    mask, log_probs = np.zeros(sum(lengths), np.bool_), np.zeros(sum(lengths), np.float32)
+    mask = np.zeros(sum(lengths), np.bool_)
+    log_probs = np.zeros(sum(lengths), np.float32)
     end = 0
     for (row, sample), length in zip(flat, lengths, strict=True):
-        start, end = end, end + length
+        start = end
+        end = end + length
         begin = end - len(sample.token_ids)
         token_ids[start:begin] = prompts.prompt_ids[row]
         token_ids[begin:end] = sample.token_ids

@@ -1,5 +1,7 @@
-"""Sockets of the control channel and to engines: how many a process may have, and that they notice a machine which
-vanished; the interface that leads to an address. Without aiohttp, which few ranks need."""
+"""Sockets of the control channel and to engines: how many a process may have, and that they notice
+a machine which vanished; the interface that leads to an address. Without aiohttp, which
+few ranks need.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def raise_open_file_limit() -> int:
-    """Raise this process's soft limit of file descriptors to OPEN_FILES or the hard one. Returns the limit."""
+    """Raise this process's soft limit of file descriptors to OPEN_FILES or the hard one.
+    Returns the limit.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
     if soft == resource.RLIM_INFINITY or soft >= wanted:
@@ -43,13 +47,16 @@ def count_local_ports() -> int:
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:  # not Linux: what IANA gives to such ports
-        first, last = 49152, 65535
+        first = 49152
+        last = 65535
     return last - first + 1
 
 
 def enable_dead_peer_detection(sock: socket.socket) -> None:
-    """Make a machine that vanished an error of this socket within VANISHED_S, whether bytes are on the way or not. A
-    system that has no TCP_USER_TIMEOUT (macOS) notices it so early only while none are."""
+    """Make a machine that vanished an error of this socket within VANISHED_S, whether bytes are on
+    the way or not. A system that has no TCP_USER_TIMEOUT (macOS) notices it so early only
+    while none are.
+    """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         for name, value in _KEEPALIVE_OPTIONS:
@@ -63,7 +70,9 @@ def is_dead_peer_error(error: OSError) -> bool:
 
 
 def find_interface_towards(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`; None where that cannot be told (IPv6)."""
+    """The network interface through which this machine reaches `address`; None where that cannot
+    be told (IPv6).
+    """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((address, 9))  # sends nothing

@@ -1,4 +1,6 @@
-"""A scattered call as one call a rank, and its results as one result. The same for every launcher, and pure."""
+"""A scattered call as one call a rank, and its results as one result. The same for every
+launcher, and pure.
+"""
 
 from __future__ import annotations
 
@@ -65,8 +67,9 @@ class ScatteredCall:
         )
 
     def make_rank_call(self, rank: int) -> RoleCall:
-        """Make the call of a rank with its shard, so that one shard stands at a time where calls are sent one after
-        the other. The ranks of a replica that are not its leader share one object.
+        """Make the call of a rank with its shard, so that one shard stands at a time where calls
+        are sent one after the other. The ranks of a replica that are not its leader
+        share one object.
         """
         dp = self.layout.locate_rank(rank).dp
         call = self._calls_without_shard[dp]
@@ -78,11 +81,13 @@ class ScatteredCall:
 def plan_scattered_call(
     batch: TokenBatch, layout: ParallelLayout, token_budget: int
 ) -> tuple[ReplicaPlan, ...]:
-    """Return how a scattered call splits `batch`, one plan a replica. The same arguments give the same plans.
+    """Return how a scattered call splits `batch`, one plan a replica. The same arguments give
+    the same plans.
 
-    `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have theirs together. The
-    last token of each document is not forwarded, and a prompt once for the samples of a micro-batch, where the layout
-    shares prompts. Raises ValueError when a sample is over the budget.
+    `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have
+    theirs together. The last token of each document is not forwarded, and a prompt once for the
+    samples of a micro-batch, where the layout shares prompts. Raises ValueError when a sample is
+    over the budget.
     """
     return plan_replicas(
         count_forwarded_tokens(batch.lengths).tolist(),
@@ -103,7 +108,8 @@ def make_scattered_call(
     token_budget: int,
     arguments: dict[str, Any],
 ) -> ScatteredCall:
-    """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the argument `plan`.
+    """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the
+    argument `plan`.
 
     Raises as `plan_scattered_call`.
     """
@@ -119,15 +125,16 @@ def join_replica_results(
     replica_plans: Sequence[ReplicaPlan],
     batch_offsets: Tensor,
 ) -> Any:
-    """Join the replicas' results: TokenColumns in the order of the whole batch, whose `batch_offsets` these are, an
-    UpdateResult as the sum, or None.
+    """Join the replicas' results: TokenColumns in the order of the whole batch, whose
+    `batch_offsets` these are, an UpdateResult as the sum, or None.
 
     Raises TypeError when the method returned something else.
     """
     first = replica_results[0]
     if any(type(result) is not type(first) for result in replica_results):
         raise TypeError(
-            f"{method} returned different types: {[type(result).__name__ for result in replica_results]}"
+            f"{method} returned different types:"
+            f" {[type(result).__name__ for result in replica_results]}"
         )
     if first is None:
         return None
@@ -146,12 +153,15 @@ def join_replica_results(
             )
         )
     raise TypeError(
-        f"{method} returned a {type(first).__name__}; a scattered call returns TokenColumns or an UpdateResult"
+        f"{method} returned a {type(first).__name__}; a scattered call returns TokenColumns or"
+        " an UpdateResult"
     )
 
 
 def sum_update_results(method: str, replica_results: Sequence[UpdateResult]) -> UpdateResult:
-    """Return `sums` added over replicas. What is global must be the same on each of them, bit for bit."""
+    """Return `sums` added over replicas. What is global must be the same on each of
+    them, bit for bit.
+    """
     first = replica_results[0]
     for name in ("grad_norm", "lr", "is_skipped"):
         values = [getattr(result, name) for result in replica_results]

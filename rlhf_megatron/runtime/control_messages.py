@@ -1,4 +1,6 @@
-"""The messages between controller and hosts: frozen dataclasses in the encoding of `data.codec`, never a pickle."""
+"""The messages between controller and hosts: frozen dataclasses in the encoding of `data.codec`,
+never a pickle.
+"""
 
 from __future__ import annotations
 
@@ -76,7 +78,8 @@ class HostStatus:
     id: int
     rank_label: str
     method: str  # of the current call; "" between calls
-    stage: str  # "joining the pool", "building roles", "waiting for a call", "receiving the shard", "running"
+    # "joining the pool", "building roles", "waiting for a call", "receiving the shard", "running"
+    stage: str
     seconds: float  # in this stage
     collective: str  # torch.distributed function on the stack, "" when none
     stack: tuple[str, ...]  # of the main thread, innermost frame last: "file.py:12 function"
@@ -95,7 +98,9 @@ class HostSignalNotice:
 @codec.register("Leave")
 @dataclass(frozen=True)
 class LeaveRequest:
-    """Controller -> host: close the roles and end. A main thread that is not done after `grace_s` is not waited for."""
+    """Controller -> host: close the roles and end. A main thread that is not done after `grace_s`
+    is not waited for.
+    """
 
     reason: str
     grace_s: float

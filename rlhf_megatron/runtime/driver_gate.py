@@ -1,7 +1,9 @@
-"""Drivers on machines with engines: a gate there starts one for each connection that the controller makes to it.
+"""Drivers on machines with engines: a gate there starts one for each connection that the
+controller makes to it.
 
-The answers of these engines are read on their machine, and cross the network as columns, a third of their bytes. A gate
-lives in the keeper of the machine's engines and shares its address with theirs (`EngineAddress.drivers`).
+The answers of these engines are read on their machine, and cross the network as columns, a third of
+their bytes. A gate lives in the keeper of the machine's engines and shares its address with
+theirs (`EngineAddress.drivers`).
 """
 
 from __future__ import annotations

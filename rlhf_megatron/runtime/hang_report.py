@@ -1,4 +1,5 @@
-"""What hosts are doing when something is not finished in time, for a person: one block of lines a host, by rank.
+"""What hosts are doing when something is not finished in time, for a person: one block of lines a
+host, by rank.
 
 Also: What the threads of this process are doing, as lines of text.
 """
@@ -48,7 +49,9 @@ class HostSnapshot:
 
 
 def describe_hosts(snapshots: Sequence[HostSnapshot]) -> list[str]:
-    """Return a block of text a host, and which to look at first. A silent host is asked for its stacks by signal."""
+    """Return a block of text a host, and which to look at first. A silent host is asked for its
+    stacks by signal.
+    """
     lines = [line for view in snapshots for line in _describe_host(view)]
     suspects = [view.rank_label for view in snapshots if view.status is None]
     if not suspects and any(view.status and view.status.collective for view in snapshots):
@@ -71,7 +74,8 @@ def _describe_host(snapshot: HostSnapshot) -> list[str]:
         return [f"  {snapshot.rank_label} {_explain_silence(snapshot)}"]
     inside = f", in {status.collective}" if status.collective else ""
     lines = [
-        f"  {snapshot.rank_label} {status.method or 'no call'}: {status.stage} for {status.seconds:.1f} s{inside}"
+        f"  {snapshot.rank_label} {status.method or 'no call'}: {status.stage} for"
+        f" {status.seconds:.1f} s{inside}"
     ]
     lines += [f"      {frame}" for frame in status.stack]
     if not status.collective:
@@ -96,8 +100,8 @@ def _explain_silence(snapshot: HostSnapshot) -> str:
     with contextlib.suppress(ProcessLookupError):
         os.kill(snapshot.pid, DUMP_SIGNAL)
     return (
-        f"does not answer: process {snapshot.pid} is alive (state {state}), but no other thread of it gets to run Python;"
-        " the stacks are in its log"
+        f"does not answer: process {snapshot.pid} is alive (state {state}), but no other thread of"
+        " it gets to run Python; the stacks are in its log"
     )
 
 
@@ -112,7 +116,9 @@ def format_frames(frames: list[FrameType], max_frames: int = NUM_FRAMES) -> tupl
 
 
 def list_other_thread_stacks(*excluded_thread_ids: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return name and stack of the threads that run Python, but the one that asks, `left_out` and QUIET ones."""
+    """Return name and stack of the threads that run Python, but the one that asks, `left_out`
+    and QUIET ones.
+    """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
     for thread_id, frame in sys._current_frames().items():

@@ -1,4 +1,6 @@
-"""The controller's life between its hosts' registration and their end, the same under every launcher with processes."""
+"""The controller's life between its hosts' registration and their end, the same under every
+launcher with processes.
+"""
 
 from __future__ import annotations
 
@@ -33,10 +35,12 @@ def run_with_hosts(
     is_stoppable: bool = True,
     find_lost_host: Callable[[], HostError | None] = lambda: None,
 ) -> int:
-    """Wait for the hosts, `run_job`, end the hosts; returns what `run_job` does. On the main thread, in `stop_handler.installed`.
+    """Wait for the hosts, `run_job`, end the hosts; returns what `run_job` does. On the main
+    thread, in `stop_handler.installed`.
 
-    `is_stoppable`: `run_job` looks at the StopRequest. `find_lost_host`: why a host will not come, as far as the launcher knows.
-    Raises what `run_job` raises; HostError, also a ValueError where a user can fix it, for what goes wrong on hosts.
+    `is_stoppable`: `run_job` looks at the StopRequest. `find_lost_host`: why a host will not come,
+    as far as the launcher knows. Raises what `run_job` raises; HostError, also a ValueError where a
+    user can fix it, for what goes wrong on hosts.
     """
     group: RoutedWorkerGroup | None = None
     enable_route_stores(secret)
@@ -59,7 +63,8 @@ def run_with_hosts(
         )
         stop_handler.set_failure_source(group)
         group.wait_until_built()
-        stop_handler.has_begun, stop_handler.is_startup = True, not is_stoppable
+        stop_handler.has_begun = True
+        stop_handler.is_startup = not is_stoppable
         return run_job(group)
     finally:
         if group is not None:

@@ -12,11 +12,16 @@ class HostError(RuntimeError):
 
 
 class HostCallError(HostError):
-    """A call raised on a host. The message has the coordinates, the exception and its traceback there."""
+    """A call raised on a host. The message has the coordinates, the exception and its
+    traceback there.
+    """
 
     def __init__(self, method: str, failure: HostFailure) -> None:
         super().__init__(
-            f"{failure.rank_label} {method}: {failure.kind}: {failure.message}\n{failure.traceback}".rstrip()
+            (
+                f"{failure.rank_label} {method}: {failure.kind}: {failure.message}\n"
+                f"{failure.traceback}"
+            ).rstrip()
         )
         self.failure = failure
 

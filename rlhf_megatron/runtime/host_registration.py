@@ -1,4 +1,6 @@
-"""How hosts and the controller find each other: a listening socket, registration by rank, deadlines on both sides."""
+"""How hosts and the controller find each other: a listening socket, registration by rank, deadlines
+on both sides.
+"""
 
 from __future__ import annotations
 
@@ -66,11 +68,12 @@ def gather_hosts(
     timeout_s: float,
     find_lost_host: Callable[[], HostError | None] = lambda: None,
 ) -> dict[str, list[HostLink]]:
-    """Wait until every rank of all pools has registered; closes `listener`. By pool, links in rank order.
+    """Wait until every rank of all pools has registered; closes `listener`. By pool, links
+    in rank order.
 
-    Raises the soft limit of open files: each rank keeps a connection. Peers without the secret are refused and logged.
-    Raises HostError naming the ranks missing after `timeout_s`, and what `find_lost_host`, which is asked every LOOK_S,
-    says.
+    Raises the soft limit of open files: each rank keeps a connection. Peers without the secret are
+    refused and logged. Raises HostError naming the ranks missing after `timeout_s`, and what
+    `find_lost_host`, which is asked every LOOK_S, says.
     """
     arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
     refused: list[str] = []  # why the kernel gave no connection, the last time
@@ -96,7 +99,8 @@ def gather_hosts(
                     by_name[n].format_rank_label(r) for n, r in places if (n, r) not in links
                 ]
                 raise HostError(
-                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see their logs.{''.join(refused)}"
+                    f"{', '.join(missing)} did not register within {timeout_s:g} s; see"
+                    f" their logs.{''.join(refused)}"
                 ) from None
             if (name, link.rank) in links:
                 logger.warning("%s registered twice; the second is refused", link.rank_label)
@@ -117,8 +121,10 @@ def _accept_hosts(
     registered_links: queue.SimpleQueue[tuple[str, HostLink]],
     refusal_messages: list[str],
 ) -> None:
-    """A thread, until the listener is closed. What keeps the kernel from giving a connection (no file descriptor, no
-    memory, a peer that has gone) passes: the others wait in its queue meanwhile."""
+    """A thread, until the listener is closed. What keeps the kernel from giving a connection (no
+    file descriptor, no memory, a peer that has gone) passes: the others wait in its
+    queue meanwhile.
+    """
     greetings = threading.BoundedSemaphore(MAX_GREETINGS)
     listener.settimeout(LOOK_S)
     while True:
@@ -140,7 +146,10 @@ def _log_accept_error(error: OSError | RuntimeError, refusal_messages: list[str]
     """Log it once; the message of a registration that fails tells it too."""
     said = f" The controller could not take connections: {error}."
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
-        said += f" It may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files; raise the hard limit (ulimit -Hn)."
+        said += (
+            f" It may open {resource.getrlimit(resource.RLIMIT_NOFILE)[0]} files; raise the hard"
+            " limit (ulimit -Hn)."
+        )
     if said not in refusal_messages:
         logger.warning("%s It goes on trying.", said.strip())
         refusal_messages[:] = [said]

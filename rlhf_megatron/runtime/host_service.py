@@ -1,4 +1,6 @@
-"""A host's side of the control channel: a thread that reads it, so that it answers while the main thread is busy."""
+"""A host's side of the control channel: a thread that reads it, so that it answers while the main
+thread is busy.
+"""
 
 from __future__ import annotations
 
@@ -27,10 +29,12 @@ LOST_GRACE_S = 1.0  # for the main thread, after the controller is gone
 
 
 class HostService:
-    """Reads the channel in a thread. Pings are answered there; calls wait in a queue for the main thread.
+    """Reads the channel in a thread. Pings are answered there; calls wait in a queue for
+    the main thread.
 
-    When the controller says so or is gone and the main thread does not come back in time, the process ends with what
-    `exit_code` returns: a thread that sits in a collective cannot be interrupted otherwise.
+    When the controller says so or is gone and the main thread does not come back in time, the
+    process ends with what `exit_code` returns: a thread that sits in a collective cannot be
+    interrupted otherwise.
     """
 
     def __init__(
@@ -54,7 +58,9 @@ class HostService:
         return self._calls.get()
 
     def send_reply(self, reply: RoleCallReply) -> None:
-        """A reply that cannot be encoded becomes a failure. A lost controller is noticed by the reading thread."""
+        """A reply that cannot be encoded becomes a failure. A lost controller is noticed by the
+        reading thread.
+        """
         try:
             try:
                 self._channel.send(reply)

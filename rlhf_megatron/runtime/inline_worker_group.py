@@ -1,4 +1,6 @@
-"""The launcher without processes: one rank, called directly. A debugger works in it; unit tests use it."""
+"""The launcher without processes: one rank, called directly. A debugger works in it;
+unit tests use it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 class InlineWorkerGroup:
     """A WorkerGroup of one rank in this process. A call runs before it returns; its future is done.
 
-    Raises what `build_roles` raises. There can be one at a time in a process, since it owns the default process group.
+    Raises what `build_roles` raises. There can be one at a time in a process, since it owns the
+    default process group.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""One connection between the controller and a host: mutual authentication, then length-prefixed messages.
+"""One connection between the controller and a host: mutual authentication, then
+length-prefixed messages.
 
 Handshake, before anything is decoded, on a secret that is drawn for each run:
 
@@ -36,13 +37,16 @@ _HEADER = struct.Struct("<Q")
 
 
 def open_listener(address: str) -> socket.socket:
-    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when it is not ours."""
+    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when
+    it is not ours.
+    """
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
         return socket.create_server((place[0], 0), family=family, backlog=1024)
     except OSError as error:
         raise ValueError(
-            f"cannot listen on {address!r} ({error}); MASTER_ADDR must be an address of the machine with node rank 0."
+            f"cannot listen on {address!r} ({error}); MASTER_ADDR must be an address of the"
+            " machine with node rank 0."
         ) from error
 
 
@@ -59,7 +63,8 @@ class PeerVanishedError(EOFError):
 
 
 class MessageChannel:
-    """Messages over a connected socket. `send` may be called from several threads, `receive` and `receive_nowait` from one.
+    """Messages over a connected socket. `send` may be called from several threads, `receive` and
+    `receive_nowait` from one.
 
     A thread that reads many channels waits for them by `selectors` and calls `receive_nowait`.
     """
@@ -77,7 +82,9 @@ class MessageChannel:
         detect_dead_peers(sock)
 
     def send(self, message: Any, lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Raises ConnectionError when the peer is gone or stopped reading, ValueError for what cannot be encoded."""
+        """Raises ConnectionError when the peer is gone or stopped reading, ValueError for what
+        cannot be encoded.
+        """
         self.send_encoded(codec.encode_message_pieces(message), lock_timeout_s)
 
     def send_encoded(
@@ -87,7 +94,8 @@ class MessageChannel:
         size = sum(len(part) for part in encoded_pieces)
         if size > self.max_frame_bytes:
             raise ValueError(
-                f"a message of {size} bytes is over the limit of {self.max_frame_bytes}; send less at once."
+                f"a message of {size} bytes is over the limit of {self.max_frame_bytes}; send"
+                " less at once."
             )
         if not self._send_lock.acquire(timeout=lock_timeout_s):
             raise ConnectionError("the peer stopped reading.")
@@ -107,8 +115,8 @@ class MessageChannel:
     def receive(self, deadline: float | None = None) -> Any:
         """Return the next message; waits for it, until `deadline` of time.monotonic at most.
 
-        Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a bad message,
-        TimeoutError at the deadline.
+        Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a
+        bad message, TimeoutError at the deadline.
         """
         size = self._decode_message_size(_receive_exactly(self._socket, _HEADER.size, deadline))
         data = _receive_exactly(self._socket, size, deadline)
@@ -119,7 +127,8 @@ class MessageChannel:
     def receive_nowait(self) -> Any:
         """Return the next message if the rest of it is here, else None, without waiting.
 
-        Raises EOFError, VanishedError and FrameError as `receive` does, MemoryError when there is no room for it.
+        Raises EOFError, VanishedError and FrameError as `receive` does, MemoryError when there is
+        no room for it.
         """
         while True:
             try:
@@ -136,8 +145,10 @@ class MessageChannel:
             self._num_received_bytes += count
             if self._num_received_bytes < len(self._receive_buffer):
                 return None
-            arrived, is_message = self._receive_buffer, self._is_reading_body
-            self._num_received_bytes, self._is_reading_body = 0, not is_message
+            arrived = self._receive_buffer
+            is_message = self._is_reading_body
+            self._num_received_bytes = 0
+            self._is_reading_body = not is_message
             if is_message:
                 self._receive_buffer = bytearray(_HEADER.size)
                 return _decode_message(arrived)
@@ -171,7 +182,9 @@ class MessageChannel:
             return ""
 
     def shut_down(self) -> None:
-        """End the connection in both directions; a blocked `receive` raises EOFError, as the next `receive_nowait` does."""
+        """End the connection in both directions; a blocked `receive` raises EOFError, as the next
+        `receive_nowait` does.
+        """
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
 
@@ -182,7 +195,9 @@ class MessageChannel:
 
 
 def accept_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> MessageChannel:
-    """Make the controller's side of the handshake within `timeout_s`. Raises AuthenticationError."""
+    """Make the controller's side of the handshake within `timeout_s`.
+    Raises AuthenticationError.
+    """
     deadline = time.monotonic() + timeout_s
     try:
         theirs = _receive_exactly(sock, NONCE_BYTES, deadline)
@@ -216,7 +231,8 @@ def open_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> Messag
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes | None:
-    """Return the run's secret from the environment or from a file that only its owner can read; None for none.
+    """Return the run's secret from the environment or from a file that only its owner can read;
+    None for none.
 
     Raises ValueError when the file is open to others or the secret is short.
     """
@@ -226,7 +242,8 @@ def read_secret(environment: Mapping[str, str]) -> bytes | None:
             info = os.fstat(file.fileno())
             if stat.S_IMODE(info.st_mode) & 0o077 or info.st_uid != os.getuid():
                 raise ValueError(
-                    f"{SECRET_FILE_ENV}: {Path(path).name} must belong to you and have mode 0600; run chmod 600."
+                    f"{SECRET_FILE_ENV}: {Path(path).name} must belong to you and have mode 0600;"
+                    " run chmod 600."
                 )
             text = file.read().strip()
     if text is None:
@@ -287,8 +304,9 @@ def _receive_exactly(
 
 
 def detect_dead_peers(sock: socket.socket) -> None:
-    """Make a machine that vanished an error of this socket (`enable_dead_peer_detection`), and a peer that stopped reading an
-    error by the send timeout."""
+    """Make a machine that vanished an error of this socket (`enable_dead_peer_detection`), and a
+    peer that stopped reading an error by the send timeout.
+    """
     enable_dead_peer_detection(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))
     if sock.family in (socket.AF_INET, socket.AF_INET6):

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 PR_SET_PDEATHSIG = 1
-AGENT_ENV = "RLHF_MEGATRON_AGENT"  # pid of the agent with which a rank ends, also where it is gone before the rank looks
+# pid of the agent with which a rank ends, also where it is gone before the rank looks
+AGENT_ENV = "RLHF_MEGATRON_AGENT"
 KEEPER_ENV = (
     "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper of servers: the number of its machine
 )
@@ -26,7 +27,9 @@ AGENTS_PARENT_ENV = (
 
 
 def die_with_parent(signal_number: int, parent_pid: int | None = None) -> None:
-    """Get `signal_number` when the parent process ends, however it ends. `parent_pid`: its pid, to notice that it has."""
+    """Get `signal_number` when the parent process ends, however it ends. `parent_pid`: its pid, to
+    notice that it has.
+    """
     expected = os.getppid() if parent_pid is None else parent_pid
     if (
         sys.platform == "linux"
@@ -56,7 +59,9 @@ class _LossyLogFile(io.FileIO):
 
 
 def redirect_output(log_path: Path) -> int:
-    """Append this process's stdout and stderr to `log_path`. Returns a file descriptor of the stderr that was."""
+    """Append this process's stdout and stderr to `log_path`. Returns a file descriptor of the
+    stderr that was.
+    """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
     sys.stderr.flush()
@@ -74,8 +79,9 @@ def redirect_output(log_path: Path) -> int:
 
 
 def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[int], None]) -> None:
-    """Run `handle_signal(signal number)` in a thread whenever one of `signals` comes, even while the main thread cannot run
-    Python (it sits in a collective). Called on the main thread."""
+    """Run `handle_signal(signal number)` in a thread whenever one of `signals` comes, even while
+    the main thread cannot run Python (it sits in a collective). Called on the main thread.
+    """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
@@ -96,7 +102,9 @@ def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[in
 
 
 def read_process_state(pid: int) -> str:
-    """Return the kernel's letter for a process of this machine: "T" stopped, "D" waits for a device; "" gone."""
+    """Return the kernel's letter for a process of this machine: "T" stopped, "D" waits for a
+    device; "" gone.
+    """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,7 +1,7 @@
 """A pool on one rank: its layout, its torch world, and the broadcast inside a replica.
 
-Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic, a reward model or the
-reference has ranks of its own, theirs.
+Also: Which ranks of a job make which Megatron world: the actor's pool and, where the critic, a
+reward model or the reference has ranks of its own, theirs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ ENGINES = "engines"  # no torch world: the keepers of engines on other machines
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A pool as `build_roles` gets it. The default process group stands; Megatron's groups are the roles' own
-    business.
+    """A pool as `build_roles` gets it. The default process group stands; Megatron's groups are the
+    roles' own business.
     """
 
     pool_name: str
@@ -48,7 +48,9 @@ class PoolMember:
         return self.rank == self.leader_rank
 
     def broadcast_in_replica(self, data: bytes | None) -> bytes | bytearray:
-        """Return the leader's `data` on all ranks of the replica. All of them must call it; None elsewhere."""
+        """Return the leader's `data` on all ranks of the replica. All of them must call it;
+        None elsewhere.
+        """
         assert (data is not None) == self.is_leader, (
             f"{self.rank_label}: the leader, and only it, has the data"
         )
@@ -78,7 +80,8 @@ def join_rank_pool(
     backend: str,
     timeout_s: float,
 ) -> PoolMember:
-    """Make the torch world of a pool. All its ranks must call it; `store` is shared by them and by nothing else.
+    """Make the torch world of a pool. All its ranks must call it; `store` is shared by them and
+    by nothing else.
 
     `backend`: "gloo", or "cpu:gloo,cuda:nccl" on GPUs. `timeout_s`: of a collective.
     """
@@ -96,7 +99,9 @@ def join_rank_pool(
 
 @dataclass(frozen=True)
 class PoolSpec:
-    """A pool before any process runs: the ranks `first_rank` .. `first_rank` + layout.world_size - 1 of the job."""
+    """A pool before any process runs: the ranks `first_rank` .. `first_rank` +
+    layout.world_size - 1 of the job.
+    """
 
     name: str  # in messages: "[critic dp0 pp0 tp1]"
     layout: ParallelLayout
@@ -118,8 +123,8 @@ class PoolSpec:
 
 
 def build_pool_specs(config: RunConfig) -> tuple[PoolSpec, ...]:
-    """Return the actor's pool on the first ranks, then the critic's, the reward model's, the reference's, where they
-    have one.
+    """Return the actor's pool on the first ranks, then the critic's, the reward model's, the
+    reference's, where they have one.
 
     Raises ValueError for a bad layout.
     """

@@ -57,11 +57,12 @@ def run_rank_process(
     stop_handler: HostStopHandler,
     wait_for_exit_code: Callable[[], int],
 ) -> bool:
-    """Register with the controller, which listens at that host and port, and serve until told to leave.
+    """Register with the controller, which listens at that host and port, and serve until
+    told to leave.
 
-    From now on this process writes to log_dir/rank<N>.log. `open_pool_store`: shared by the ranks of the pool and by nothing
-    else. `wait_for_exit_code`: of this process, where its main thread does not come back. Returns False when the controller
-    cannot be reached. On the main thread.
+    From now on this process writes to log_dir/rank<N>.log. `open_pool_store`: shared by the ranks
+    of the pool and by nothing else. `wait_for_exit_code`: of this process, where its main thread
+    does not come back. Returns False when the controller cannot be reached. On the main thread.
     """
     console = redirect_output(log_dir / f"rank{job_rank.rank}.log")
     logging.basicConfig(

@@ -1,4 +1,5 @@
-"""What stands on a rank of a pool: the roles that the controller can call, built from the configuration.
+"""What stands on a rank of a pool: the roles that the controller can call, built from
+the configuration.
 
 This is the one place that puts workers, resharding and engine clients together.
 """
@@ -119,7 +120,8 @@ class HostRole:
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """Send the actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` says. Every
+        rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
@@ -137,7 +139,9 @@ class HostRole:
         )
 
     def save_hf(self, directory: Path) -> None:
-        """Write the actor in Hugging Face layout, with configuration and tokenizer of the model that it was."""
+        """Write the actor in Hugging Face layout, with configuration and tokenizer of the
+        model that it was.
+        """
         export_sharded_model_to_hf(
             self.actor.export_shards(),
             self.actor.backend.export_world,
@@ -155,12 +159,16 @@ class HostRole:
             self.reference.copy_weights_from(self.actor.backend)
 
     def save_reference(self, directory: Path) -> SaveResult:
-        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
-        reference, world = self.reference, self.world
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is
+        in the result.
+        """
+        reference = self.reference
+        world = self.world
         assert reference is not None, "there is no reference here"
 
         def write_reference() -> tuple[FileRecord, ...]:
-            hf_config, dtype = self.actor.backend.hf_config, self.actor.dtype
+            hf_config = self.actor.backend.hf_config
+            dtype = self.actor.dtype
             export_sharded_model_to_hf(
                 reference.export_shards(),
                 reference.backend.export_world,
@@ -183,7 +191,9 @@ class HostRole:
         self.reference.load_hf(directory)
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """This rank's random states, as a part of a checkpoint. What goes wrong is in the result."""
+        """This rank's random states, as a part of a checkpoint.
+        What goes wrong is in the result.
+        """
         return _write_rng_together(directory / f"rank{self.world.rank}.safetensors", self.world)
 
     def load_rng(self, directory: Path) -> None:
@@ -197,7 +207,9 @@ class CriticRole(CriticModel):
     tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
 
     def save_hf(self, directory: Path) -> None:
-        """Write its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        """Write its weights in Hugging Face layout, as a token classifier of one label.
+        critic.path can name it.
+        """
         export_sharded_model_to_hf(
             self.export_shards(),
             self.backend.export_world,
@@ -208,7 +220,9 @@ class CriticRole(CriticModel):
         )
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """Save random states as `HostRole.save_rng` does, for a critic that has ranks of its own."""
+        """Save random states as `HostRole.save_rng` does,
+        for a critic that has ranks of its own.
+        """
         return _write_rng_together(
             directory / f"critic_rank{self.world.rank}.safetensors", self.world
         )
@@ -237,7 +251,9 @@ class WorldRole:
 def open_weight_source(
     path: Path, init_seed: int | None, hf_config: HFConfig, tp: int
 ) -> WeightSource:
-    """Return the weights of a Hugging Face directory, checked against the table; or random ones of its architecture."""
+    """Return the weights of a Hugging Face directory, checked against the table; or random ones of
+    its architecture.
+    """
     if init_seed is not None:
         return make_random_source(hf_config, init_seed)
     reader = HFReader(path)
@@ -280,11 +296,15 @@ class RoleBuilder:
         return roles
 
     def with_settled_layouts(self, device_bytes: int) -> RoleBuilder:
-        """Itself with both layouts `with_settled_layouts`, by the models that stand on their ranks. `device_bytes`: see there."""
+        """Itself with both layouts `with_settled_layouts`, by the models that stand on their ranks.
+        `device_bytes`: see there.
+        """
         config = self.config
         if config.actor.backend == "fsdp":
             return self  # which layouts of Megatron mean nothing to
-        dtype, actor, critic = getattr(torch, config.model.dtype), config.actor, config.critic
+        dtype = getattr(torch, config.model.dtype)
+        actor = config.actor
+        critic = config.critic
         policy = read_hf_config(Path(config.model.path))
         head: HeadKind = "value" if config.job == "reward-model" else "vocabulary"
         of_actor = [TrainedModelSpec(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
@@ -312,7 +332,8 @@ class RoleBuilder:
     @property
     def actor_phases(self) -> dict[str, TrainingPhase]:
         """The actor's optimizers by phase, in the order in which the run goes through them."""
-        config, actor = self.config, self.config.actor
+        config = self.config
+        actor = self.config.actor
         if config.job != "train":
             return {"sft": TrainingPhase(actor.optim, config.trainer.total_training_steps)}
         alone = (
@@ -332,7 +353,8 @@ class RoleBuilder:
     @property
     def critic_phases(self) -> dict[str, TrainingPhase]:
         """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
-        critic, actor = self.config.critic, self.config.actor
+        critic = self.config.critic
+        actor = self.config.actor
         num_mini_batches = self._count_mini_batches(critic.mini_batch_size or actor.mini_batch_size)
         a_step = (critic.ppo_epochs or actor.ppo_epochs) * num_mini_batches
         return {
@@ -369,7 +391,9 @@ class RoleBuilder:
         return roles if scores is None else {**roles, REFERENCE: scores}
 
     def _build_reward_model_roles(self, world: World) -> dict[str, object]:
-        """The model that learns stands where the policy does in other jobs; its output layer has one label."""
+        """The model that learns stands where the policy does in other jobs; its output layer
+        has one label.
+        """
         config = self.config
         hf_config = read_hf_config(Path(config.model.path))
         first = self._open_value_weights(None, hf_config)
@@ -412,8 +436,11 @@ class RoleBuilder:
         )
 
     def _build_critic(self, pool: PoolMember, world: World) -> CriticWorker:
-        """Build the critic from critic.path, else from the weights that the policy starts with, loaded or random."""
-        config, critic = self.config, self.config.critic
+        """Build the critic from critic.path, else from the weights that the policy starts with,
+        loaded or random.
+        """
+        config = self.config
+        critic = self.config.critic
         hf_config = read_hf_config(Path(critic.path or config.model.path))
         first = self._open_value_weights(critic.path, hf_config)
         megatron = critic.megatron if pool.pool_name == CRITIC else config.actor.megatron
@@ -423,8 +450,11 @@ class RoleBuilder:
         return role
 
     def _open_value_weights(self, path: str | None, hf_config: HFConfig) -> WeightSource:
-        """First weights of a value model: those of `path`, else of the policy as it starts; and a head."""
-        config, seed = self.config, self.config.model.init_seed
+        """First weights of a value model: those of `path`, else of the policy as it
+        starts; and a head.
+        """
+        config = self.config
+        seed = self.config.model.init_seed
         source: WeightSource
         if path is None and seed is not None:
             source = make_random_source(hf_config, seed)
@@ -436,7 +466,8 @@ class RoleBuilder:
 
     def _build_reward_model(self, pool: PoolMember, world: World) -> FrozenRewardModel:
         """Build the reward model from reward_model.path, which has a head of its own."""
-        config, chosen = self.config, self.config.reward_model
+        config = self.config
+        chosen = self.config.reward_model
         path = Path(chosen.path or "")
         hf_config = read_hf_config(path)
         weights = open_scoring_model(path, make_weight_table(hf_config, head="value"))
@@ -453,17 +484,22 @@ class RoleBuilder:
         world: World,
         megatron: MegatronConfig,
     ) -> ReferenceModel:
-        """`hf_config` and `weight_source` are the policy's: it is that as it starts, where it has no path of its own."""
-        actor, reference = self.config.actor, self.config.reference
+        """`hf_config` and `weight_source` are the policy's: it is that as it starts, where it has
+        no path of its own.
+        """
+        actor = self.config.actor
+        reference = self.config.reference
         if reference.path is not None:
             path = Path(reference.path)
-            student, hf_config = hf_config, read_hf_config(path)
+            student = hf_config
+            hf_config = read_hf_config(path)
             if has_teacher(self.config) and hf_config.get("vocab_size") != student.get(
                 "vocab_size"
             ):
                 raise ValueError(
-                    f"the teacher at reference.path ({path}) has a vocabulary of {hf_config.get('vocab_size')} and the"
-                    f" model one of {student.get('vocab_size')}; name a teacher with the model's tokenizer."
+                    f"the teacher at reference.path ({path}) has a vocabulary of"
+                    f" {hf_config.get('vocab_size')} and the model one of"
+                    f" {student.get('vocab_size')}; name a teacher with the model's tokenizer."
                 )
             top_k = (
                 parse_distillation_params(*get_teacher_term(self.config)).top_k
@@ -472,7 +508,8 @@ class RoleBuilder:
             )
             if top_k > hf_config["vocab_size"]:
                 raise ValueError(
-                    f"top_k ({top_k}) must be at most the vocabulary's {hf_config['vocab_size']} tokens."
+                    f"top_k ({top_k}) must be at most the vocabulary's"
+                    f" {hf_config['vocab_size']} tokens."
                 )
             weight_source = open_weight_source(path, None, hf_config, world.layout.tp)
         assert weight_source is not None, (

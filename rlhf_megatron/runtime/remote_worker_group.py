@@ -1,4 +1,6 @@
-"""A WorkerGroup whose hosts are other processes: calls over channels, deadlines, and the end when a host fails."""
+"""A WorkerGroup whose hosts are other processes: calls over channels, deadlines, and the end
+when a host fails.
+"""
 
 from __future__ import annotations
 
@@ -90,12 +92,13 @@ class _PendingCall:
 
 
 class RemoteWorkerGroup:
-    """Calls to all hosts of a pool. Any failure ends the group: hosts are told to leave, then killed where possible.
+    """Calls to all hosts of a pool. Any failure ends the group: hosts are told to leave, then
+    killed where possible.
 
     Groups that are tied (see `tie_worker_groups`) end together.
 
-    `links`: one a rank, in rank order, authenticated and registered. `on_signalled(coordinates, message)` is called,
-    on a thread, when a host was told to stop.
+    `links`: one a rank, in rank order, authenticated and registered.
+    `on_signalled(coordinates, message)` is called, on a thread, when a host was told to stop.
     """
 
     def __init__(
@@ -142,7 +145,9 @@ class RemoteWorkerGroup:
         return self._links[0].channel.local_address
 
     def wait_until_built(self) -> None:
-        """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the user can fix it."""
+        """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the
+        user can fix it.
+        """
         self._built_future.result()
 
     def scatter_call(
@@ -153,7 +158,9 @@ class RemoteWorkerGroup:
                 self._next_call_id, method, batch, self.layout, token_budget, arguments
             )
 
-            leaders, plans, offsets = scattered.leader_ranks, scattered.replica_plans, batch.offsets
+            leaders = scattered.leader_ranks
+            plans = scattered.replica_plans
+            offsets = batch.offsets
 
             def join_leader_values(
                 values_by_rank: dict[int, Any],
@@ -164,8 +171,9 @@ class RemoteWorkerGroup:
 
             if scattered.max_shard_bytes > MAX_SHARD_BYTES:
                 raise ValueError(
-                    f"{method}: the shard of one replica has {scattered.max_shard_bytes} bytes, over the limit of"
-                    f" {MAX_SHARD_BYTES}; lower data.train_batch_size or rollout.n, or use more replicas."
+                    f"{method}: the shard of one replica has {scattered.max_shard_bytes} bytes,"
+                    f" over the limit of {MAX_SHARD_BYTES}; lower data.train_batch_size or"
+                    " rollout.n, or use more replicas."
                 )
             return self._submit_call(method, scattered.make_rank_call, join_leader_values)
 
@@ -177,7 +185,9 @@ class RemoteWorkerGroup:
             )
 
     def query_statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, HostStatus | None]:
-        """Ask each host what it is doing, by coordinates; None where it did not answer within `timeout_s`."""
+        """Ask each host what it is doing, by coordinates; None where it did not answer
+        within `timeout_s`.
+        """
         return {view.rank_label: view.status for view in query_snapshots([self], timeout_s)}
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:
@@ -187,7 +197,8 @@ class RemoteWorkerGroup:
     def send_status_requests(self) -> int:
         """Ask every host what it is doing. Returns what `collect_snapshots` takes."""
         with self._state_changed:
-            ping_id, self._next_ping_id = self._next_ping_id, self._next_ping_id + 1
+            ping_id = self._next_ping_id
+            self._next_ping_id = self._next_ping_id + 1
             self._statuses[ping_id] = {}
         for link in self._links:
             with contextlib.suppress(ConnectionError):  # it is then missing from the answers
@@ -195,7 +206,9 @@ class RemoteWorkerGroup:
         return ping_id
 
     def collect_snapshots(self, ping_id: int, timeout_s: float) -> list[HostSnapshot]:
-        """Return what the hosts answered within `timeout_s`, by rank. Call it once for each ping."""
+        """Return what the hosts answered within `timeout_s`, by rank.
+        Call it once for each ping.
+        """
         with self._state_changed:
             answers = self._statuses[ping_id]
             self._state_changed.wait_for(lambda: len(answers) == len(self._links), timeout_s)
@@ -207,13 +220,17 @@ class RemoteWorkerGroup:
         ]
 
     def abort_with_error(self, error: HostError) -> None:
-        """Another group that this one is tied to has failed: this one ends in the same way. Safe to call twice."""
+        """Another group that this one is tied to has failed: this one ends in the same way. Safe
+        to call twice.
+        """
         with self._state_changed:
             self._tied_group_failure = self._tied_group_failure or error
             self._state_changed.notify_all()
 
     def close(self) -> None:
-        """Tell all hosts to leave and wait for them; kill what stays and can be reached. Safe to call twice."""
+        """Tell all hosts to leave and wait for them; kill what stays and can be reached. Safe
+        to call twice.
+        """
         with self._state_changed:
             is_first = not self._is_closing and self.failure is None
             is_idle = not self._pending_calls
@@ -338,7 +355,9 @@ class RemoteWorkerGroup:
                 and pending.failed_at is None
                 and len(pending.replies) < len(self._links)
             ):
-                return  # nobody waits for less: waking them at every reply would cost the square of the ranks
+                # nobody waits for less: waking them at every reply would cost the
+                # square of the ranks
+                return
             if pending.failed_replies:
                 pending.failed_at = pending.failed_at or time.monotonic()
             else:
@@ -359,7 +378,9 @@ class RemoteWorkerGroup:
             pending.future.set_result(result)
 
     def _monitor_hosts(self) -> None:
-        """A thread: turns lost hosts, failed calls and passed deadlines into the failure of the group."""
+        """A thread: turns lost hosts, failed calls and passed deadlines into the
+        failure of the group.
+        """
         while True:
             with self._state_changed:
                 if self._is_closing:
@@ -370,7 +391,10 @@ class RemoteWorkerGroup:
                     self._state_changed.wait(self._seconds_to_next_event())
                     continue
             if error is None and late is not None:
-                header = f"{late.method} was not finished within {late.timeout_s:g} s (trainer.stage_timeout_s)."
+                header = (
+                    f"{late.method} was not finished within {late.timeout_s:g}"
+                    " s (trainer.stage_timeout_s)."
+                )
                 error = self._describe_hang(
                     header, describe_hosts(query_snapshots(self._tied_groups, STATUS_TIMEOUT_S))
                 )
@@ -395,8 +419,9 @@ class RemoteWorkerGroup:
                 )
                 machines = " and ".join(sorted(gone))
                 return HostLostError(
-                    f"the machine {machines} is lost{doing}: it has given no sign for {DEAD_PEER_TIMEOUT_S} s, and {there} were"
-                    " there. Look at its power, its network and its system log."
+                    f"the machine {machines} is lost{doing}: it has given no sign for"
+                    f" {DEAD_PEER_TIMEOUT_S} s, and {there} were there. Look at its power, its"
+                    " network and its system log."
                 )
             said = (
                 "".join(
@@ -469,13 +494,17 @@ class RemoteWorkerGroup:
 
 
 def tie_worker_groups(groups: Sequence[RemoteWorkerGroup]) -> None:
-    """Make groups one job: when one fails all fail with its error, and a report of what hosts do names those of all."""
+    """Make groups one job: when one fails all fail with its error, and a report of what hosts do
+    names those of all.
+    """
     for group in groups:
         group._set_tied_groups(groups)
 
 
 def query_snapshots(groups: Sequence[RemoteWorkerGroup], timeout_s: float) -> list[HostSnapshot]:
-    """Ask the hosts of all groups what they are doing, and return what they answered within `timeout_s`."""
+    """Ask the hosts of all groups what they are doing, and return what they answered
+    within `timeout_s`.
+    """
     deadline = time.monotonic() + timeout_s
     pings = [group.send_status_requests() for group in groups]
     answers = [

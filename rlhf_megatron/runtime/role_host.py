@@ -72,7 +72,9 @@ class RoleHost:
             self._roles = build_roles(self.pool)
 
     def run_call(self, call: RoleCall) -> Any:
-        """Run one call and return its result: of a scattered call on the leader only, None elsewhere."""
+        """Run one call and return its result: of a scattered call on the leader only,
+        None elsewhere.
+        """
         function = self.find_method(call.method)
         if not call.is_scattered:
             with self.activity.enter_stage(call.method, "running"):

@@ -1,10 +1,12 @@
 """The controller's typed view of the hosts: one proxy a role, whose methods return futures.
 
-    result = ranks.workers.actor.update(mini_batch, token_budget, temperature=1.0).result()  # an UpdateResult
+    result = ranks.workers.actor.update(mini_batch, token_budget, temperature=1.0).result()
+        # an UpdateResult
     reports = ranks.workers.critic.memory_report().result()  # one a rank of the critic's pool
 
-A proxy's methods are made from the signatures of what stands on the ranks (`ranks.workers.worker_protocols` and the protocols here),
-so that mypy checks every call. All arguments but the batch and the token budget are given by name.
+A proxy's methods are made from the signatures of what stands on the ranks
+(`ranks.workers.worker_protocols` and the protocols here), so that mypy checks every call. All
+arguments but the batch and the token budget are given by name.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class RngWorker(Protocol):
     """A worker that keeps the random states of its ranks."""
 
     def save_rng(self, *, directory: Path) -> SaveResult:
-        """This rank's random states, as a part of a checkpoint. What goes wrong is in the result."""
+        """This rank's random states, as a part of a checkpoint.
+        What goes wrong is in the result.
+        """
 
     def load_rng(self, *, directory: Path) -> None:
         """Undo `save_rng`. Raises ValueError."""
@@ -63,19 +67,24 @@ class HostWorker(RngWorker, Protocol):
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """Send the actor's weights to all engines, as `deliver_weights` says. Every rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` says. Every
+        rank takes part.
 
         An engine that fails stands in the report and ends nothing here.
         """
 
     def save_hf(self, *, directory: Path) -> None:
-        """Write the actor in Hugging Face layout, with configuration and tokenizer of the model that it was."""
+        """Write the actor in Hugging Face layout, with configuration and tokenizer of the
+        model that it was.
+        """
 
     def refresh_reference(self) -> None:
         """Make the reference the actor as it is now (after a warm-up)."""
 
     def save_reference(self, *, directory: Path) -> SaveResult:
-        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is in the result."""
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is
+        in the result.
+        """
 
     def load_reference(self, *, directory: Path) -> None:
         """Undo `save_reference`."""
@@ -85,11 +94,15 @@ class CriticWorker(ValueWorker, RngWorker, Protocol):
     """The critic, and how it is written."""
 
     def save_hf(self, *, directory: Path) -> None:
-        """Write its weights in Hugging Face layout, as a token classifier of one label. critic.path can name it."""
+        """Write its weights in Hugging Face layout, as a token classifier of one label.
+        critic.path can name it.
+        """
 
 
 class ScatteredMethod(Generic[Batch, Arguments, Result]):
-    """A proxy's method that splits its batch over the replicas: (batch, token budget, **arguments) -> result."""
+    """A proxy's method that splits its batch over the replicas: (batch, token budget,
+    **arguments) -> result.
+    """
 
     def __init__(
         self, method: Callable[Concatenate[Any, Batch, ReplicaPlan, Arguments], Result | None]
@@ -103,7 +116,9 @@ class ScatteredMethod(Generic[Batch, Arguments, Result]):
 
 
 class BroadcastMethod(Generic[Arguments, Result]):
-    """A proxy's method that is called on every rank of the role's pool: one result a rank, in rank order."""
+    """A proxy's method that is called on every rank of the role's pool: one result a rank,
+    in rank order.
+    """
 
     def __init__(self, method: Callable[Concatenate[Any, Arguments], Result]) -> None:
         self._method_name = method.__name__
@@ -113,11 +128,15 @@ class BroadcastMethod(Generic[Arguments, Result]):
 
 
 Watch = Callable[..., None]
-"""(pool, method, start, future, **facts): told of every call when it is made. `start`: as time.monotonic counts."""
+"""(pool, method, start, future, **facts): told of every call when it is made. `start`: as
+time.monotonic counts.
+"""
 
 
 class RoleProxy:
-    """A role on all ranks of its pool. A call of a role that the run does not have fails with LookupError."""
+    """A role on all ranks of its pool. A call of a role that the run does not have fails
+    with LookupError.
+    """
 
     def __init__(self, group: WorkerGroup, role: str, on_call: Watch | None = None) -> None:
         self.role = role
@@ -137,7 +156,8 @@ class RoleProxy:
     def _scatter_call(
         self, method_name: str, batch: TokenBatch, token_budget: int, **arguments: Any
     ) -> Future[Any]:
-        method, start = f"{self.role}.{method_name}", time.monotonic()
+        method = f"{self.role}.{method_name}"
+        start = time.monotonic()
         future = self._group.scatter_call(method, batch, token_budget=token_budget, **arguments)
         if self._on_call is not None:
             self._on_call(
@@ -151,7 +171,8 @@ class RoleProxy:
         return future
 
     def _broadcast_call(self, method_name: str, **arguments: Any) -> Future[list[Any]]:
-        method, start = f"{self.role}.{method_name}", time.monotonic()
+        method = f"{self.role}.{method_name}"
+        start = time.monotonic()
         future = self._group.broadcast_call(method, **arguments)
         if self._on_call is not None:
             self._on_call(self.pool_name, method, start, future)
@@ -218,7 +239,9 @@ class HostProxy(RoleProxy):
 
 
 class RoleProxies:
-    """The proxies of all roles. `group` carries the calls and owns the hosts; `watch` is told of each call."""
+    """The proxies of all roles. `group` carries the calls and owns the hosts; `watch` is
+    told of each call.
+    """
 
     def __init__(self, group: WorkerGroup, on_call: Watch | None = None) -> None:
         self.group = group

@@ -1,9 +1,11 @@
-"""Routes by handle: which experts tokens met stays on the machine of the engine that wrote it, up to 960 bytes a token.
+"""Routes by handle: which experts tokens met stays on the machine of the engine that wrote it, up
+to 960 bytes a token.
 
-A process beside the engines of a machine hands out the tokens and layers that a rank asks for, over connections with
-the handshake and the messages of the control channel, which are there under every launcher; no byte passes the
-controller. The files are ordinary ones: the kernel keeps them in memory and writes them to disk when it needs the room.
-A store that is started again on its machine has the same port, so that handles in a journal still lead to it.
+A process beside the engines of a machine hands out the tokens and layers that a rank asks for, over
+connections with the handshake and the messages of the control channel, which are there under every
+launcher; no byte passes the controller. The files are ordinary ones: the kernel keeps them in
+memory and writes them to disk when it needs the room. A store that is started again on its machine
+has the same port, so that handles in a journal still lead to it.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ class RouteFilesRequest:
 
 
 class RouteStoreClient:
-    """Connections of this process to the stores of machines; see `data.expert_route_files.RemoteRouteStores`. Thread-safe."""
+    """Connections of this process to the stores of machines; see
+    `data.expert_route_files.RemoteRouteStores`. Thread-safe.
+    """
 
     def __init__(self, secret: bytes) -> None:
         self.secret = secret
@@ -101,8 +105,9 @@ class RouteStoreClient:
             found = self._send_request(address, wanted)
         except OSError as error:
             raise ValueError(
-                f"the store at {address} does not hand out {path} ({error}): its machine or process is gone, or hangs."
-                " The same command goes on from the last checkpoint, and generates again what is lost."
+                f"the store at {address} does not hand out {path} ({error}): its machine or"
+                " process is gone, or hangs. The same command goes on from the last checkpoint,"
+                " and generates again what is lost."
             ) from error
         assert isinstance(found, RouteReply)
         if found.problem:
@@ -162,7 +167,9 @@ class RouteStoreClient:
 
     @staticmethod
     def _exchange_message(connection: message_channel.MessageChannel, message: object) -> object:
-        """What fails ends the connection: a late answer must not be taken for that to the next message."""
+        """What fails ends the connection: a late answer must not be taken for that to
+        the next message.
+        """
         try:
             connection.send(message)
             return connection.receive(time.monotonic() + (HELD_S if message == HELD else ANSWER_S))
@@ -196,8 +203,9 @@ class RouteStoreProcess:
     """The store of this machine, as a child of this process. It ends with it, or with `close`."""
 
     def __init__(self, directory: Path, machine_address: str, secret: bytes) -> None:
-        """`machine_address`: the address of this machine, as others reach it. Processes that this one starts, and itself, write
-        handles of the store from now on."""
+        """`machine_address`: the address of this machine, as others reach it. Processes that this
+        one starts, and itself, write handles of the store from now on.
+        """
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", MODULE, str(directory), machine_address, str(os.getpid())]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -219,7 +227,9 @@ class RouteStoreProcess:
 
 
 class _StoredRouteFiles:
-    """The files of one directory, and those of them that a former process has left and nobody has asked for."""
+    """The files of one directory, and those of them that a former process has left and nobody
+    has asked for.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -264,12 +274,16 @@ class _StoredRouteFiles:
         return RouteReply(found.num_tokens, torch.from_numpy(found.ids))
 
     def _resolve_path(self, name: str) -> str:
-        """Return the path of a file of this directory, whatever folders `name` has: nothing else is read or removed."""
+        """Return the path of a file of this directory, whatever folders `name` has: nothing else is
+        read or removed.
+        """
         return str(self._directory / Path(name).name)
 
 
 def _open_store_listener(port_file: Path, machine_address: str) -> socket.socket:
-    """Listen on the port that the former store of this machine had, where that is free, else on another."""
+    """Listen on the port that the former store of this machine had, where that is free,
+    else on another.
+    """
     with contextlib.suppress(OSError, ValueError):
         port = int(port_file.read_text())
         family = socket.getaddrinfo(machine_address, 0, type=socket.SOCK_STREAM)[0][0]
@@ -282,7 +296,8 @@ def main(directory: Path, machine_address: str, parent_pid: int) -> None:
     die_with_parent(9, parent_pid)
     secret = sys.stdin.buffer.readline().strip()
     port_file = directory.parent / f"{directory.name}.{machine_address}.port"
-    listener, files = _open_store_listener(port_file, machine_address), _StoredRouteFiles(directory)
+    listener = _open_store_listener(port_file, machine_address)
+    files = _StoredRouteFiles(directory)
     port = listener.getsockname()[1]
     port_file.write_text(str(port))
     sys.stdout.write(

@@ -1,4 +1,6 @@
-"""A WorkerGroup over the pools of a job: each call goes to the pool that has the role, and they end together."""
+"""A WorkerGroup over the pools of a job: each call goes to the pool that has the role, and
+they end together.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,12 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 class RoutedWorkerGroup:
-    """`groups`: by pool, the actor's first. Calls to one pool keep their order; those to different pools overlap.
+    """`groups`: by pool, the actor's first. Calls to one pool keep their order; those to different
+    pools overlap.
 
-    "critic.update" goes to the critic's pool where there is one; every role that is no pool's name is in the first.
-    When one pool fails the others end too, and all pending and later calls fail with what went wrong there.
+    "critic.update" goes to the critic's pool where there is one; every role that is no pool's name
+    is in the first. When one pool fails the others end too, and all pending and later calls fail
+    with what went wrong there.
     """
 
     def __init__(self, groups: Mapping[str, RemoteWorkerGroup]) -> None:
@@ -54,7 +58,9 @@ class RoutedWorkerGroup:
         )
 
     def wait_until_built(self) -> None:
-        """Returns when the roles of all pools stand. Raises as `RemoteWorkerGroup.wait_until_built`."""
+        """Returns when the roles of all pools stand. Raises
+        as `RemoteWorkerGroup.wait_until_built`.
+        """
         for group in self._groups.values():
             group.wait_until_built()
 
@@ -71,8 +77,8 @@ class RoutedWorkerGroup:
         return self._find_group(method).broadcast_call(method, **arguments)
 
     def query_statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, HostStatus | None]:
-        """Ask each host of all pools what it is doing, by coordinates; None where it did not answer within
-        `timeout_s`.
+        """Ask each host of all pools what it is doing, by coordinates; None where it did not answer
+        within `timeout_s`.
         """
         return {
             view.rank_label: view.status

@@ -1,8 +1,9 @@
 """Engine servers on other machines than the controller's: a keeper there is the parent of a server.
 
-The keeper starts the server as the controller does on its own machine: the same launch, in another process. Requests
-and weights go to the server directly. A server that is killed, or whose keeper is lost, is started again
-(`rollout.max_engine_restarts`). How a keeper is reached, `RemoteHandle`, is the launcher's business.
+The keeper starts the server as the controller does on its own machine: the same launch, in another
+process. Requests and weights go to the server directly. A server that is killed, or whose keeper is
+lost, is started again (`rollout.max_engine_restarts`). How a keeper is reached, `RemoteHandle`, is
+the launcher's business.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class RemoteHandle(Protocol):
     """A `ServerKeeper` somewhere. Thread-safe."""
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call the method there and return its result. Raises what it raises there, ProcessLostError and
-        LateAnswerError.
+        """Call the method there and return its result. Raises what it raises there,
+        ProcessLostError and LateAnswerError.
         """
 
     def submit_call(self, method: str, *arguments: Any) -> CallHandle:
@@ -99,8 +100,10 @@ class ServerKeeper:
         is_restart: bool,
         timeout_s: float,
     ) -> str:
-        """Start the server, and wait in a thread until it is healthy; `report` says what came of it. `find_seat` may
-        raise EngineError. `is_restart`: the log of the former one is kept under a number. Returns `ServerLaunch.meets_at`."""
+        """Start the server, and wait in a thread until it is healthy; `report` says what came of
+        it. `find_seat` may raise EngineError. `is_restart`: the log of the former one is kept under
+        a number. Returns `ServerLaunch.meets_at`.
+        """
         assert self._launch is None, "a keeper starts one server"
         if is_restart:
             archive_log(launch.log)
@@ -124,7 +127,8 @@ class ServerKeeper:
         return launch.get_rendezvous_address()
 
     def report(self) -> ServerReport:
-        process, found = self.server_process, self._report
+        process = self.server_process
+        found = self._report
         if process is None:
             return found
         return replace(
@@ -167,7 +171,9 @@ class ServerKeeper:
 
 
 class RemoteServerProcess:
-    """A server by its keeper; see `rollout.fleet.server_process.ServerProcessHandle`. Thread-safe."""
+    """A server by its keeper; see `rollout.fleet.server_process.ServerProcessHandle`.
+    Thread-safe.
+    """
 
     def __init__(self, name: str, log: Path, keeper: RemoteHandle, start_call: CallHandle) -> None:
         """`start_call`: the call that starts the server."""
@@ -228,7 +234,8 @@ class RemoteServerProcess:
         except LateAnswerError:
             return None
         except RemoteProcessLostError as error:
-            self._loss_reason, self._exit_code = str(error), -signal.SIGKILL
+            self._loss_reason = str(error)
+            self._exit_code = -signal.SIGKILL
             return None
         assert isinstance(found, ServerReport)
         self._last_report = found
@@ -276,7 +283,9 @@ class RemoteServerProcess:
 
 @dataclass
 class RemoteLaunch:
-    """Has the name and the places of a launch, and another way to start; see `rollout.fleet.server_process.ServerLaunch`."""
+    """Has the name and the places of a launch, and another way to start;
+    see `rollout.fleet.server_process.ServerLaunch`.
+    """
 
     launch: ServerLaunch
 
@@ -321,7 +330,9 @@ class KeeperLaunch(RemoteLaunch):
         raise AssertionError("its keeper gives it a seat")
 
     def start(self) -> None:
-        """Returns before the server runs. Raises EngineError where its keeper cannot be told where."""
+        """Returns before the server runs. Raises EngineError where its keeper
+        cannot be told where.
+        """
         self.previous_pid = None if self.process is None else self.process.last_pid
         try:
             self.process = RemoteServerProcess(
@@ -342,7 +353,8 @@ class KeeperLaunch(RemoteLaunch):
         start = reported = time.monotonic()
         while True:
             self.process.raise_start_error()
-            report, now = self.process.fetch_report(), time.monotonic()
+            report = self.process.fetch_report()
+            now = time.monotonic()
             if report is not None and report.pid is not None and report.pid == self.previous_pid:
                 report = None  # its keeper has not begun yet
             if report is not None and report.address is not None:
@@ -360,7 +372,8 @@ class KeeperLaunch(RemoteLaunch):
                     else "its keeper does not answer"
                 )
                 raise EngineTimeoutError(
-                    f"{self.name} was not ready after {now - start:.0f} s (rollout.startup_timeout_s); {tail}"
+                    f"{self.name} was not ready after {now - start:.0f} s"
+                    f" (rollout.startup_timeout_s); {tail}"
                 )
             if progress is not None and now - reported >= 1.0:
                 reported = now

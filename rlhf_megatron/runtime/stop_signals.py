@@ -1,9 +1,10 @@
 """Being told to stop. A signal to any process of a job becomes a StopRequest in the controller.
 
-The first signal asks: the run ends at the next place where its state is whole, within `grace_s`. A second one, or the
-end of that time, ends it where it is: SystemExit in the controller, so that `finally` clauses run, for CLEANUP_S at
-most. A host that gets the signal tells the controller and stays until it is told to leave; only where the controller
-does not end it in time does it end itself.
+The first signal asks: the run ends at the next place where its state is whole, within `grace_s`. A
+second one, or the end of that time, ends it where it is: SystemExit in the controller, so that
+`finally` clauses run, for CLEANUP_S at most. A host that gets the signal tells the controller and
+stays until it is told to leave; only where the controller does not end it in time does
+it end itself.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ from rlhf_megatron.runtime.control_messages import HostSignalNotice
 from rlhf_megatron.stop import StopRequest, get_startup_exit_code
 
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-STOP_LIMIT_ENV = "RLHF_MEGATRON_STOP_LIMIT_S"  # seconds after a signal until the agent kills the ranks that are left
-REPEAT_S = 3.0  # within it a host's signals are one: a scheduler signals every process, and the agent passes it on
+# seconds after a signal until the agent kills the ranks that are left
+STOP_LIMIT_ENV = "RLHF_MEGATRON_STOP_LIMIT_S"
+# within it a host's signals are one: a scheduler signals every process, and the agent passes it on
+REPEAT_S = 3.0
 CONTROLLER_REPEAT_S = 0.5  # the controller gets no signal from a host that can send a message
 CLEANUP_S = 12.0  # for the controller to end engines and hosts once it does not go on
 HOST_SLACK_S = 5.0  # beyond it, for the controller to end this host
@@ -39,7 +42,9 @@ class FailureSource(Protocol):
 
 
 class ControllerStopHandler:
-    """The controller's side, also of an inline run. `stop` is what the loop reads; `parent`: process that starts it."""
+    """The controller's side, also of an inline run. `stop` is what the loop reads; `parent`:
+    process that starts it.
+    """
 
     def __init__(
         self, stop_request: StopRequest, grace_s: float, parent_pid: int | None = None
@@ -66,8 +71,9 @@ class ControllerStopHandler:
 
     @contextmanager
     def install_handlers(self) -> Iterator[None]:
-        """Signals go here while it lasts. On the main thread. Then a controller with a parent is about to exit, and
-        keeps its exit code whatever comes."""
+        """Signals go here while it lasts. On the main thread. Then a controller with a parent is
+        about to exit, and keeps its exit code whatever comes.
+        """
         before = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         try:
@@ -94,7 +100,8 @@ class ControllerStopHandler:
     def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
         is_orphan = self._parent_pid is not None and os.getppid() != self._parent_pid
         now = time.monotonic()
-        last, self._last_signal_at = self._last_signal_at, now
+        last = self._last_signal_at
+        self._last_signal_at = now
         is_second = (last > 0 and now - last > CONTROLLER_REPEAT_S) or (
             self._stop_request.is_requested and now - self._stop_requested_at > REPEAT_S
         )
@@ -121,7 +128,8 @@ class ControllerStopHandler:
             self._get_failure() is None
         ):  # else torchrun tells the ranks that are left, and the controller with rank 0, to end
             sys.stderr.write(
-                f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends it at once\n"
+                f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends"
+                " it at once\n"
             )
 
     def _interrupt_main_thread(self, signal_number: int) -> None:
@@ -154,7 +162,8 @@ class ControllerStopHandler:
 
 
 class HostStopHandler:
-    """A host's side: `handle_signal` is called in a thread of its own (`processes.on_signals`), once for each signal.
+    """A host's side: `handle_signal` is called in a thread of its own (`processes.on_signals`),
+    once for each signal.
 
     `controller`: the process that this host has started, on rank 0.
     """
@@ -175,7 +184,8 @@ class HostStopHandler:
     def handle_signal(self, signal_number: int) -> None:
         now = time.monotonic()
         is_orphan = os.getppid() != self._parent_pid
-        # The controller reads what hosts say when all have come: until then only a signal of its own reaches it.
+        # The controller reads what hosts say when all have come: until then only a signal of its
+        # own reaches it.
         if self.send_notice is None or (self.is_startup and self._controller_process is not None):
             self._exit_at_startup(signal_number)
         elif self._first_signal_at is None and not is_orphan:
@@ -213,7 +223,9 @@ class HostStopHandler:
             except subprocess.TimeoutExpired:
                 self._controller_process.kill()
             time.sleep(0.5)  # until the other nodes have read its exit code
-        else:  # a job is told to stop everywhere: the controller must not take this host for lost first
+        else:
+            # a job is told to stop everywhere: the controller must not take this host
+            # for lost first
             time.sleep(REPEAT_S)
         os._exit(get_startup_exit_code(signal_number))
 

@@ -15,9 +15,9 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 class WorkerGroup(Protocol):
     """`method` is "role.method", e.g. "actor.update" or "reference.log_probs", or "host.method".
 
-    Calls to roles of one pool run one after the other, in the order in which they were made; those to roles of
-    different pools run at the same time. After a call that failed all hosts are ended and every later call fails with
-    the same error (see `runtime.host_errors`).
+    Calls to roles of one pool run one after the other, in the order in which they were made; those
+    to roles of different pools run at the same time. After a call that failed all hosts are ended
+    and every later call fails with the same error (see `runtime.host_errors`).
     """
 
     @property
@@ -31,18 +31,22 @@ class WorkerGroup(Protocol):
     def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
-        """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results together in order.
+        """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results
+        together in order.
 
-        `token_budget`: tokens of a micro-batch. The method gets its shard as `batch` and its ReplicaPlan as `plan`.
-        A result that is a TokenBatch comes back as one batch in the order of `batch`; an UpdateResult as their sum.
+        `token_budget`: tokens of a micro-batch. The method gets its shard as `batch` and its
+        ReplicaPlan as `plan`. A result that is a TokenBatch comes back as one batch in the order of
+        `batch`; an UpdateResult as their sum.
         """
 
     def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        """Make the same call on every rank of the role's pool ("host": the actor's). One result a rank, in order."""
+        """Make the same call on every rank of the role's pool ("host": the actor's). One result a
+        rank, in order.
+        """
 
     def describe_hosts(self) -> list[str]:
-        """Say what each host is doing, for a person, by rank; [] where there is none beside this process. Takes
-        seconds.
+        """Say what each host is doing, for a person, by rank; [] where there is none beside this
+        process. Takes seconds.
         """
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:

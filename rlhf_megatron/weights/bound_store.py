@@ -1,4 +1,6 @@
-"""torch's rendezvous store on one address: its own server listens on all of them, and takes commands from anyone."""
+"""torch's rendezvous store on one address: its own server listens on all of them, and takes
+commands from anyone.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class AddressBoundStore(TCPStore):
 
 
 def listen_on_address(host_name: str, port: int) -> socket.socket:
-    """Return a socket that listens there and nowhere else; port 0: one that is free. Raises OSError."""
+    """Return a socket that listens there and nowhere else; port 0: one that is free.
+    Raises OSError.
+    """
     address = (
         "127.0.0.1" if host_name == "localhost" else host_name
     )  # ranks are given the first, torchrun the second

@@ -1,5 +1,6 @@
-"""The two buffers of a sender, which take turns: while one bucket is delivered the next one is filled. And how an
-engine reads a bucket that lies in a file."""
+"""The two buffers of a sender, which take turns: while one bucket is delivered the next one is
+filled. And how an engine reads a bucket that lies in a file.
+"""
 
 from __future__ import annotations
 
@@ -28,22 +29,29 @@ _RULE = "only plain files of the transfer directory are read."
 
 @dataclass(frozen=True)
 class LentSegment:
-    """The bytes of a bucket from `start` on, in device memory of the rank that filled them. For one reader."""
+    """The bytes of a bucket from `start` on, in device memory of the rank that filled them.
+    For one reader.
+    """
 
     start: int
     memory: SharedDeviceMemory
 
 
 LentSegments = Sequence[Sequence[LentSegment]]
-"""By reader, in the order of engines and of their ranks: the segments of a bucket that lie with other ranks."""
+"""By reader, in the order of engines and of their ranks: the segments of a bucket that lie
+with other ranks.
+"""
 
 DeliverBucket = Callable[..., None]
-"""Given a bucket, the bytes in its buffer ([num_bytes] uint8; this rank's, where others lend theirs) and `LentSegments` where
-there is any, returns when all engines have read it, or raises."""
+"""Given a bucket, the bytes in its buffer ([num_bytes] uint8; this rank's, where others lend
+theirs) and `LentSegments` where there is any, returns when all engines have read it, or raises.
+"""
 
 
 class BucketBuffers:
-    """Buffers in plain memory, of a GPU or the host. Used by one thread; deliveries run in another, one at a time."""
+    """Buffers in plain memory, of a GPU or the host. Used by one thread; deliveries run in another,
+    one at a time.
+    """
 
     def __init__(self, memory: Sequence[Tensor], deliver_bucket: DeliverBucket) -> None:
         """`memory`: the buffers, each [capacity] uint8."""
@@ -70,7 +78,8 @@ class BucketBuffers:
         Waits until the delivery that used it before has ended; raises that delivery's error.
         """
         slot = self._buffer_index(bucket_index)
-        pending, self._pending_deliveries[slot] = self._pending_deliveries[slot], None
+        pending = self._pending_deliveries[slot]
+        self._pending_deliveries[slot] = None
         if pending is not None:
             pending.result()  # transports have deadlines
         return self._buffers[slot]
@@ -106,11 +115,15 @@ class BucketBuffers:
             raise failures[0]
 
     def close(self) -> None:
-        """Wait for the delivery that runs, drop the others, free the memory. Never raises; safe to call twice."""
+        """Wait for the delivery that runs, drop the others, free the memory. Never raises; safe
+        to call twice.
+        """
         self._executor.shutdown(wait=True, cancel_futures=True)
         for memory in self._locked_buffers:
             page_unlock_memory(memory)
-        self._buffers, self._locked_buffers, self._pending_deliveries = [], [], []
+        self._buffers = []
+        self._locked_buffers = []
+        self._pending_deliveries = []
 
     def _buffer_index(self, bucket_index: int) -> int:
         return bucket_index % len(self._buffers)
@@ -161,15 +174,18 @@ def view_bucket_tensors(
 
 
 def open_lent_segments(segments: Sequence[LentSegment]) -> list[tuple[int, Tensor]]:
-    """The pieces of a bucket that other processes lend, for `view_bucket_tensors`. Raises ValueError where one cannot be opened."""
+    """The pieces of a bucket that other processes lend, for `view_bucket_tensors`. Raises
+    ValueError where one cannot be opened.
+    """
     return [(segment.start, open_shared_memory(segment.memory)) for segment in segments]
 
 
 def map_bucket_file(path: Path, manifest: BucketManifest) -> Tensor:
-    """[num_bytes] uint8, the bucket in its file, mapped privately: writing to it changes nothing outside. Valid while
-    the file stays as it is.
+    """[num_bytes] uint8, the bucket in its file, mapped privately: writing to it changes nothing
+    outside. Valid while the file stays as it is.
 
-    Raises ValueError for what is no plain file of the directory's owner or too short, OSError where there is none.
+    Raises ValueError for what is no plain file of the directory's owner or too short, OSError where
+    there is none.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -185,7 +201,8 @@ def map_bucket_file(path: Path, manifest: BucketManifest) -> Tensor:
             or found.st_uid != path.parent.stat().st_uid
         ):
             raise ValueError(
-                f"{manifest.label}: {path.name} is a link, of another user or no plain file; {_RULE}"
+                f"{manifest.label}: {path.name} is a link, of another user or no plain"
+                f" file; {_RULE}"
             )
         end = manifest.file_offset + manifest.num_bytes
         if found.st_size < end:

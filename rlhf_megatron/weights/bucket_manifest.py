@@ -1,4 +1,6 @@
-"""What accompanies a bucket of weights on its way to an engine: JSON beside raw bytes, never a pickle."""
+"""What accompanies a bucket of weights on its way to an engine: JSON beside raw bytes,
+never a pickle.
+"""
 
 from __future__ import annotations
 
@@ -42,10 +44,11 @@ class TensorEntry:
         return prod(self.span.shape_within(self.shape)) * DTYPE_BYTES[self.dtype]
 
     def view_in_bucket(self, bucket: Tensor) -> Tensor:
-        """Return this tensor's part of `bucket` [bytes] uint8; a copy where its place is no multiple of its numbers'
-        size.
+        """Return this tensor's part of `bucket` [bytes] uint8; a copy where its place is no
+        multiple of its numbers' size.
         """
-        raw, dtype = bucket[self.offset : self.offset + self.num_bytes], getattr(torch, self.dtype)
+        raw = bucket[self.offset : self.offset + self.num_bytes]
+        dtype = getattr(torch, self.dtype)
         is_odd = raw.storage_offset() % dtype.itemsize != 0
         return (raw.clone() if is_odd else raw).view(dtype).view(self.span.shape_within(self.shape))
 
@@ -83,7 +86,9 @@ class BucketManifest:
 
     @staticmethod
     def parse_json(text: str) -> BucketManifest:
-        """Raises ValueError when a field is missing, a path leaves the transfer directory, or tensors overlap."""
+        """Raises ValueError when a field is missing, a path leaves the transfer directory, or
+        tensors overlap.
+        """
         try:
             manifest = msgspec.json.decode(text, type=BucketManifest)
         except (msgspec.MsgspecError, RecursionError) as error:
@@ -105,8 +110,8 @@ class BucketManifest:
         for entry in sorted(self.tensors, key=lambda e: e.offset):
             if entry.dtype not in DTYPE_BYTES or any(n < 0 for n in entry.shape):
                 raise ValueError(
-                    f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape}; known types are"
-                    f" {', '.join(DTYPE_BYTES)}, and no size is negative."
+                    f"tensor {entry.name!r} has dtype {entry.dtype!r} and shape {entry.shape};"
+                    f" known types are {', '.join(DTYPE_BYTES)}, and no size is negative."
                 )
             if not _is_part_inside(entry.part, entry.shape):
                 raise ValueError(

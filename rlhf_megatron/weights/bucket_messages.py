@@ -1,7 +1,9 @@
-"""Messages of a weight sync over a link: what each rank of a copy sends of one bucket to each rank of an engine.
+"""Messages of a weight sync over a link: what each rank of a copy sends of one bucket to each
+rank of an engine.
 
-A message has the parts that stand in this rank of the engine, as the engine itself has told, and nothing else. The
-engine is told what comes, so no lengths are exchanged. Pure but for `pack_message`, `receive_bucket` and `EngineRankLinks`.
+A message has the parts that stand in this rank of the engine, as the engine itself has told, and
+nothing else. The engine is told what comes, so no lengths are exchanged. Pure but for
+`pack_message`, `receive_bucket` and `EngineRankLinks`.
 """
 
 from __future__ import annotations
@@ -59,10 +61,12 @@ class BucketExchange:
 def plan_bucket_message(
     sender_rank: int, bucket: WeightBucket, engine_dtype: str, held_spans: HeldSpansByName
 ) -> BucketMessage:
-    """Return what the engine's rank needs of a bucket of the rank at place `sender_rank`. `engine_dtype`: the engine's. Raises
-    ValueError where parts are cut along another axis than the sender's, or a rank holds several apart.
+    """Return what the engine's rank needs of a bucket of the rank at place `sender_rank`.
+    `engine_dtype`: the engine's. Raises ValueError where parts are cut along another axis than the
+    sender's, or a rank holds several apart.
     """
-    pieces, end = [], 0
+    pieces = []
+    end = 0
     for rule, slot in _iterate_rule_slots(bucket):
         spans = held_spans.get(slot.hf_tensor.name, ()) if slot.num_bytes else ()
         commons = {
@@ -72,7 +76,8 @@ def plan_bucket_message(
         }
         if len(commons) > 1:
             raise ValueError(
-                f"a rank of the engine holds several parts of {slot.hf_tensor.name}, {commons}; send it whole."
+                f"a rank of the engine holds several parts of {slot.hf_tensor.name}, {commons};"
+                " send it whole."
             )
         for common in commons:
             width = DTYPE_BYTES[rule.get_sent_dtype(slot.hf_tensor, engine_dtype)]
@@ -108,8 +113,9 @@ def make_entry_key(hf_tensor: HFTensor, span: TensorSpan) -> str:
 def pack_message(
     message: BucketMessage, bucket: WeightBucket, engine_dtype: str, bucket_memory: Tensor
 ) -> Tensor:
-    """[num_bytes] uint8: the message's bytes. `bucket_memory` ([bytes] uint8) holds the bucket of its sender; no copy is made
-    where the message is all of it."""
+    """[num_bytes] uint8: the message's bytes. `bucket_memory` ([bytes] uint8) holds the bucket of
+    its sender; no copy is made where the message is all of it.
+    """
     slots = {
         make_entry_key(slot.hf_tensor, slot.span): (rule, slot)
         for rule, slot in _iterate_rule_slots(bucket)
@@ -121,10 +127,8 @@ def pack_message(
     packed = torch.empty(message.num_bytes, dtype=torch.uint8, device=bucket_memory.device)
     for piece in message.pieces:
         rule, slot = slots[piece.key]
-        kind, span = (
-            getattr(torch, rule.get_sent_dtype(slot.hf_tensor, engine_dtype)),
-            TensorSpan(*piece.span),
-        )
+        kind = getattr(torch, rule.get_sent_dtype(slot.hf_tensor, engine_dtype))
+        span = TensorSpan(*piece.span)
         held = (
             bucket_memory[slot.offset : slot.offset + slot.num_bytes]
             .view(kind)
@@ -139,7 +143,9 @@ def pack_message(
 
 
 def narrow_to_span(values: Tensor, held_span: TensorSpan, span: TensorSpan) -> Tensor:
-    """Return the part `span` of a tensor, given the values of its part `held_span`, in which it lies."""
+    """Return the part `span` of a tensor, given the values of its part `held_span`, in
+    which it lies.
+    """
     return values.narrow(
         span.dim,
         span.start - (held_span.start if span.dim == held_span.dim else 0),
@@ -148,8 +154,10 @@ def narrow_to_span(values: Tensor, held_span: TensorSpan, span: TensorSpan) -> T
 
 
 def iterate_receivers_in_rotation(num_engine_ranks: int, sender_rank: int) -> Iterator[int]:
-    """The ranks of an engine in the order in which the rank at place `sender_rank` sends to them: in each turn every rank of
-    the engine hears from other senders, and nobody waits for who waits for him."""
+    """The ranks of an engine in the order in which the rank at place `sender_rank` sends to them:
+    in each turn every rank of the engine hears from other senders, and nobody waits for who
+    waits for him.
+    """
     for turn in range(num_engine_ranks):
         yield (sender_rank + turn) % num_engine_ranks
 
@@ -162,9 +170,9 @@ def receive_bucket(
     device: torch.device,
     timeout_s: float,
 ) -> dict[str, tuple[TensorSpan, Tensor]]:
-    """Receive a bucket on the engine's rank: by `TensorEntry.key` the part that came, and its values. It allocates what
-    this rank takes of the bucket. Raises RuntimeError where a sender died or is late, ValueError for a message that is
-    not of this bucket.
+    """Receive a bucket on the engine's rank: by `TensorEntry.key` the part that came, and its
+    values. It allocates what this rank takes of the bucket. Raises RuntimeError where a sender died
+    or is late, ValueError for a message that is not of this bucket.
     """
     entries = {entry.key: entry for entry in manifest.tensors}
     mine = {message.source: message for message in exchange.messages[engine_rank]}
@@ -186,10 +194,12 @@ def _unpack_message(
     message: BucketMessage, entry_by_key: Mapping[str, TensorEntry], memory: Tensor
 ) -> Iterator[tuple[str, tuple[TensorSpan, Tensor]]]:
     for piece in message.pieces:
-        entry, span = entry_by_key.get(piece.key), TensorSpan(*piece.span)
+        entry = entry_by_key.get(piece.key)
+        span = TensorSpan(*piece.span)
         if entry is None:
             raise ValueError(f"a message has {piece.key!r}, which the bucket's manifest has not.")
-        kind, shape = getattr(torch, entry.dtype), span.shape_within(entry.shape)
+        kind = getattr(torch, entry.dtype)
+        shape = span.shape_within(entry.shape)
         raw = memory[piece.offset : piece.offset + prod(shape) * kind.itemsize]
         yield piece.key, (span, raw.view(kind).view(shape))
 
@@ -226,7 +236,9 @@ class EngineRankLinks:
         engine_rank: int,
         device: torch.device,
     ) -> None:
-        """Join as rank `num_senders + rank`. `sender`: coordinates of the copy's first rank, whose older link goes."""
+        """Join as rank `num_senders + rank`. `sender`: coordinates of the copy's first rank, whose
+        older link goes.
+        """
         self._link_by_sender.pop(sender, None)
         link = EngineLink(invitation, num_senders + engine_rank, JOIN_TIMEOUT_S)
         link.join_group()

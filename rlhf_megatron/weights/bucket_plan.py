@@ -1,7 +1,9 @@
-"""Which tensors travel together, and where in a bucket each of them lies. Pure integers: provable on any machine.
+"""Which tensors travel together, and where in a bucket each of them lies. Pure integers: provable
+on any machine.
 
-A bucket is a flat buffer of Hugging Face tensors, or of the parts of them that one rank holds, in the engine's type.
-Each rank that sends has buckets of its own; what it has of a fusion group is never cut.
+A bucket is a flat buffer of Hugging Face tensors, or of the parts of them that one rank holds, in
+the engine's type. Each rank that sends has buckets of its own; what it has of a fusion
+group is never cut.
 """
 
 from __future__ import annotations
@@ -56,12 +58,14 @@ def plan_buckets(
     alignment: int = ALIGNMENT,
     spans_by_name: SpansByName | None = None,
 ) -> tuple[WeightBucket, ...]:
-    """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion groups' first rules.
+    """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion
+    groups' first rules.
 
-    `engine_dtype`: the engine's, a key of DTYPE_BYTES. `spans_by_name`: None: whole tensors. `alignment`: bytes of which each tensor
-    begins at a multiple; 1: no gaps between tensors of one type, each of which is still aligned to its own numbers. A
-    fusion group that is larger than `bucket_bytes` gets a bucket of its own, of its own size (see `describe_oversized_buckets`). Raises
-    ValueError for an unknown type or a size that is not positive.
+    `engine_dtype`: the engine's, a key of DTYPE_BYTES. `spans_by_name`: None: whole tensors.
+    `alignment`: bytes of which each tensor begins at a multiple; 1: no gaps between tensors of one
+    type, each of which is still aligned to its own numbers. A fusion group that is larger than
+    `bucket_bytes` gets a bucket of its own, of its own size (see `describe_oversized_buckets`).
+    Raises ValueError for an unknown type or a size that is not positive.
     """
     if engine_dtype not in DTYPE_BYTES:
         raise ValueError(
@@ -158,7 +162,8 @@ def _lay_out_bucket(
     alignment: int,
     spans_by_name: SpansByName | None,
 ) -> WeightBucket:
-    slots, offset = [], 0
+    slots = []
+    offset = 0
     for rule in rules:
         for hf, span, num_bytes in _iterate_sent_parts(rule, engine_dtype, spans_by_name):
             offset = _align_bytes(
@@ -189,8 +194,9 @@ def _iterate_sent_parts(
 def list_gathered_shards(
     rules: Sequence[WeightRule], layout: ParallelLayout
 ) -> list[list[tuple[WeightRule, tuple[int, ...]]]]:
-    """Return, by place in a copy (`ParallelLayout.copy_size`), the rules whose shard the rank there gives to the sender, which
-    is the first rank, and the shard's shape. The sender gives itself nothing.
+    """Return, by place in a copy (`ParallelLayout.copy_size`), the rules whose shard the rank there
+    gives to the sender, which is the first rank, and the shard's shape. The sender gives
+    itself nothing.
     """
     sent: list[list[tuple[WeightRule, tuple[int, ...]]]] = [[] for _ in range(layout.copy_size)]
     for rule in rules:

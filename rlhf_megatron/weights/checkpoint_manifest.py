@@ -1,8 +1,9 @@
 """The manifest of a checkpoint names every file with its size and digest. Pure files, no Megatron.
 
-A directory is read only after it was compared with its manifest, so that a flipped bit, a missing shard or a file that
-somebody slipped in is found before anything in it is parsed. The manifest protects against accidents; whoever can write
-the directory can write a manifest that fits, which is why nothing in a checkpoint is unpickled freely either.
+A directory is read only after it was compared with its manifest, so that a flipped bit, a missing
+shard or a file that somebody slipped in is found before anything in it is parsed. The manifest
+protects against accidents; whoever can write the directory can write a manifest that fits, which is
+why nothing in a checkpoint is unpickled freely either.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from typing import Any
 from rlhf_megatron.data import codec
 
 MANIFEST = "manifest.json"
-FORMAT, FORMAT_VERSION = "rlhf_megatron.ranks.checkpoint", 1
+FORMAT = "rlhf_megatron.ranks.checkpoint"
+FORMAT_VERSION = 1
 _LARGEST_MANIFEST = 256 << 20  # bytes; a hundred ranks' files take some 50 kB
 _BLOCK = 4 << 20  # bytes
 _NUM_READERS = 8
@@ -103,9 +105,11 @@ def parse_checkpoint_manifest(text: str) -> CheckpointManifest:
 
 
 def verify_file_digests(directory: Path) -> CheckpointManifest:
-    """The manifest of `directory`, after all that it says was found true and nothing beside it was found.
+    """The manifest of `directory`, after all that it says was found true and nothing
+    beside it was found.
 
-    Raises ValueError naming the files that are missing, not named, links, cut or changed. Reads every byte.
+    Raises ValueError naming the files that are missing, not named, links, cut or changed.
+    Reads every byte.
     """
     manifest = read_checkpoint_manifest(directory)
     problems = list(_find_size_problems(directory, manifest))
@@ -177,7 +181,9 @@ def compute_file_sha256(path: Path) -> str:
 
 
 def walk_files(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """(relative path, what lstat says) of everything below `directory` but real directories; follows no link."""
+    """(relative path, what lstat says) of everything below `directory` but real directories;
+    follows no link.
+    """
     pending = [directory]
     while pending:
         with os.scandir(pending.pop()) as entries:
@@ -227,7 +233,8 @@ def _parse_file_record(entry: Any) -> FileRecord:
         raise ValueError(
             f"a file has the entries {sorted(entry)} instead of path, num_bytes and sha256"
         )
-    path, digest = entry["path"], entry["sha256"]
+    path = entry["path"]
+    digest = entry["sha256"]
     if not isinstance(path, str) or not _is_plain_relative_path(path):
         raise ValueError(f"{path!r} is not a plain relative path inside the checkpoint")
     if not isinstance(digest, str):

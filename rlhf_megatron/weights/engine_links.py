@@ -1,7 +1,8 @@
-"""Process groups of ranks of a trainer and the ranks of an engine, apart from torch's default world.
+"""Process groups of ranks of a trainer and the ranks of an engine, apart from torch's
+default world.
 
-Rank 0 listens and invites; the other side joins as stock SGLang's `init_custom_process_group` does. Every call has a
-deadline, and an error of the other side ends no process here.
+Rank 0 listens and invites; the other side joins as stock SGLang's `init_custom_process_group` does.
+Every call has a deadline, and an error of the other side ends no process here.
 """
 
 from __future__ import annotations
@@ -47,9 +48,11 @@ class LinkInvitation:
 
 
 class EngineLink:
-    """One rank's end of such a group: `join_group` on all ranks at once, then `broadcast_bucket` or `exchange_tensors`.
+    """One rank's end of such a group: `join_group` on all ranks at once, then `broadcast_bucket`
+    or `exchange_tensors`.
 
-    After any error it is of no more use. Thread-safe in that `abort` may be called while another thread is inside.
+    After any error it is of no more use. Thread-safe in that `abort` may be called while another
+    thread is inside.
     """
 
     def __init__(
@@ -66,8 +69,9 @@ class EngineLink:
     def make_inviting_link(
         name: str, address: str, num_ranks: int, backend: str, timeout_s: float
     ) -> EngineLink:
-        """Rank 0, which listens at `address`, of this host as the others reach it, and nowhere else. `name` must be new
-        to them. Raises OSError where it cannot."""
+        """Rank 0, which listens at `address`, of this host as the others reach it, and nowhere
+        else. `name` must be new to them. Raises OSError where it cannot.
+        """
         listener = listen_on_address(address, 0)
         port: int = listener.getsockname()[1]
         store = TCPStore(
@@ -88,8 +92,9 @@ class EngineLink:
         return self.invitation.name
 
     def join_group(self) -> None:
-        """Returns when all ranks have joined. Raises RuntimeError when they have not by the deadline, OSError where
-        rank 0 is not reached."""
+        """Returns when all ranks have joined. Raises RuntimeError when they have not by the
+        deadline, OSError where rank 0 is not reached.
+        """
         place = self.invitation
         if self._store is None:
             self._store = TCPStore(
@@ -108,8 +113,9 @@ class EngineLink:
         self._backend = make(store)
 
     def open_connections(self, num_senders: int, device: torch.device, timeout_s: float) -> None:
-        """Make the connection of each pair that `exchange_tensors` will use: the first `num_senders` ranks with all others. All
-        ranks call it."""
+        """Make the connection of each pair that `exchange_tensors` will use: the first
+        `num_senders` ranks with all others. All ranks call it.
+        """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         others = range(num_senders, self.invitation.size)
         for peer in others if self.rank < num_senders else range(num_senders):
@@ -119,10 +125,12 @@ class EngineLink:
             )
 
     def broadcast_bucket(self, bucket: Tensor, timeout_s: float) -> None:
-        """Returns when the other ranks have been sent all of `bucket`, by rank 0. Raises RuntimeError when they died or
-        do not take it in time."""
+        """Returns when the other ranks have been sent all of `bucket`, by rank 0. Raises
+        RuntimeError when they died or do not take it in time.
+        """
         options = dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = 0, 0
+        options.rootRank = 0
+        options.rootTensor = 0
         options.timeout = timedelta(seconds=timeout_s)
         backend = self._get_joined_backend()
         self._run_collectives(
@@ -135,8 +143,9 @@ class EngineLink:
         receives: Sequence[tuple[Tensor, int]],
         timeout_s: float,
     ) -> None:
-        """Send and receive (contiguous tensor, other rank), all at once. Returns when it is done. Raises RuntimeError
-        where a rank died or does not come in time."""
+        """Send and receive (contiguous tensor, other rank), all at once. Returns when it is done.
+        Raises RuntimeError where a rank died or does not come in time.
+        """
         if not sends and not receives:
             return
         backend = self._get_joined_backend()
@@ -150,8 +159,11 @@ class EngineLink:
         self._run_collectives((*sends, *receives)[0][0].device, start_transfers, timeout_s)
 
     def abort(self) -> None:
-        """Give up what is under way. With gloo that ends when the others leave the group, or at its deadline."""
-        backend, store = self._backend, self._store
+        """Give up what is under way. With gloo that ends when the others leave the group, or
+        at its deadline.
+        """
+        backend = self._backend
+        store = self._store
         self._backend = self._store = None
         if backend is not None and self.invitation.backend == "nccl":
             if self.rank == 0 and store is not None:
@@ -182,7 +194,8 @@ class EngineLink:
             for work in start_collectives():
                 work.wait(timedelta(seconds=timeout_s))
             return
-        deadline, look_s = time.monotonic() + timeout_s, time.monotonic()
+        deadline = time.monotonic() + timeout_s
+        look_s = time.monotonic()
         with torch.cuda.stream(
             torch.cuda.Stream(device)
         ):  # the process's own work does not wait for it
@@ -218,8 +231,10 @@ class EngineLink:
 
 @contextmanager
 def _prevent_nccl_process_exit() -> Iterator[None]:
-    """NCCL's watchdog ends a process whose peer died. A trainer outlives its engines, so it only cleans up here. A
-    group reads that from the environment when it is made, and there is no other way to say it."""
+    """NCCL's watchdog ends a process whose peer died. A trainer outlives its engines, so it only
+    cleans up here. A group reads that from the environment when it is made, and there is no other
+    way to say it.
+    """
     with _environment:
         before = os.environ.get(_NCCL_ERRORS)
         os.environ[_NCCL_ERRORS] = _CLEAN_UP_ONLY
@@ -233,7 +248,9 @@ def _prevent_nccl_process_exit() -> Iterator[None]:
 
 
 def find_address_towards_url(url: str) -> str:
-    """Return the address of this host by which the server at `url` reaches it. Nothing is sent. Raises OSError."""
+    """Return the address of this host by which the server at `url` reaches it. Nothing is sent.
+    Raises OSError.
+    """
     parts = urlsplit(url)
     return find_address_towards(parts.hostname or "", parts.port or 80)
 

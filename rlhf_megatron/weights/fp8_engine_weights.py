@@ -1,7 +1,9 @@
-"""FP8 rollouts: what is sent to engines that hold matrices in blocks of 128 x 128, with a scale each.
+"""FP8 rollouts: what is sent to engines that hold matrices in blocks of 128 x 128,
+with a scale each.
 
-A rank of the trainer quantises what it holds (`weights.quantised_weights.quantise_to_fp8`) before it is cut for the engine's ranks.
-Where all cuts lie between blocks (`require_whole_fp8_blocks`), these are the bytes of the whole matrix quantised at once.
+A rank of the trainer quantises what it holds (`weights.quantised_weights.quantise_to_fp8`) before
+it is cut for the engine's ranks. Where all cuts lie between blocks (`require_whole_fp8_blocks`),
+these are the bytes of the whole matrix quantised at once.
 """
 
 from __future__ import annotations
@@ -23,9 +25,10 @@ from rlhf_megatron.weights.weight_table import HFTensor, TensorSpan, WeightRule,
 
 
 def make_fp8_rule(rule: WeightRule, engine_dtype: str) -> WeightRule:
-    """Returns a rule of the same Megatron tensor, whose `hf` are the matrices, in FP8 where `is_stored_in_fp8` says so, and
-    their scales behind them. What is quantised is the weight in `engine_dtype`, the engine's. It has no way back: its
-    `to_megatron` still takes plain matrices."""
+    """Returns a rule of the same Megatron tensor, whose `hf` are the matrices, in FP8 where
+    `is_stored_in_fp8` says so, and their scales behind them. What is quantised is the weight in
+    `engine_dtype`, the engine's. It has no way back: its `to_megatron` still takes plain matrices.
+    """
     is_fp8 = [is_stored_in_fp8(hf.name) for hf in rule.hf_tensors]
     if not any(is_fp8):
         return rule
@@ -67,26 +70,32 @@ def make_engine_table(
 def require_whole_fp8_blocks(
     table: Sequence[WeightRule], layout: ParallelLayout, engine_layout: EngineLayout
 ) -> None:
-    """Raises ValueError where a matrix in FP8 is cut within a block, by the trainer's ranks or by an engine's."""
+    """Raises ValueError where a matrix in FP8 is cut within a block, by the trainer's ranks or
+    by an engine's.
+    """
     for rule in table:
         for hf, span, ways, whose in chain(
             _iterate_trainer_cuts(rule, layout), _iterate_engine_cuts(rule, engine_layout)
         ):
-            block, size = FP8_BLOCK[span.dim], hf.shape[span.dim]
+            block = FP8_BLOCK[span.dim]
+            size = hf.shape[span.dim]
             if is_stored_in_fp8(hf.name) and span.start % block:
                 raise ValueError(
-                    f"rollout.quantization (fp8) has a scale for each {block} x {block} of a matrix, but {whose} cuts"
-                    f" {size} {('rows', 'columns')[span.dim]} of {hf.name} into {ways} parts of {size // ways}; each"
-                    f" must have a multiple of {block}: use fewer parts, or leave rollout.quantization out."
+                    f"rollout.quantization (fp8) has a scale for each {block} x {block} of a"
+                    f" matrix, but {whose} cuts {size} {('rows', 'columns')[span.dim]} of"
+                    f" {hf.name} into {ways} parts of {size // ways}; each must have a multiple of"
+                    f" {block}: use fewer parts, or leave rollout.quantization out."
                 )
 
 
 def _iterate_trainer_cuts(
     rule: WeightRule, layout: ParallelLayout
 ) -> Iterator[tuple[HFTensor, TensorSpan, int, str]]:
-    ways, name = (layout.tp, "actor.megatron.tensor_model_parallel_size")
+    ways = layout.tp
+    name = "actor.megatron.tensor_model_parallel_size"
     if rule.expert is not None:
-        ways, name = layout.etp, "actor.megatron.expert_tensor_parallel_size"
+        ways = layout.etp
+        name = "actor.megatron.expert_tensor_parallel_size"
     if ways > 1:
         yield from (
             (hf, span, ways, name)

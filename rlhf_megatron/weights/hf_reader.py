@@ -1,4 +1,6 @@
-"""Streaming reader of a directory in Hugging Face layout: memory-mapped safetensors, checked against the table."""
+"""Streaming reader of a directory in Hugging Face layout: memory-mapped safetensors, checked
+against the table.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ _MAX_LISTED = 8  # problems named in one message
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises ValueError when it is missing, no JSON, or of an unknown family."""
+    """config.json of a model directory. Raises ValueError when it is missing, no JSON, or of an
+    unknown family.
+    """
     path = Path(directory) / "config.json"
     if not path.is_file():
         raise ValueError(
@@ -47,7 +51,9 @@ def read_hf_config(directory: Path) -> dict[str, Any]:
 
 
 class HFReader:
-    """Implements `WeightSource`. Files are opened when a tensor of theirs is first asked for, and mapped, not read."""
+    """Implements `WeightSource`. Files are opened when a tensor of theirs is first asked for, and
+    mapped, not read.
+    """
 
     def __init__(
         self,
@@ -55,8 +61,8 @@ class HFReader:
         fp8_block: tuple[int, int] | None = None,
         single_file: str | None = None,
     ) -> None:
-        """`fp8_block`: quantised tensors (weights.quantised_weights) are read as bfloat16, with FP8 in blocks of that size.
-        `single_file`: a file of the directory, the others are left alone.
+        """`fp8_block`: quantised tensors (weights.quantised_weights) are read as bfloat16, with FP8
+        in blocks of that size. `single_file`: a file of the directory, the others are left alone.
 
         Raises ValueError when the directory has no safetensors or its index is broken.
         """
@@ -81,7 +87,9 @@ class HFReader:
         return tuple(name for name in names if not name.endswith((SCALE, SCALES)))
 
     def read_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and type of a tensor as it is read; nothing is read but the header of its file. Raises ValueError."""
+        """Shape and type of a tensor as it is read; nothing is read but the header of its file.
+        Raises ValueError.
+        """
         problem = self._find_problem(HFTensor(name, shape := self.read_shape(name)))
         if problem is not None:
             raise ValueError(f"{self.directory}: {problem}. Fetch the directory again.")
@@ -95,7 +103,8 @@ class HFReader:
     ) -> None:
         """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
 
-        Tensors that neither the table nor `ignored_names` knows are a warning, or an error when `is_strict`.
+        Tensors that neither the table nor `ignored_names` knows are a warning, or an error
+        when `is_strict`.
         """
         wanted = [hf for rule in table for hf in rule.hf_tensors]
         problems = [problem for hf in wanted if (problem := self._find_problem(hf)) is not None]
@@ -106,8 +115,10 @@ class HFReader:
         prefixes = find_mtp_prefixes(read_json_object(config)) if config.is_file() else ()
         if any(name.startswith(prefixes) for name in unexpected):
             logger.warning(
-                "%s: %s are frozen: they are not trained, and exports have them as they are; engines that guess tokens"
-                " with them guess worse as the policy learns",
+                (
+                    "%s: %s are frozen: they are not trained, and exports have them as they are;"
+                    " engines that guess tokens with them guess worse as the policy learns"
+                ),
                 self.directory,
                 ", ".join(f"{prefix}*" for prefix in prefixes),
             )
@@ -122,8 +133,9 @@ class HFReader:
             )
         if problems:
             raise ValueError(
-                f"{self.directory} does not fit its config.json: {_join_first_names(problems, '; ')}."
-                " Fetch the directory again, or correct config.json."
+                f"{self.directory} does not fit its config.json:"
+                f" {_join_first_names(problems, '; ')}. Fetch the directory again, or"
+                " correct config.json."
             )
 
     def get_file_name(self, tensor_name: str) -> str:
@@ -131,11 +143,15 @@ class HFReader:
         return self._file_by_tensor[tensor_name]
 
     def read_shape(self, tensor_name: str) -> tuple[int, ...]:
-        """The shape of a tensor of `names`; nothing is read but the header of its file. Raises ValueError."""
+        """The shape of a tensor of `names`; nothing is read but the header of its file.
+        Raises ValueError.
+        """
         return self._read_dequantised_header(tensor_name)[0]
 
     def get_dtype_name(self, rule: WeightRule) -> str:
-        """Return the type of a rule's tensors by reading the headers of their files alone. Raises ValueError."""
+        """Return the type of a rule's tensors by reading the headers of their files alone.
+        Raises ValueError.
+        """
         for hf in rule.hf_tensors:
             self._raise_if_unfit(hf)
         return require_single_dtype(
@@ -185,18 +201,20 @@ class HFReader:
             for file in weight_map.values():
                 if not isinstance(file, str) or PurePosixPath(file).name != file or file == "..":
                     raise ValueError(
-                        f"{index} names the file {file!r}; it must be a plain name in the same directory."
+                        f"{index} names the file {file!r}; it must be a plain name in the"
+                        " same directory."
                     )
             return weight_map
         files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:
             raise ValueError(
-                f"{self.directory} has no *.safetensors; other weight formats are not read. Save the model with"
-                " transformers' save_pretrained(safe_serialization=True)."
+                f"{self.directory} has no *.safetensors; other weight formats are not read. Save"
+                " the model with transformers' save_pretrained(safe_serialization=True)."
             )
         if len(files) > 1 and "model.safetensors" not in files:
             raise ValueError(
-                f"{self.directory} has {len(files)} safetensors files but no {INDEX}; fetch the index."
+                f"{self.directory} has {len(files)} safetensors files but no {INDEX};"
+                " fetch the index."
             )
         file = "model.safetensors" if "model.safetensors" in files else files[0]
         return dict.fromkeys(self._open_file(file).keys(), file)
@@ -212,13 +230,15 @@ class HFReader:
                 self._open_files[file_name] = safe_open(str(path), framework="pt")
             except (SafetensorError, OSError) as error:
                 raise ValueError(
-                    f"{path} ({path.stat().st_size} bytes) is truncated or corrupt: {error}. Fetch it again."
+                    f"{path} ({path.stat().st_size} bytes) is truncated or corrupt: {error}."
+                    " Fetch it again."
                 ) from error
         return self._open_files[file_name]
 
     def _read_dequantised_header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors type name from the header, of a quantised tensor those that it is read as. Raises
-        ValueError."""
+        """Shape and safetensors type name from the header, of a quantised tensor those that it is
+        read as. Raises ValueError.
+        """
         if self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor:
             shape, dtype = self._read_stored_header(f"{name}{BLOCKS}")
             if dtype == _BYTES and len(shape) > 2 and f"{name}{SCALES}" in self._file_by_tensor:
@@ -248,7 +268,8 @@ class HFReader:
 
     def _find_problem(self, hf_tensor: HFTensor) -> str | None:
         """Return what is wrong with a tensor, or None."""
-        name, expected = hf_tensor.stored_name, hf_tensor.stored_shape
+        name = hf_tensor.stored_name
+        expected = hf_tensor.stored_shape
         file = self._file_by_tensor.get(name) or (
             self._file_by_tensor.get(f"{name}{BLOCKS}") if self._fp8_block else None
         )
@@ -261,7 +282,10 @@ class HFReader:
         if shape != expected:
             return f"tensor {name} in {file} has shape {shape}, expected {expected}"
         if dtype not in DTYPES:
-            return f"tensor {name} in {file} has type {dtype}, supported are {', '.join(DTYPES)} (not quantised)"
+            return (
+                f"tensor {name} in {file} has type {dtype}, supported are {', '.join(DTYPES)}"
+                " (not quantised)"
+            )
         return None
 
 

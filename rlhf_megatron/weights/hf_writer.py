@@ -1,6 +1,8 @@
-"""Writes a directory in Hugging Face layout: sharded safetensors with index, config.json, tokenizer files.
+"""Writes a directory in Hugging Face layout: sharded safetensors with index, config.json,
+tokenizer files.
 
-A safetensors file is written tensor by tensor in any order, since its header is known before the first tensor is.
+A safetensors file is written tensor by tensor in any order, since its header is known before the
+first tensor is.
 """
 
 from __future__ import annotations
@@ -73,7 +75,9 @@ class HFWriter:
         self._writers: dict[str, SafetensorsWriter] = {}
 
     def write_tensor(self, name: str, tensor: Tensor, index: int | None = None) -> None:
-        """Put one tensor, or entry `index` of it, into its file, which is closed when all of it has arrived."""
+        """Put one tensor, or entry `index` of it, into its file, which is closed when all of
+        it has arrived.
+        """
         file = self._file_by_tensor[name]
         if file not in self._writers:
             self._writers[file] = SafetensorsWriter(
@@ -106,7 +110,8 @@ def open_hf_directory_writer(
     companions_directory: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Iterator[HFWriter]:
-    """`directory` appears, complete, when the block ends. Raises ValueError when it exists and is not empty.
+    """`directory` appears, complete, when the block ends. Raises ValueError when it exists
+    and is not empty.
 
     `companions_directory`: directory whose tokenizer and licence files are copied.
     """
@@ -140,8 +145,9 @@ def write_config_and_tokenizer(
     dtypes: set[str],
     companions_directory: Path | None,
 ) -> None:
-    """config.json, naming the type of the weights where they share one (float32 buffers apart), and copies of the
-    tokenizer's files."""
+    """config.json, naming the type of the weights where they share one (float32 buffers apart), and
+    copies of the tokenizer's files.
+    """
     config = dict(hf_config)
     kinds = dtypes - {"float32"} or dtypes
     if len(kinds) == 1:
@@ -189,14 +195,18 @@ def get_storable_dtype_name(dtype: torch.dtype) -> str:
 
 def build_safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
     """Return the bytes that a file begins with, and the byte at which each tensor begins."""
-    # Wide types first keeps every tensor aligned to its own size, as readers that map the file expect.
+    # Wide types first keeps every tensor aligned to its own size, as readers that map
+    # the file expect.
     ordered = sorted(specs, key=lambda spec: -_DTYPE_BYTES[spec.dtype])
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    offsets, end = dict[str, int](), 0
+    offsets = dict[str, int]()
+    end = 0
     for spec in ordered:
         assert spec.name not in header, f"{spec.name} is planned twice"
-        offsets[spec.name], end = end, end + spec.num_bytes
-        dtype, shape = _FORMAT_NAMES[spec.dtype], list(spec.shape)
+        offsets[spec.name] = end
+        end = end + spec.num_bytes
+        dtype = _FORMAT_NAMES[spec.dtype]
+        shape = list(spec.shape)
         header[spec.name] = {
             "dtype": dtype,
             "shape": shape,
@@ -209,8 +219,9 @@ def build_safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[s
 
 
 class SafetensorsWriter:
-    """Call `write_tensor` once for every spec, or for every entry of it along the first axis, then `close`. Memory: one tensor
-    at a time."""
+    """Call `write_tensor` once for every spec, or for every entry of it along the first axis, then
+    `close`. Memory: one tensor at a time.
+    """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
         self.path = path
@@ -252,7 +263,9 @@ class SafetensorsWriter:
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self, is_complete: bool = True) -> None:
-        """Flush. `is_complete` False: give the file up (it is incomplete and the caller removes it)."""
+        """Flush. `is_complete` False: give the file up (it is incomplete and the
+        caller removes it).
+        """
         self._file.close()
         assert not is_complete or not self._unfinished_tensors, (
             f"{self.path.name} lacks {sorted(self._unfinished_tensors)[:8]}"

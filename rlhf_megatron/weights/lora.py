@@ -1,6 +1,8 @@
-"""LoRA (arXiv 2106.09685): matrices of a small rank beside frozen linear layers, under the names that peft has.
+"""LoRA (arXiv 2106.09685): matrices of a small rank beside frozen linear layers, under the names
+that peft has.
 
-A layer computes W x + scale B A x with scale = alpha / rank; the engine and exports get W + scale B A.
+A layer computes W x + scale B A x with scale = alpha / rank; the engine and exports get
+W + scale B A.
 """
 # R rank, I inputs, O outputs
 
@@ -17,7 +19,8 @@ from rlhf_megatron.config.schema import LoRAConfig
 
 ALL_LINEAR = "all-linear"
 ROUTERS = ("gate", "router", "shared_expert_gate")
-DOWN, UP = "lora_A.weight", "lora_B.weight"
+DOWN = "lora_A.weight"
+UP = "lora_B.weight"
 
 
 class LoRALinear(nn.Module):
@@ -27,7 +30,8 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base_layer = base_layer
         self.scale = scale
-        inputs, outputs = base_layer.in_features, base_layer.out_features
+        inputs = base_layer.in_features
+        outputs = base_layer.out_features
         self.lora_A = nn.Linear(inputs, rank, bias=False, device="meta", dtype=torch.float32)
         self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta", dtype=torch.float32)
 
@@ -44,8 +48,8 @@ def compute_lora_scale(lora: LoRAConfig) -> float:
 def add_lora_layers(decoder: nn.Module, lora: LoRAConfig) -> None:
     """Freeze a model, and give its linear layers that `lora` names matrices that train.
 
-    "all-linear" is every one of the decoder layers but routers and experts. Raises ValueError for a name that no such
-    layer has, and where there is none.
+    "all-linear" is every one of the decoder layers but routers and experts. Raises ValueError for a
+    name that no such layer has, and where there is none.
     """
     linear = {
         name: module
@@ -57,12 +61,14 @@ def add_lora_layers(decoder: nn.Module, lora: LoRAConfig) -> None:
     known = sorted({get_last_name_part(name) for name in linear})
     if not known:
         raise ValueError(
-            "the model's decoder layers have no linear layers (nn.Linear); set actor.lora.rank to 0."
+            "the model's decoder layers have no linear layers (nn.Linear); set"
+            " actor.lora.rank to 0."
         )
     if unknown := [name for name in lora.target_modules if name not in (*known, ALL_LINEAR)]:
         raise ValueError(
-            f"actor.lora.target_modules ({', '.join(unknown)}) must be {ALL_LINEAR}, or linear layers that stand in the"
-            f" decoder's layers and are neither routers nor experts: {', '.join(known)}."
+            f"actor.lora.target_modules ({', '.join(unknown)}) must be {ALL_LINEAR}, or linear"
+            " layers that stand in the decoder's layers and are neither routers nor"
+            f" experts: {', '.join(known)}."
         )
     decoder.requires_grad_(False)
     for name, module in linear.items():
@@ -99,8 +105,8 @@ def get_layer_stem(name: str) -> str:
 
 
 def make_initial_lora_matrix(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return a matrix as peft begins it: A uniform within 1 / sqrt(I), B zero. It depends on name, shape and seed
-    only.
+    """Return a matrix as peft begins it: A uniform within 1 / sqrt(I), B zero. It depends on name,
+    shape and seed only.
     """
     if name.endswith(UP):
         return torch.zeros(tuple(shape))

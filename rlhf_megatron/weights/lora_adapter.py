@@ -1,4 +1,6 @@
-"""Adapters of LoRA on disk: peft's directories, and the checkpoints of this package that hold them beside the model."""
+"""Adapters of LoRA on disk: peft's directories, and the checkpoints of this package that hold them
+beside the model.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ from rlhf_megatron.weights.lora import (
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, make_plain_rule
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+CONFIG = "adapter_config.json"
+WEIGHTS = "adapter_model.safetensors"
 BASE_STAYS = (
     True,
     False,
@@ -36,8 +39,9 @@ _PREFIX = "base_model.model."  # of names in peft's files
 def read_peft_adapter(
     directory: Path, lora: LoRAConfig, expected_shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The matrices of an adapter that peft wrote, by our names. Raises ValueError for one that is not of this model
-    and these settings."""
+    """The matrices of an adapter that peft wrote, by our names. Raises ValueError for one that is
+    not of this model and these settings.
+    """
     if not (directory / CONFIG).is_file() or not (directory / WEIGHTS).is_file():
         raise ValueError(
             f"actor.lora.path ({directory}) must be a directory with {CONFIG} and {WEIGHTS}."
@@ -54,13 +58,14 @@ def read_peft_adapter(
     for key, wanted in (ours | plain).items():
         if stored.get(key, wanted) != wanted:
             raise ValueError(
-                f"{directory / CONFIG} has {key} {stored[key]!r}, but {wanted!r} is needed; set actor.lora as it says,"
-                " or merge that adapter and start from the merged model."
+                f"{directory / CONFIG} has {key} {stored[key]!r}, but {wanted!r} is needed; set"
+                " actor.lora as it says, or merge that adapter and start from the merged model."
             )
     if (begun := stored.get("init_lora_weights", True)) not in (*BASE_STAYS, None):
         raise ValueError(
-            f"{directory / CONFIG} has init_lora_weights {begun!r}: its matrices stand beside weights that peft changed"
-            " when it made them, not the model's own; merge that adapter and start from the merged model."
+            f"{directory / CONFIG} has init_lora_weights {begun!r}: its matrices stand beside"
+            " weights that peft changed when it made them, not the model's own; merge that adapter"
+            " and start from the merged model."
         )
     held = {
         name.removeprefix(_PREFIX): tensor
@@ -116,7 +121,8 @@ def _make_adapter_rule(source: TorchDistSource, name: str) -> WeightRule:
 def write_peft_adapter(
     directory: Path, lora: LoRAConfig, matrices: Iterator[tuple[str, Tensor]], base_model_name: str
 ) -> int:
-    """Write the new directory of an adapter, as peft's `save_pretrained` does, and return the number of tensors.
+    """Write the new directory of an adapter, as peft's `save_pretrained` does, and return the
+    number of tensors.
 
     `base_model_name`: what peft takes for the name of the model.
     """

@@ -1,10 +1,12 @@
-"""Weights in Megatron layout on disk: one safetensors file a rank of a stage's first copy, and a manifest.
+"""Weights in Megatron layout on disk: one safetensors file a rank of a stage's first copy,
+and a manifest.
 
-`tp{t}_pp{p}.safetensors` holds what that rank of the model holds, under Megatron's names with layers counted over the
-whole model; experts that lie on the ranks in another order are in `ep{e}_etp{t}_pp{p}.safetensors`. The head of a tied
-model is left out: it is the embedding. `manifest.json` says the layout, the model and the digest of every tensor in
-Hugging Face layout, so that a file that changed is found. `kept.safetensors` has tensors that no rank holds
-(weights.mtp_tensors).
+`tp{t}_pp{p}.safetensors` holds what that rank of the model holds, under Megatron's names with
+layers counted over the whole model; experts that lie on the ranks in another order are in
+`ep{e}_etp{t}_pp{p}.safetensors`. The head of a tied model is left out: it is the embedding.
+`manifest.json` says the layout, the model and the digest of every tensor in Hugging Face layout, so
+that a file that changed is found. `kept.safetensors` has tensors that no rank
+holds (weights.mtp_tensors).
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class MegatronManifest:
         raw = read_json_object(path)
         if raw.get("format") != FORMAT or raw.get("format_version") != FORMAT_VERSION:
             raise ValueError(
-                f"{path} has format {raw.get('format')!r} {raw.get('format_version')!r}; this version reads"
-                f" {FORMAT!r} {FORMAT_VERSION}. Convert the model again."
+                f"{path} has format {raw.get('format')!r} {raw.get('format_version')!r}; this"
+                f" version reads {FORMAT!r} {FORMAT_VERSION}. Convert the model again."
             )
         try:
             return MegatronManifest(**raw)
@@ -73,7 +75,9 @@ def make_disk_layout(
     first_layers: int = 0,
     last_layers: int = 0,
 ) -> ParallelLayout:
-    """The smallest layout of such axes: one copy of every tensor. Raises ValueError for a shape that cannot be."""
+    """The smallest layout of such axes: one copy of every tensor. Raises ValueError for a shape
+    that cannot be.
+    """
     for name, value in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         if value <= 0:
             raise ValueError(f"--{name} is {value}; it must be positive.")
@@ -107,14 +111,17 @@ class RankFileNames:
         num_experts = next((rule.num_experts for rule in table if rule.expert is not None), 0)
         if num_experts % layout.ep or (layout.ep > 1 and not num_experts):
             raise ValueError(
-                f"expert parallel size ({layout.ep}) must divide the number of experts ({num_experts})."
+                f"expert parallel size ({layout.ep}) must divide the number of"
+                f" experts ({num_experts})."
             )
         self.layout = layout
         self._stage_by_layer = layout.map_layers_to_stages(num_layers)
         self._has_expert_files = layout.ep > 1 or layout.etp != layout.tp
 
     def list_files(self, rule: WeightRule) -> list[str]:
-        """List the files of a tensor in the order of its shards, or every file with a copy where it is not split."""
+        """List the files of a tensor in the order of its shards, or every file with a copy where
+        it is not split.
+        """
         stage = {"embedding": 0, "head": self.layout.pp - 1}.get(rule.owner, 0)
         stage = stage if rule.layer is None else self._stage_by_layer[rule.layer]
         if rule.expert is None or not self._has_expert_files:
@@ -124,7 +131,9 @@ class RankFileNames:
 
 
 class MegatronReader:
-    """Implements `WeightSource`: shards of all ranks are joined, so that any layout can load them."""
+    """Implements `WeightSource`: shards of all ranks are joined,
+    so that any layout can load them.
+    """
 
     def __init__(self, directory: Path) -> None:
         """Raises ValueError when a file is missing or broken."""
@@ -145,7 +154,9 @@ class MegatronReader:
         self._open_files = {name: self._open_rank_file(name) for name in names}
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """`rule` may have other vocabulary padding or module names. Raises ValueError naming a broken shard."""
+        """`rule` may have other vocabulary padding or module names. Raises ValueError naming
+        a broken shard.
+        """
         own = self.find_stored_rule(rule)
         return own.to_hf(join_shards(own.split, self.read_shards(own)))
 
@@ -154,7 +165,8 @@ class MegatronReader:
         view = self._get_tensor_slice(own, self._rank_file_names.list_files(own)[0])
         if view.get_dtype() not in DTYPES:
             raise ValueError(
-                f"{self.directory}: {own.megatron_name} has type {view.get_dtype()}; convert it again."
+                f"{self.directory}: {own.megatron_name} has type {view.get_dtype()};"
+                " convert it again."
             )
         return DTYPES[view.get_dtype()]
 
@@ -167,14 +179,16 @@ class MegatronReader:
             shape = tuple(self._get_tensor_slice(rule, file).get_shape())
             if shape != expected:
                 raise ValueError(
-                    f"{self.directory / file}: {rule.megatron_name} has shape {shape}, expected {expected}."
-                    " Convert the model again."
+                    f"{self.directory / file}: {rule.megatron_name} has shape {shape}, expected"
+                    f" {expected}. Convert the model again."
                 )
             tensors.append(self._open_files[file].get_tensor(rule.megatron_name))
         return tensors
 
     def find_stored_rule(self, rule: WeightRule) -> WeightRule:
-        """The rule of the same Hugging Face tensors in this directory's table. Raises ValueError for none."""
+        """The rule of the same Hugging Face tensors in this directory's table. Raises
+        ValueError for none.
+        """
         if rule.hf_tensors not in self._rule_by_hf_tensors:
             raise ValueError(
                 f"{self.directory} holds no {rule.megatron_name}; it is another model."
@@ -193,7 +207,8 @@ class MegatronReader:
         path = self.directory / file_name
         if not path.is_file():
             raise ValueError(
-                f"{path} is missing, though {MANIFEST} says {_format_layout(self.manifest.layout)}; convert again."
+                f"{path} is missing, though {MANIFEST} says"
+                f" {_format_layout(self.manifest.layout)}; convert again."
             )
         try:
             return safe_open(str(path), framework="pt")

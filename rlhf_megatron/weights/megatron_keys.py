@@ -1,7 +1,8 @@
-"""Keys of tensors in megatron-core's checkpoints: they follow the modules of the model that wrote them.
+"""Keys of tensors in megatron-core's checkpoints: they follow the modules of the model
+that wrote them.
 
-A norm may be part of the matrix behind it; layers that are alike may be stacked in one tensor, and the experts of a
-layer are.
+A norm may be part of the matrix behind it; layers that are alike may be stacked in one tensor, and
+the experts of a layer are.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from dataclasses import dataclass
 from rlhf_megatron.weights.weight_table import FUSED_NORMS, LayerImpl, WeightRule
 
 StackIndex = tuple[int, ...]
-"""The number of the layer, the expert or both in a tensor that holds all of them; () in one that does not."""
+"""The number of the layer, the expert or both in a tensor that holds all of them; () in one
+that does not.
+"""
 
 _INPUT, _MLP, _QUERY, _KEY = FUSED_NORMS
 
@@ -30,7 +33,9 @@ class KeyNaming:
     def from_table(
         table: tuple[WeightRule, ...], impl: LayerImpl, use_stacked_layers: bool | None = None
     ) -> KeyNaming:
-        """`use_stacked_layers` None: as Megatron-LM's defaults have it, where all layers are alike."""
+        """`use_stacked_layers` None: as Megatron-LM's defaults have it,
+        where all layers are alike.
+        """
         layers = {rule.layer for rule in table if rule.layer is not None}
         experts = frozenset(
             rule.layer for rule in table if rule.expert is not None and rule.layer is not None
@@ -45,14 +50,17 @@ class KeyNaming:
 
     def make_key_and_index(self, rule: WeightRule) -> tuple[str, StackIndex]:
         """Return the key of the stored tensor, and the place of the rule's own tensor in it."""
-        name, index = rule.megatron_name, StackIndex()
+        name = rule.megatron_name
+        index = StackIndex()
         for norm in self._list_fused_norms(rule.layer):
             if name.endswith(f".{norm}"):
                 name = name.removesuffix(norm) + FUSED_NORMS[norm]
         if rule.expert is not None:
-            name, index = _drop_expert_number(name, rule), (rule.expert,)
+            name = _drop_expert_number(name, rule)
+            index = (rule.expert,)
         if self.num_stacked_layers and rule.layer is not None:
-            name, index = _drop_layer_number(name, rule), (rule.layer, *index)
+            name = _drop_layer_number(name, rule)
+            index = (rule.layer, *index)
         return name, index
 
     def get_stored_shape(self, rule: WeightRule) -> tuple[int, ...]:

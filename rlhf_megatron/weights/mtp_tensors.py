@@ -1,5 +1,5 @@
-"""Layers that predict further tokens (`num_nextn_predict_layers`) stand behind the others on disk. No model here has
-them: their tensors are kept as they are when weights are exported or converted.
+"""Layers that predict further tokens (`num_nextn_predict_layers`) stand behind the others on disk.
+No model here has them: their tensors are kept as they are when weights are exported or converted.
 """
 
 from __future__ import annotations
@@ -29,8 +29,9 @@ class MtpTensors:
     target_dtype: str | None = None  # cast to it; None: as they are
 
     def make_rules(self) -> tuple[WeightRule, ...]:
-        """One a tensor, which no rank has; `target_dtype` is what it is written in. Raises ValueError for a type that is not
-        supported."""
+        """One a tensor, which no rank has; `target_dtype` is what it is written in. Raises
+        ValueError for a type that is not supported.
+        """
         return tuple(self._make_rule(name) for name in self.tensor_names)
 
     def read_tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -72,8 +73,9 @@ def find_mtp_tensors(
     dtype: str | None = None,
     fp8_block: tuple[int, int] | None = None,
 ) -> MtpTensors:
-    """Find the kept tensors of a directory in any layout; none where it has no weights, or is None. `fp8_block`: as of
-    `HFReader`."""
+    """Find the kept tensors of a directory in any layout; none where it has no weights, or is None.
+    `fp8_block`: as of `HFReader`.
+    """
     prefixes = find_mtp_prefixes(hf_config)
     if directory is None or not prefixes or not list(Path(directory).glob("*.safetensors")):
         return NO_MTP_TENSORS

@@ -1,4 +1,6 @@
-"""The shape of a pool: how many ways each axis of the model is split, and which rank sits where. Pure integers."""
+"""The shape of a pool: how many ways each axis of the model is split, and which rank sits where.
+Pure integers.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,8 @@ class GridCoordinates:
 class ParallelLayout:
     """Megatron's rank order "tp-cp-ep-dp-pp": tp varies fastest, pp slowest.
 
-    The experts of a stage lie on the same ranks in an order of their own, "etp-ep-edp", so their copies need not be
-    replicas: at ep 2 two replicas may have half of the experts each.
+    The experts of a stage lie on the same ranks in an order of their own, "etp-ep-edp", so their
+    copies need not be replicas: at ep 2 two replicas may have half of the experts each.
     """
 
     world_size: int
@@ -37,7 +39,8 @@ class ParallelLayout:
     vpp: int = 1  # model chunks of each pipeline rank
     sequence_parallel: bool = False  # tp ranks also split norms and residuals, by token
     ep: int = 1  # ranks that share the experts of a layer out
-    etp: int = 0  # ranks that split each expert; 0: as many as split the other layers, and then it is that number
+    # ranks that split each expert; 0: as many as split the other layers, and then it is that number
+    etp: int = 0
     num_first_stage_layers: int = 0  # of the first pipeline stage; 0: as many as the others have
     num_last_stage_layers: int = 0  # of the last one
     layers_of_chunks: tuple[
@@ -52,22 +55,25 @@ class ParallelLayout:
         object.__setattr__(self, "etp", self.etp or self.tp)
         if self.world_size % self.replica_size != 0:
             raise ValueError(
-                f"world size ({self.world_size}) must be a multiple of tensor x pipeline x context parallel size"
-                f" ({self.tp} x {self.pp} x {self.cp} = {self.replica_size}); lower one of the three."
+                f"world size ({self.world_size}) must be a multiple of tensor x pipeline x context"
+                f" parallel size ({self.tp} x {self.pp} x {self.cp} = {self.replica_size}); lower"
+                " one of the three."
             )
         if self.vpp > 1 and self.pp == 1:
             raise ValueError(
-                f"virtual pipeline size ({self.vpp}) needs pipeline stages; use pp 2 or more, or vpp 1."
+                f"virtual pipeline size ({self.vpp}) needs pipeline stages; use pp 2 or"
+                " more, or vpp 1."
             )
         if self.sequence_parallel and self.tp == 1:
             raise ValueError(
-                "sequence parallelism splits over tensor-parallel ranks; use tp 2 or more, or turn it off."
+                "sequence parallelism splits over tensor-parallel ranks; use tp 2 or more, or"
+                " turn it off."
             )
         if self.stage_size % (self.ep * self.etp) != 0:
             raise ValueError(
-                f"the ranks of a pipeline stage ({self.stage_size}) must be a multiple of expert x expert tensor"
-                f" parallel size ({self.ep} x {self.etp} = {self.ep * self.etp}); lower one of"
-                " the two, or take more ranks."
+                f"the ranks of a pipeline stage ({self.stage_size}) must be a multiple of expert x"
+                f" expert tensor parallel size ({self.ep} x {self.etp} = {self.ep * self.etp});"
+                " lower one of the two, or take more ranks."
             )
 
     @property
@@ -91,22 +97,30 @@ class ParallelLayout:
 
     @property
     def copy_size(self) -> int:
-        """The first ranks of a stage that together hold all its tensors: those of one tp group, or of all experts."""
+        """The first ranks of a stage that together hold all its tensors: those of one tp group, or
+        of all experts.
+        """
         return max(self.tp, self.ep * self.etp)
 
     @property
     def document_multiple(self) -> int:
-        """Tokens of a document are padded to a multiple of this: cp cuts each into 2 cp chunks of one size."""
+        """Tokens of a document are padded to a multiple of this: cp cuts each into 2 cp
+        chunks of one size.
+        """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def packed_multiple(self) -> int:
-        """Tokens of a micro-batch are padded to a multiple of this: each rank's share divides by tp."""
+        """Tokens of a micro-batch are padded to a multiple of this: each rank's share
+        divides by tp.
+        """
         return self.document_multiple * (self.tp if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """A call has a multiple of so many micro-batches: the interleaved schedule runs them in rounds of pp."""
+        """A call has a multiple of so many micro-batches: the interleaved schedule runs them
+        in rounds of pp.
+        """
         return self.pp if self.vpp > 1 else 1
 
     def locate_rank(self, rank: int) -> GridCoordinates:
@@ -129,7 +143,9 @@ class ParallelLayout:
         return self.compute_stage_position(rank) % self.etp
 
     def get_leader_rank(self, dp: int) -> int:
-        """Return the rank of replica `dp` that receives its shard and returns its results: last stage, cp 0, tp 0."""
+        """Return the rank of replica `dp` that receives its shard and returns its results: last
+        stage, cp 0, tp 0.
+        """
         return self.compute_rank(dp, self.pp - 1, 0)
 
     def list_replica_ranks(self, dp: int) -> tuple[int, ...]:
@@ -142,7 +158,9 @@ class ParallelLayout:
         )
 
     def __str__(self) -> str:
-        """ "tp2 pp2 dp1"; vpp, cp, ep, etp and sequence parallelism are named where they are in use."""
+        """ "tp2 pp2 dp1"; vpp, cp, ep, etp and sequence parallelism are named where
+        they are in use.
+        """
         vpp = f" vpp{self.vpp}" if self.vpp > 1 else ""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
         ep = f" ep{self.ep}" if self.ep > 1 else ""
@@ -151,15 +169,16 @@ class ParallelLayout:
         return f"tp{self.tp}{sequence} pp{self.pp}{vpp}{cp}{ep}{etp} dp{self.dp}"
 
     def split_layers_into_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each model chunk in the order of the model; chunk c stands on stage c % pp.
+        """Return the layers of each model chunk in the order of the model; chunk c stands
+        on stage c % pp.
 
         Raises ValueError for a number of layers that these sizes do not fit.
         """
         if self.layers_of_chunks:
             if sum(self.layers_of_chunks) != num_layers:
                 raise ValueError(
-                    f"pipeline_model_parallel_layout has {sum(self.layers_of_chunks)} layers (t), the model has"
-                    f" {num_layers}; make them equal."
+                    f"pipeline_model_parallel_layout has {sum(self.layers_of_chunks)} layers (t),"
+                    f" the model has {num_layers}; make them equal."
                 )
             return self.layers_of_chunks
         depths = _split_layers_into_stages(
@@ -167,12 +186,15 @@ class ParallelLayout:
         )
         if any(depth % self.vpp for depth in depths):
             raise ValueError(
-                f"virtual pipeline size ({self.vpp}) must divide the layers of each stage, {depths}; 1 does."
+                f"virtual pipeline size ({self.vpp}) must divide the layers of each stage,"
+                f" {depths}; 1 does."
             )
         return tuple(depth // self.vpp for depth in depths) * self.vpp
 
     def map_layers_to_stages(self, num_layers: int) -> tuple[int, ...]:
-        """Return the pipeline stage of every layer. Raises ValueError as `split_layers_into_chunks` does."""
+        """Return the pipeline stage of every layer. Raises ValueError as
+        `split_layers_into_chunks` does.
+        """
         chunks = enumerate(self.split_layers_into_chunks(num_layers))
         return tuple(number % self.pp for number, depth in chunks for _ in range(depth))
 
@@ -180,23 +202,25 @@ class ParallelLayout:
 def _split_layers_into_stages(
     num_layers: int, num_stages: int, num_first_stage_layers: int, num_last_stage_layers: int
 ) -> tuple[int, ...]:
-    """Layers of each pipeline stage. `num_first_stage_layers` and `num_last_stage_layers`: of these stages, where they are told (not 0); the others share
-    the rest evenly. Raises ValueError where that does not divide."""
-    inner, left = (
-        num_stages - bool(num_first_stage_layers) - bool(num_last_stage_layers),
-        num_layers - num_first_stage_layers - num_last_stage_layers,
-    )
+    """Layers of each pipeline stage. `num_first_stage_layers` and `num_last_stage_layers`: of these
+    stages, where they are told (not 0); the others share the rest evenly. Raises ValueError where
+    that does not divide.
+    """
+    inner = num_stages - bool(num_first_stage_layers) - bool(num_last_stage_layers)
+    left = num_layers - num_first_stage_layers - num_last_stage_layers
     if inner < 0 or left < 0 or (left % inner if inner else left):
         if not num_first_stage_layers and not num_last_stage_layers:
             raise ValueError(
-                f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel size ({num_stages});"
-                " set num_layers_in_first_pipeline_stage or num_layers_in_last_pipeline_stage so that the rest divides,"
+                f"the number of layers ({num_layers}) must be a multiple of the pipeline parallel"
+                f" size ({num_stages}); set num_layers_in_first_pipeline_stage or"
+                " num_layers_in_last_pipeline_stage so that the rest divides,"
                 " or pipeline_model_parallel_layout."
             )
         raise ValueError(
-            f"the number of layers ({num_layers}) less those of first and last stage ({num_first_stage_layers} and {num_last_stage_layers}; 0: not set)"
-            f" must be a multiple of the other stages ({inner}); change num_layers_in_first_pipeline_stage or"
-            " num_layers_in_last_pipeline_stage."
+            f"the number of layers ({num_layers}) less those of first and last stage"
+            f" ({num_first_stage_layers} and {num_last_stage_layers}; 0: not set) must be a"
+            f" multiple of the other stages ({inner}); change num_layers_in_first_pipeline_stage"
+            " or num_layers_in_last_pipeline_stage."
         )
     each = left // max(inner, 1)
     return (
@@ -207,7 +231,9 @@ def _split_layers_into_stages(
 
 
 def make_parallel_layout(megatron: MegatronConfig, world_size: int) -> ParallelLayout:
-    """Return the layout of a configuration on `world_size` ranks. Raises ValueError for one that cannot be."""
+    """Return the layout of a configuration on `world_size` ranks. Raises ValueError for one
+    that cannot be.
+    """
     return ParallelLayout(
         world_size,
         tp=megatron.tensor_model_parallel_size,

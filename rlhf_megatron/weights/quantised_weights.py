@@ -1,7 +1,8 @@
 """Weights in files of fewer bits: the numbers that they stand for, and FP8 for numbers.
 
-FP8 in blocks (DeepSeek-V3): `X.weight` in float8_e4m3fn and `X.weight_scale_inv` in float32, which multiplies.
-MXFP4 (GPT-OSS): `X_blocks`, two 4-bit floats a byte, and `X_scales`, a power of two for 32 of them.
+FP8 in blocks (DeepSeek-V3): `X.weight` in float8_e4m3fn and `X.weight_scale_inv` in float32, which
+multiplies. MXFP4 (GPT-OSS): `X_blocks`, two 4-bit floats a byte, and `X_scales`, a power of two
+for 32 of them.
 """
 
 from __future__ import annotations
@@ -14,34 +15,35 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-SCALE, BLOCKS, SCALES = "_scale_inv", "_blocks", "_scales"
+SCALE = "_scale_inv"
+BLOCKS = "_blocks"
+SCALES = "_scales"
 """The names of the further tensors end with these."""
 _FLOAT4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 _GROUP = 32  # values of a scale of MXFP4
 FP8_BLOCK = (128, 128)
 """Rows and columns that share a scale in the FP8 files of DeepSeek-V3, Qwen3 and Kimi-K2."""
-_LARGEST, _SMALLEST_AMAX = (
-    448.0,
-    1e-12,
-)  # of float8_e4m3fn; of a block, below which its scale stays the same
-_CPU_ELEMENTS, _DEVICE_ELEMENTS = (
-    1 << 18,
-    1 << 24,
-)  # that are quantised at once: they stay in a cache; few launches
+_LARGEST = 448.0  # of float8_e4m3fn
+_SMALLEST_AMAX = 1e-12  # of a block, below which its scale stays the same
+_CPU_ELEMENTS = 1 << 18  # that are quantised at once: they stay in a cache; few launches
+_DEVICE_ELEMENTS = 1 << 24
 _IN_FP8 = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$")
 
 
 def read_fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int]:
-    """(rows, columns) that share a scale in FP8. Raises ValueError for a quantisation that is not read."""
+    """(rows, columns) that share a scale in FP8. Raises ValueError for a quantisation
+    that is not read.
+    """
     found = hf_config.get("quantization_config") or {}
-    method, block = found.get("quant_method", "fp8"), found.get("weight_block_size", [128, 128])
+    method = found.get("quant_method", "fp8")
+    block = found.get("weight_block_size", [128, 128])
     is_block = (
         isinstance(block, list) and len(block) == 2 and all(type(n) is int and n > 0 for n in block)
     )
     if method not in ("fp8", "mxfp4") or not is_block:
         raise ValueError(
-            f"config.json: quantization_config ({method!r}, weight_block_size {block!r}) is not read; FP8 with scales"
-            " of blocks and MXFP4 are. Take the model in bfloat16."
+            f"config.json: quantization_config ({method!r}, weight_block_size {block!r}) is not"
+            " read; FP8 with scales of blocks and MXFP4 are. Take the model in bfloat16."
         )
     return block[0], block[1]
 
@@ -49,7 +51,8 @@ def read_fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int]:
 def dequantise_fp8(
     weight: Tensor, scales: Tensor, block_size: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """[rows, columns]: float(q[i, j]) * scale[i // block rows, j // block columns]; the last blocks may be short.
+    """[rows, columns]: float(q[i, j]) * scale[i // block rows, j // block columns]; the last
+    blocks may be short.
 
     Raises ValueError for a scale of another shape.
     """
@@ -57,7 +60,8 @@ def dequantise_fp8(
     wanted = (-(-rows // block_size[0]), -(-columns // block_size[1]))
     if tuple(scales.shape) != wanted:
         raise ValueError(
-            f"scales {tuple(scales.shape)} of {tuple(weight.shape)} in blocks of {block_size} must be {wanted}"
+            f"scales {tuple(scales.shape)} of {tuple(weight.shape)} in blocks of {block_size} must"
+            f" be {wanted}"
         )
     values = torch.empty(rows, columns, dtype=dtype, device=weight.device)
     wide = scales.float().repeat_interleave(block_size[1], 1)[:, :columns]
@@ -68,9 +72,11 @@ def dequantise_fp8(
 
 
 def is_stored_in_fp8(tensor_name: str) -> bool:
-    """Return whether FP8 checkpoints have that tensor in FP8: the products of attention, MLP and experts.
+    """Return whether FP8 checkpoints have that tensor in FP8: the products of attention,
+    MLP and experts.
 
-    Embeddings, heads, norms, routers and the projection of a multi-token prediction layer keep their type.
+    Embeddings, heads, norms, routers and the projection of a multi-token prediction layer
+    keep their type.
     """
     return _IN_FP8.search(tensor_name) is not None and not tensor_name.endswith(".eh_proj.weight")
 
@@ -80,9 +86,9 @@ def quantise_to_fp8(
 ) -> tuple[Tensor, Tensor]:
     """Return (float8_e4m3fn [rows, columns], float32 scales [blocks of rows, blocks of columns]).
 
-    s = max(amax, 1e-12) / 448 of a block, q = weight / s, rounded to nearest even; the last blocks may be short. This
-    is the formula of slime's tools/convert_hf_to_fp8.py. Of a bfloat16 weight, quantising what `dequantise_fp8` makes of the
-    result gives the same bytes again.
+    s = max(amax, 1e-12) / 448 of a block, q = weight / s, rounded to nearest even; the last blocks
+    may be short. This is the formula of slime's tools/convert_hf_to_fp8.py. Of a bfloat16 weight,
+    quantising what `dequantise_fp8` makes of the result gives the same bytes again.
 
     Raises ValueError for a weight that is not finite.
     """
@@ -93,10 +99,8 @@ def quantise_to_fp8(
     room = _CPU_ELEMENTS if weight.device.type == "cpu" else _DEVICE_ELEMENTS
     at_once = max(1, room // (block_size[0] * columns))  # rows of blocks
     for first in range(0, shape[0], at_once):
-        part, own = (
-            slice(first * block_size[0], (first + at_once) * block_size[0]),
-            slice(first, first + at_once),
-        )
+        part = slice(first * block_size[0], (first + at_once) * block_size[0])
+        own = slice(first, first + at_once)
         values = weight[part].float()
         missing = -len(values) % block_size[0]
         largest = pad(values.abs(), (0, 0, 0, missing)).view(-1, block_size[0], columns).amax(1)
@@ -117,8 +121,10 @@ def quantise_to_fp8(
 
 
 def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., out, groups, 16] bytes and [..., out, groups] -> [..., groups * 32, out]: value * 2^(scale - 127), as
-    GPT-OSS has its matrices, input first. Raises ValueError for shapes that do not fit."""
+    """[..., out, groups, 16] bytes and [..., out, groups] -> [..., groups * 32, out]: value *
+    2^(scale - 127), as GPT-OSS has its matrices, input first. Raises ValueError for shapes
+    that do not fit.
+    """
     if (
         blocks.dtype != torch.uint8
         or blocks.shape[-1] * 2 != _GROUP

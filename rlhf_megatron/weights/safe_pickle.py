@@ -1,11 +1,14 @@
-"""Reads what torch and megatron-core pickle into a checkpoint without unpickling it: no stranger's code can run.
+"""Reads what torch and megatron-core pickle into a checkpoint without unpickling it: no
+stranger's code can run.
 
-`.metadata` of a torch distributed checkpoint is a plain pickle, which torch hands to `pickle.load`; `common.pt` holds
-plain values. Here every global that a file names must be on a list, and even those are not fetched: the pickle is
-replayed over inert stand-ins, which are then checked field by field and made into torch's objects.
+`.metadata` of a torch distributed checkpoint is a plain pickle, which torch hands to `pickle.load`;
+`common.pt` holds plain values. Here every global that a file names must be on a list, and even
+those are not fetched: the pickle is replayed over inert stand-ins, which are then checked field by
+field and made into torch's objects.
 
-`PATCHES` lists what is replaced in torch and megatron-core, so that they read checkpoints this way. The reader is our
-own: `torch.load(weights_only=True)` could take over common.pt, but not .metadata, and it would let tensors through.
+`PATCHES` lists what is replaced in torch and megatron-core, so that they read checkpoints this way.
+The reader is our own: `torch.load(weights_only=True)` could take over common.pt, but not .metadata,
+and it would let tensors through.
 """
 
 from __future__ import annotations
@@ -83,7 +86,9 @@ _METADATA_GLOBALS = frozenset(
     ]
 )
 
-METADATA, COMMON, CONFIG = ".metadata", "common.pt", "metadata.json"
+METADATA = ".metadata"
+COMMON = "common.pt"
+CONFIG = "metadata.json"
 
 _CONFIG = {
     "sharded_backend": "torch_dist",
@@ -96,9 +101,9 @@ _CONFIG = {
 def read_checkpoint_metadata(path: Path, allows_pickled_objects: bool = False) -> Metadata:
     """`.metadata` of a torch distributed checkpoint, of what is needed to load tensors.
 
-    `allows_pickled_objects`: pickled objects may stand beside the tensors, as in what others wrote; they are left out, and nobody
-    opens them. The file is read once, so that what was checked is what is used. Raises ValueError (FileNotFoundError
-    for none).
+    `allows_pickled_objects`: pickled objects may stand beside the tensors, as in what others wrote;
+    they are left out, and nobody opens them. The file is read once, so that what was checked is
+    what is used. Raises ValueError (FileNotFoundError for none).
     """
     parsed = _replay_pickle(str(path), read_plain_file(path), _METADATA_GLOBALS)
     try:
@@ -110,7 +115,9 @@ def read_checkpoint_metadata(path: Path, allows_pickled_objects: bool = False) -
 
 
 def read_plain_values(file_name: str, data: bytes) -> Any:
-    """Read what `torch.save` wrote, if it is numbers, strings, lists and dicts. Raises ValueError."""
+    """Read what `torch.save` wrote, if it is numbers, strings, lists and dicts.
+    Raises ValueError.
+    """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             members = [
@@ -131,7 +138,9 @@ def read_plain_values(file_name: str, data: bytes) -> Any:
 
 
 def read_plain_file(path: Path) -> bytes:
-    """A plain file of at most `MAX_BYTES`. Raises ValueError for a link, a device or a larger one."""
+    """A plain file of at most `MAX_BYTES`. Raises ValueError for a link,
+    a device or a larger one.
+    """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as error:
@@ -148,7 +157,9 @@ def read_plain_file(path: Path) -> bytes:
 
 
 class _InertObject:
-    """Stands for an object of a class that is never looked up: remembers what it was called with and given."""
+    """Stands for an object of a class that is never looked up: remembers what it was called
+    with and given.
+    """
 
     kind = ""
     args: tuple[Any, ...] = ()
@@ -164,22 +175,23 @@ class _InertObject:
 
 
 class _InertUnpickler(pickle.Unpickler):
-    """Gives a fresh stand-in class for each allowed global, so that nothing of this process can be changed."""
+    """Gives a fresh stand-in class for each allowed global, so that nothing of this process
+    can be changed.
+    """
 
     def __init__(self, file_name: str, data: bytes, allowed_globals: frozenset[str]) -> None:
         super().__init__(io.BytesIO(data))
-        self._file_name, self._allowed_globals, self._stand_in_classes = (
-            file_name,
-            allowed_globals,
-            dict[str, type](),
-        )
+        self._file_name = file_name
+        self._allowed_globals = allowed_globals
+        self._stand_in_classes = dict[str, type]()
 
     def find_class(self, module: str, name: str) -> type:
         global_name = f"{module}.{name}"
         if global_name not in self._allowed_globals:
             raise ValueError(
-                f"{self._file_name} names {global_name}, which no checkpoint of this trainer holds: it may run code when"
-                " it is loaded, and was not. Take a checkpoint from a source that you trust."
+                f"{self._file_name} names {global_name}, which no checkpoint of this trainer"
+                " holds: it may run code when it is loaded, and was not. Take a checkpoint from a"
+                " source that you trust."
             )
         if global_name not in self._stand_in_classes:
             self._stand_in_classes[global_name] = type(
@@ -189,7 +201,8 @@ class _InertUnpickler(pickle.Unpickler):
 
     def persistent_load(self, identifier: Any) -> Any:
         raise ValueError(
-            f"{self._file_name} refers to stored tensors ({str(identifier)[:80]}); it must hold plain values."
+            f"{self._file_name} refers to stored tensors ({str(identifier)[:80]}); it must hold"
+            " plain values."
         )
 
 
@@ -247,7 +260,8 @@ def _build_storage_metadata(key: str, entry: Any) -> TensorStorageMetadata | Byt
 
 def _build_chunk_metadata(key: str, chunk: Any, tensor_size: torch.Size) -> ChunkStorageMetadata:
     fields = _read_object_fields(chunk, "ChunkStorageMetadata")
-    offsets, sizes = _build_torch_size(fields["offsets"]), _build_torch_size(fields["sizes"])
+    offsets = _build_torch_size(fields["offsets"])
+    sizes = _build_torch_size(fields["sizes"])
     if (
         len(offsets) != len(tensor_size)
         or len(sizes) != len(tensor_size)
@@ -257,7 +271,8 @@ def _build_chunk_metadata(key: str, chunk: Any, tensor_size: torch.Size) -> Chun
         )
     ):
         raise ValueError(
-            f"{key} has a part {tuple(sizes)} at {tuple(offsets)} outside of its shape {tuple(tensor_size)}"
+            f"{key} has a part {tuple(sizes)} at {tuple(offsets)} outside of its"
+            f" shape {tuple(tensor_size)}"
         )
     return ChunkStorageMetadata(offsets, sizes)
 
@@ -281,10 +296,8 @@ def _build_tensor_properties(value: Any) -> TensorProperties:
 
 def _build_storage_location(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
     """Check where one part of a tensor lies: a span of a plain file beside `.metadata`."""
-    at, stored = (
-        _read_object_fields(index, "MetadataIndex"),
-        _read_object_fields(info, "_StorageInfo"),
-    )
+    at = _read_object_fields(index, "MetadataIndex")
+    stored = _read_object_fields(info, "_StorageInfo")
     file = _require_exact_type(stored["relative_path"], str, "relative_path")
     if PurePosixPath(file).name != file or not file.endswith(".distcp"):
         raise ValueError(
@@ -340,7 +353,8 @@ _torch_load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def check_checkpoint_directory(directory: Path) -> None:
-    """Raises ValueError naming the file, unless everything that a load parses in `directory` is of the kind expected.
+    """Raises ValueError naming the file, unless everything that a load parses in `directory` is of
+    the kind expected.
 
     `directory`: what megatron's `dist_checkpointing.save` wrote.
     """
@@ -351,7 +365,9 @@ def check_checkpoint_directory(directory: Path) -> None:
 
 
 def check_torch_dist_format(directory: Path) -> None:
-    """Raises ValueError where metadata.json names another format: megatron picks its reader by that file."""
+    """Raises ValueError where metadata.json names another format: megatron picks its
+    reader by that file.
+    """
     path = directory / CONFIG
     try:
         config = json.loads(read_plain_file(path))
@@ -374,7 +390,8 @@ def patch_checkpoint_readers() -> None:
 def _patched_read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
     if kwargs.get("rank") is not None:
         raise ValueError(
-            f"{self.path} has metadata for each rank; only checkpoints with one {METADATA} are read."
+            f"{self.path} has metadata for each rank; only checkpoints with one"
+            f" {METADATA} are read."
         )
     metadata = read_checkpoint_metadata(Path(self.path) / METADATA)
     metadata.storage_meta = StorageMeta(load_id=self.load_id)
@@ -394,7 +411,8 @@ def _patched_load_common(self_or_directory: Any, checkpoint_dir: Any = None) -> 
     path = Path(self_or_directory if checkpoint_dir is None else checkpoint_dir) / COMMON
     if not path.exists():
         raise ValueError(
-            f"{path.parent} has no {COMMON}; it was written with megatron-core 0.19: load it with that."
+            f"{path.parent} has no {COMMON}; it was written with megatron-core 0.19: load"
+            " it with that."
         )
     return read_plain_values(str(path), read_plain_file(path))
 
@@ -412,17 +430,26 @@ def _patch_load_common() -> None:
 PATCHES = (
     MegatronPatch(
         "torch.distributed.checkpoint.FileSystemReader.read_metadata",
-        "plain pickle.load: a checkpoint from elsewhere runs code before anything in it is looked at",
+        (
+            "plain pickle.load: a checkpoint from elsewhere runs code before anything in it"
+            " is looked at"
+        ),
         lambda: replace_symbol(FileSystemReader, "read_metadata", _patched_read_metadata),
     ),
     MegatronPatch(
         "torch.distributed.checkpoint.DefaultLoadPlanner.load_bytes",
-        "torch.load(weights_only=False) of each object in a checkpoint; megatron-core 0.19 keeps its plain values so",
+        (
+            "torch.load(weights_only=False) of each object in a checkpoint; megatron-core 0.19"
+            " keeps its plain values so"
+        ),
         lambda: replace_symbol(DefaultLoadPlanner, "load_bytes", _patched_load_bytes),
     ),
     MegatronPatch(
         "dist_checkpointing.strategies.common.load_common",
-        "torch.load with its default, which TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD in the environment makes a pickle.load",
+        (
+            "torch.load with its default, which TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD in the environment"
+            " makes a pickle.load"
+        ),
         _patch_load_common,
     ),
 )

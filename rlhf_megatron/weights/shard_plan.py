@@ -1,8 +1,9 @@
 """Who sends what in a weight sync, and who takes it. Pure integers: provable on any machine.
 
-Coordinates are those of the Hugging Face tensors: both sides' cuts are spans of them. The ranks of a pipeline stage
-fall into copies, each of which holds the stage's tensors once (`ParallelLayout.copy_size`); a copy serves every engine that is
-given to it. In a copy each rank sends what it alone holds, and a share of what several hold.
+Coordinates are those of the Hugging Face tensors: both sides' cuts are spans of them. The ranks of
+a pipeline stage fall into copies, each of which holds the stage's tensors once
+(`ParallelLayout.copy_size`); a copy serves every engine that is given to it. In a copy each rank
+sends what it alone holds, and a share of what several hold.
 """
 
 from __future__ import annotations
@@ -38,8 +39,8 @@ class SendShare:
 
 
 def plan_send_shares(rules: Sequence[WeightRule], layout: ParallelLayout) -> tuple[SendShare, ...]:
-    """Share out the sending of `rules`, by place in a copy, so that each is sent once. A fusion group that several
-    ranks hold goes, whole, to the one with least so far.
+    """Share out the sending of `rules`, by place in a copy, so that each is sent once. A fusion
+    group that several ranks hold goes, whole, to the one with least so far.
     """
     shares = tuple(SendShare() for _ in range(layout.copy_size))
     loads = [0] * layout.copy_size
@@ -76,12 +77,16 @@ def count_span_elements(rule: WeightRule, spans: Sequence[TensorSpan]) -> int:
 def _iterate_held_shards(
     rule: WeightRule, layout: ParallelLayout
 ) -> Iterator[tuple[tuple[int, ...], tuple[TensorSpan, ...]]]:
-    """(places in a copy whose ranks hold a shard, what of the HF tensors it is) of each shard of a rule."""
+    """(places in a copy whose ranks hold a shard, what of the HF tensors it is) of each
+    shard of a rule.
+    """
     places = range(layout.copy_size)
     if rule.expert is None:
-        ways, number_at = layout.tp, {place: place % layout.tp for place in places}
+        ways = layout.tp
+        number_at = {place: place % layout.tp for place in places}
     else:
-        owner, ways = rule.expert // (rule.num_experts // layout.ep), layout.etp
+        owner = rule.expert // (rule.num_experts // layout.ep)
+        ways = layout.etp
         number_at = {p: p % layout.etp for p in places if p // layout.etp % layout.ep == owner}
     if rule.split == "replicated":
         yield tuple(number_at), find_hf_spans(rule, 1, 0)
@@ -108,9 +113,10 @@ def find_copy_index(layout: ParallelLayout, rank: int) -> int:
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each over tp / ep; under
-    DP attention the embedding and attention over tp / dp. Where a part is cut over fewer than tp ranks, others hold the
-    same again."""
+    """How stock SGLang cuts a model: dense layers over tp ranks; experts over ep of them, and each
+    over tp / ep; under DP attention the embedding and attention over tp / dp. Where a part is cut
+    over fewer than tp ranks, others hold the same again.
+    """
 
     tp: int = 1
     ep: int = 1
@@ -121,7 +127,9 @@ class EngineLayout:
 
     @staticmethod
     def from_rollout_config(rollout: RolloutConfig) -> EngineLayout:
-        """Return the layout that `rollout.sglang.args` ask for. Raises ValueError for impossible sizes."""
+        """Return the layout that `rollout.sglang.args` ask for. Raises ValueError for
+        impossible sizes.
+        """
         if rollout.engine != "sglang":
             return EngineLayout()
         given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
@@ -145,11 +153,14 @@ class EngineLayout:
         for name, size in (("ep", self.ep), ("dp", self.dp)):
             if size < 1 or self.tp % size:
                 raise ValueError(
-                    f"an engine's tp size ({self.tp}) must be a multiple of its {name} size ({size})."
+                    f"an engine's tp size ({self.tp}) must be a multiple of its {name}"
+                    f" size ({size})."
                 )
 
     def count_tensor_ways(self, rule: WeightRule, hf_name: str) -> int:
-        """Return over how many ranks it cuts a tensor that is not one expert's. `hf_name`: as Hugging Face calls it."""
+        """Return over how many ranks it cuts a tensor that is not one expert's. `hf_name`: as
+        Hugging Face calls it.
+        """
         if ".shared_experts." in hf_name:
             return self.shared_expert_ways or self.tp
         if rule.owner == "head":
@@ -185,7 +196,8 @@ def find_engine_span(
         padded = -(-size // _VOCABULARY_MULTIPLE) * _VOCABULARY_MULTIPLE
         each = -(-padded // ways)
     else:
-        # Rows of keys and values, of which each block has as many as heads: they are not cut within one.
+        # Rows of keys and values, of which each block has as many as heads: they are not
+        # cut within one.
         is_query = hf_tensor.name.startswith(rule.hf_tensors[0].name)  # or its scales
         blocks = (
             rule.num_blocks
@@ -193,7 +205,8 @@ def find_engine_span(
             else None
         )
         if blocks is not None and blocks < ways:
-            number, ways = number * blocks // ways, blocks
+            number = number * blocks // ways
+            ways = blocks
         each = size // ways
     start = min(number * each, size)
     return TensorSpan(axis, start, min(each, size - start))
@@ -202,19 +215,20 @@ def find_engine_span(
 def intersect_spans(
     first_span: TensorSpan, second_span: TensorSpan, shape: tuple[int, ...]
 ) -> TensorSpan | None:
-    """Return what two parts of a tensor have in common; None: nothing. Raises ValueError where they cut it along two
-    axes.
+    """Return what two parts of a tensor have in common; None: nothing. Raises ValueError where they
+    cut it along two axes.
     """
     for mine, theirs in ((first_span, second_span), (second_span, first_span)):
         if mine.num_entries == shape[mine.dim]:
             return theirs if theirs.num_entries else None
     if first_span.dim != second_span.dim:
         raise ValueError(
-            f"{first_span} and {second_span} cut a tensor of {shape} along two axes; it must be sent whole."
+            f"{first_span} and {second_span} cut a tensor of {shape} along two axes; it must be"
+            " sent whole."
         )
-    start, stop = (
-        max(first_span.start, second_span.start),
-        min(first_span.start + first_span.num_entries, second_span.start + second_span.num_entries),
+    start = max(first_span.start, second_span.start)
+    stop = min(
+        first_span.start + first_span.num_entries, second_span.start + second_span.num_entries
     )
     return TensorSpan(first_span.dim, start, stop - start) if start < stop else None
 

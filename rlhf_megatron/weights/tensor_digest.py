@@ -1,19 +1,22 @@
 """Position-keyed digests of tensors, taken at less than twice the time of a memory copy.
 
-A tensor is a row of unsigned 16-bit words w_i (of its bytes, for one-byte types). Four words make a lane
-L_q = w_4q + 2^16 w_4q+1 + 2^32 w_4q+2 + 2^48 w_4q+3, and 1024 lanes a line. L' are the lanes of the same words moved on
-by two places. The digest is, modulo 2^64,
+A tensor is a row of unsigned 16-bit words w_i (of its bytes, for one-byte types). Four words make a
+lane L_q = w_4q + 2^16 w_4q+1 + 2^32 w_4q+2 + 2^48 w_4q+3, and 1024 lanes a line. L' are the lanes
+of the same words moved on by two places. The digest is, modulo 2^64,
 
-    sum over q of L_q T[q mod 1024] M[q div 1024]  +  sum over q of L'_q U[(q mod 1024) div 64] M[q div 1024]
+    sum over q of L_q T[q mod 1024] M[q div 1024]  +  sum over q of L'_q U[(q mod 1024) div
+                                                      64] M[q div 1024]
     +  E(end) - E(first)
 
-with odd pseudo-random T, U, M. The upper words of a lane meet only the lower bits of T, so that two changed signs could
-cancel in the first sum; in the second sum these words are the lower ones. E makes zeros at the end count.
+with odd pseudo-random T, U, M. The upper words of a lane meet only the lower bits of T, so that two
+changed signs could cancel in the first sum; in the second sum these words are the lower ones. E
+makes zeros at the end count.
 
-Every word has a factor of its own, so the digest of a tensor is the sum of those of its parts taken at their positions:
-shards can be digested where they stand, on any device, and added up. It finds accidents, not an adversary: any change
-of one word, and of several but for a few patterns, such as x and -x exchanged between two lanes of one group that are
-alike otherwise.
+Every word has a factor of its own, so the digest of a tensor is the sum of those of its parts taken
+at their positions:
+shards can be digested where they stand, on any device, and added up. It finds accidents, not an
+adversary: any change of one word, and of several but for a few patterns, such as x and -x exchanged
+between two lanes of one group that are alike otherwise.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ def view_as_words(tensor: Tensor) -> Tensor:
 
 
 def sum_words(words: Tensor, word_offset: int) -> int:
-    """Return both sums, without E, over words [n] int16 that begin `word_offset` words into the whole."""
+    """Return both sums, without E, over words [n] int16 that begin `word_offset` words
+    into the whole.
+    """
     return (
         _sum_words_on_cpu(words.numpy(), word_offset)
         if words.device.type == "cpu"
@@ -77,7 +82,9 @@ def format_digest(digest: int) -> str:
 
 
 def make_position_keys(key_row: int, positions: Tensor) -> Tensor:
-    """Odd pseudo-random 64-bit factors (int64) of the positions `positions` (int64); `key_row` tells their rows apart."""
+    """Odd pseudo-random 64-bit factors (int64) of the positions `positions` (int64); `key_row`
+    tells their rows apart.
+    """
     key = (positions + (key_row << 56)) * -7046029254386353131
     key.bitwise_xor_(key >> 32).mul_(-4417276706812531889)
     key.bitwise_xor_(key >> 29).mul_(-7723592293110705685)
@@ -91,12 +98,12 @@ def make_end_key(position: int) -> int:
 
 
 def _sum_words_on_cpu(words: npt.NDArray[np.int16], word_offset: int) -> int:
-    """Return both sums. NumPy sums small parts, since its calls cost least, and torch large ones."""
+    """Return both sums. NumPy sums small parts, since its calls cost least,
+    and torch large ones.
+    """
     by_lane, by_group = make_line_keys(torch.device("cpu"))
-    straight, moved = (
-        _WordLines.from_words(words, word_offset),
-        _WordLines.from_words(words, word_offset + MOVED),
-    )
+    straight = _WordLines.from_words(words, word_offset)
+    moved = _WordLines.from_words(words, word_offset + MOVED)
     total = 0
     for line, lanes in straight.edge_lines:
         total += int(np.dot(lanes, by_lane.numpy())) * int(_get_line_factors(line, 1)[0])
@@ -111,7 +118,8 @@ def _sum_words_on_cpu(words: npt.NDArray[np.int16], word_offset: int) -> int:
 
 def _sum_whole_lines(lines_at_offset: _WordLines, lines_moved_on: _WordLines) -> int:
     by_lane, by_group = make_line_keys(torch.device("cpu"))
-    # The lanes can begin anywhere in a word of memory: torch reads them so, NumPy would copy them first.
+    # The lanes can begin anywhere in a word of memory: torch reads them so, NumPy would
+    # copy them first.
     lines = torch.from_numpy(lines_at_offset.whole_lines)
     groups = torch.from_numpy(lines_moved_on.whole_lines).view(-1, LINE // GROUP, GROUP)
     of_lines = torch.empty(len(lines), dtype=torch.int64)
@@ -162,7 +170,8 @@ def sum_words_on_device(words: Tensor, word_offset: int) -> int:
     by_lane, by_group = make_line_keys(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for shift, by_place in ((0, by_lane), (MOVED, by_group.repeat_interleave(GROUP))):
-        place, end = word_offset + shift, word_offset + shift + words.numel()
+        place = word_offset + shift
+        end = word_offset + shift + words.numel()
         while place < end:
             line, start = divmod(place, _LINE_WORDS)
             part = words[place - word_offset - shift :][: _DEVICE_CHUNK * _LINE_WORDS - start]
@@ -195,8 +204,10 @@ def _cache_first_line_factors() -> Lanes:
 
 
 def digest_tensor_part(part: Tensor, shape: tuple[int, ...], axis: int, start: int) -> int:
-    """Digest of `part`, entries start .. start + part.shape[axis] - 1 along `axis` of a tensor of `shape`, taken at its
-    place there. In [0, 2^64); parts that cover the tensor once add up to the digest of it, modulo 2^64."""
+    """Digest of `part`, entries start .. start + part.shape[axis] - 1 along `axis` of a tensor of
+    `shape`, taken at its place there. In [0, 2^64); parts that cover the tensor once add up to the
+    digest of it, modulo 2^64.
+    """
     expected = (
         (*shape[:axis], part.shape[axis], *shape[axis + 1 :]) if 0 <= axis < len(shape) else None
     )
@@ -207,7 +218,8 @@ def digest_tensor_part(part: Tensor, shape: tuple[int, ...], axis: int, start: i
         start,
     )
     unit = max(1, part.element_size() // 2)  # words
-    before, after = prod(shape[:axis]), prod(shape[axis + 1 :]) * unit
+    before = prod(shape[:axis])
+    after = prod(shape[axis + 1 :]) * unit
     if before == 1 or part.shape[axis] == shape[axis]:
         return digest_tensor(part, start * after)
     flat = part.detach().reshape(before, -1)
@@ -258,9 +270,12 @@ def _sum_rows_padded_with_zeros(words: Tensor, row_width: int, column_offset: in
 def _sum_rows_of_equal_phase(
     words: Tensor, row_width: int, column_offset: int, num_phases: int
 ) -> int:
-    """Return both sums. Each row is summed within a line first; rows that are `num_phases` apart meet the same factors."""
+    """Return both sums. Each row is summed within a line first; rows that are `num_phases` apart
+    meet the same factors.
+    """
     rows, columns = words.shape
-    device, num_phases = words.device, min(num_phases, rows)
+    device = words.device
+    num_phases = min(num_phases, rows)
     by_lane, by_group = make_line_keys(device)
     factors = (by_lane, by_group.repeat_interleave(GROUP))
     of_turn = -(-rows // num_phases)
@@ -291,8 +306,10 @@ def _sum_rows_of_equal_phase(
 def _iterate_lane_matrices(
     words: Tensor, word_in_line: int, padded_buffer: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """(place of the first lane in its line, lanes [rows, lanes] int64) of rows that begin at word `word_in_line` of a line,
-    and of the same words moved on. They are laid into `padded_buffer`, which is zero but for such rows."""
+    """(place of the first lane in its line, lanes [rows, lanes] int64) of rows that begin at word
+    `word_in_line` of a line, and of the same words moved on. They are laid into `padded_buffer`,
+    which is zero but for such rows.
+    """
     rows, columns = words.shape
     lane, in_lane = divmod(word_in_line, WORDS)
     padded_buffer[:rows, WORDS + in_lane : WORDS + in_lane + columns] = words
@@ -312,12 +329,16 @@ def _iterate_lane_matrices(
 
 
 def _split_lanes_at_lines(first_lane: int, num_lanes: int) -> Iterator[tuple[int, int, int]]:
-    """(lines after the first, from, to) of lanes that begin `first_lane` lanes into a line, cut where lines end."""
-    low, number = 0, 0
+    """(lines after the first, from, to) of lanes that begin `first_lane` lanes into a line, cut
+    where lines end.
+    """
+    low = 0
+    number = 0
     while low < num_lanes:
         high = min(num_lanes, low + LINE - (first_lane + low) % LINE)
         yield number, low, high
-        low, number = high, number + 1
+        low = high
+        number = number + 1
 
 
 def _multiply_lanes(lanes: Tensor, factors: Tensor, row_sums_out: Tensor) -> None:

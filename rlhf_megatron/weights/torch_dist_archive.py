@@ -1,8 +1,9 @@
-"""megatron-core's torch_dist directory, written and read part by part: no model, no process group, nothing unpickled.
+"""megatron-core's torch_dist directory, written and read part by part: no model, no process group,
+nothing unpickled.
 
-A part of a tensor is one archive as `torch.save` writes it (a zip whose members are stored), and `.metadata` says in
-which file and where each lies. How long an archive is follows from shape and type, so every part has its place before
-the first one is written.
+A part of a tensor is one archive as `torch.save` writes it (a zip whose members are stored), and
+`.metadata` says in which file and where each lies. How long an archive is follows from shape and
+type, so every part has its place before the first one is written.
 """
 
 from __future__ import annotations
@@ -38,11 +39,9 @@ from rlhf_megatron.weights.safe_pickle import COMMON, CONFIG, METADATA
 
 ALIGNMENT = 64  # bytes, of archives in a file and of the data in one
 _DATE = 0x21  # 1980-01-01, as torch writes it
-_LOCAL, _CENTRAL, _END = (
-    struct.Struct("<4s5H3L2H"),
-    struct.Struct("<4s6H3L5H2L"),
-    struct.Struct("<4s4H2LH"),
-)
+_LOCAL = struct.Struct("<4s5H3L2H")
+_CENTRAL = struct.Struct("<4s6H3L5H2L")
+_END = struct.Struct("<4s4H2LH")
 _DATA = "archive/data/0"
 
 
@@ -79,7 +78,8 @@ class ArchiveFrame:
 
     def encode_directory(self, crc: int) -> bytes:
         """Return the bytes behind the data: the directory of the archive."""
-        entries, at = b"", 0
+        entries = b""
+        at = 0
         for name, length, check in [
             *((n, len(c), zlib.crc32(c)) for n, c in self.small_members),
             (_DATA, self.num_data_bytes, crc),
@@ -132,19 +132,23 @@ class _StoragePickler(pickle.Pickler):
 
 
 def write_torch_dist_metadata(directory: Path, archived_chunks: Iterable[ArchivedChunk]) -> None:
-    """Write the files that make a directory of archives a checkpoint; `.metadata`, without which it is none, last."""
+    """Write the files that make a directory of archives a checkpoint; `.metadata`, without which it
+    is none, last.
+    """
     entries: dict[str, Any] = {}
     places = {}
     for part in archived_chunks:
         if part.key not in entries:
             properties = TensorProperties(dtype=getattr(torch, part.dtype))
             entries[part.key] = TensorStorageMetadata(properties, torch.Size(part.shape), [])
-        chunks, offsets = entries[part.key].chunks, torch.Size(part.offsets)
+        chunks = entries[part.key].chunks
+        offsets = torch.Size(part.offsets)
         places[MetadataIndex(part.key, offsets, len(chunks))] = _StorageInfo(
             part.file, part.start_byte, part.num_archive_bytes
         )
         chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
-    # 3.0: how megatron orders the rows of queries, keys and values. megatron-core 0.16 takes these four fields only.
+    # 3.0: how megatron orders the rows of queries, keys and values. megatron-core 0.16 takes these
+    # four fields only.
     torch.save({"checkpoint_version": 3.0, "iteration": 0}, directory / COMMON)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     (directory / CONFIG).write_text(
@@ -155,7 +159,9 @@ def write_torch_dist_metadata(directory: Path, archived_chunks: Iterable[Archive
 
 
 class MappedArchives:
-    """Parts as views of mapped files: the archive's directory is read, nothing in it is unpickled."""
+    """Parts as views of mapped files: the archive's directory is read,
+    nothing in it is unpickled.
+    """
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory
@@ -170,10 +176,12 @@ class MappedArchives:
         dtype: torch.dtype,
     ) -> Tensor:
         """Raises ValueError for an archive that is cut off, or holds anything but such a tensor."""
-        memory, wanted = self._map_file(file_name), prod(sizes) * dtype.itemsize
+        memory = self._map_file(file_name)
+        wanted = prod(sizes) * dtype.itemsize
         if start_byte + num_archive_bytes > len(memory):
             raise ValueError(
-                f"{self._directory / file_name} ends before byte {start_byte + num_archive_bytes}: it is cut off."
+                f"{self._directory / file_name} ends before byte {start_byte + num_archive_bytes}:"
+                " it is cut off."
             )
         try:
             # Members stand at the ends of an archive: those two pieces are enough.
@@ -187,7 +195,8 @@ class MappedArchives:
         if not is_plain or members[0].file_size != wanted:
             found = [info.file_size for info in members]
             raise ValueError(
-                f"{self._directory / file_name} holds {found} bytes at byte {start_byte}, not {wanted}."
+                f"{self._directory / file_name} holds {found} bytes at byte {start_byte},"
+                f" not {wanted}."
             )
         at = start_byte + members[0].header_offset
         header = memory[at : at + _LOCAL.size] if at >= start_byte else b""
@@ -197,7 +206,8 @@ class MappedArchives:
         )
         if at + wanted > start_byte + num_archive_bytes or not is_header:
             raise ValueError(
-                f"{self._directory / file_name} is broken at byte {start_byte}: its data ends behind it."
+                f"{self._directory / file_name} is broken at byte {start_byte}: its data"
+                " ends behind it."
             )
         if not wanted:
             return torch.empty(sizes, dtype=dtype)
@@ -225,7 +235,10 @@ class _MappedArchiveFile(io.RawIOBase):
     """A part of a map as a file."""
 
     def __init__(self, memory: mmap.mmap, start: int, length: int) -> None:
-        self._memory, self._start, self._length, self._position = memory, start, length, 0
+        self._memory = memory
+        self._start = start
+        self._length = length
+        self._position = 0
 
     def readable(self) -> bool:
         return True

@@ -1,9 +1,9 @@
-"""Weights out of a checkpoint in megatron's torch_dist format, of any layout: one process, one tensor at a time, no
-rank and no Megatron.
+"""Weights out of a checkpoint in megatron's torch_dist format, of any layout: one process, one
+tensor at a time, no rank and no Megatron.
 
-A directory holds each Megatron tensor whole, cut into parts that its metadata places. Layers that are alike may be
-stacked: one tensor for all layers; so may the experts of a layer. Names in a layer are Transformer Engine's or
-megatron-core's own.
+A directory holds each Megatron tensor whole, cut into parts that its metadata places. Layers that
+are alike may be stacked: one tensor for all layers; so may the experts of a layer. Names in a layer
+are Transformer Engine's or megatron-core's own.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 
 class TorchDistSource:
-    """Implements `WeightSource`. `directory`: `actor` or `critic` of a checkpoint, or with `is_foreign` what any
-    megatron-core wrote, of which pickled objects are never opened.
+    """Implements `WeightSource`. `directory`: `actor` or `critic` of a checkpoint, or with
+    `is_foreign` what any megatron-core wrote, of which pickled objects are never opened.
 
-    Raises ValueError for a directory that holds anything but that, and for a file that is missing or cut off; so do its
-    methods for a tensor that is missing, of another shape, or not whole.
+    Raises ValueError for a directory that holds anything but that, and for a file that is missing
+    or cut off; so do its methods for a tensor that is missing, of another shape, or not whole.
     """
 
     def __init__(self, directory: Path, is_foreign: bool = False) -> None:
@@ -73,20 +73,21 @@ class TorchDistSource:
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
         key, index = self._find_key_and_index(rule)
         entry = self._tensor_metadata[key]
-        shape, wanted = tuple(entry.size)[len(index) :], rule.megatron_shape
-        # The vocabulary is padded for the layout that wrote it: rows after the last token are of no use.
+        shape = tuple(entry.size)[len(index) :]
+        wanted = rule.megatron_shape
+        # The vocabulary is padded for the layout that wrote it: rows after the last token
+        # are of no use.
         is_padded = rule.owner != "layer" and rule.split != "replicated" and shape[0] > wanted[0]
         if shape != wanted and not (is_padded and shape[1:] == wanted[1:]):
             raise ValueError(
-                f"{self.directory}: {key} has shape {shape}, config.json needs {wanted}; is it that model?"
+                f"{self.directory}: {key} has shape {shape}, config.json needs {wanted}; is it"
+                " that model?"
             )
         chunks = list(self._find_chunks(key, index))
         if len(chunks) == 1 and tuple(chunks[0].sizes)[len(index) :] == shape:
             return rule.to_hf(self._read_chunk(key, chunks[0], index)[: wanted[0]])
-        full, is_read = (
-            torch.empty(shape, dtype=entry.properties.dtype),
-            torch.zeros(shape, dtype=torch.bool),
-        )
+        full = torch.empty(shape, dtype=entry.properties.dtype)
+        is_read = torch.zeros(shape, dtype=torch.bool)
         for chunk in chunks:
             places = zip(
                 tuple(chunk.offsets)[len(index) :], tuple(chunk.sizes)[len(index) :], strict=True
@@ -97,7 +98,8 @@ class TorchDistSource:
         if not is_read.all():
             num_read = int(is_read.sum())
             raise ValueError(
-                f"{self.directory}: {num_read} of the {full.numel()} elements of {key} are stored; copy it again."
+                f"{self.directory}: {num_read} of the {full.numel()} elements of {key} are stored;"
+                " copy it again."
             )
         return rule.to_hf(full[: wanted[0]])
 
@@ -144,9 +146,11 @@ class TorchDistSource:
         place = self._storage_infos.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise ValueError(
-                f"{self.directory}: no file has the part of {key} at {tuple(chunk.offsets)}; copy it again."
+                f"{self.directory}: no file has the part of {key} at {tuple(chunk.offsets)};"
+                " copy it again."
             )
-        sizes, dtype = tuple(chunk.sizes), self._tensor_metadata[key].properties.dtype
+        sizes = tuple(chunk.sizes)
+        dtype = self._tensor_metadata[key].properties.dtype
         try:
             part = self._mapped_chunks.read_chunk(
                 place.relative_path, place.offset, place.length, sizes, dtype

@@ -1,5 +1,6 @@
-"""Causal language models of transformers for the trainer backend `fsdp`: built without memory, their tensors by name,
-and a head that hands out hidden states. The one file of the trainer that imports transformers.
+"""Causal language models of transformers for the trainer backend `fsdp`: built without memory,
+their tensors by name, and a head that hands out hidden states. The one file of the trainer that
+imports transformers.
 """
 # S packed tokens, R rows, H hidden, V vocabulary
 
@@ -28,13 +29,17 @@ _FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.((?:gate_up|down)_proj(?:_bias
 SOFTCAP = "final_logit_softcapping"
 _MATRICES = ("mlp", "gate_proj", "up_proj", "down_proj")
 _ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
-"""Families whose files call a layer's experts otherwise than transformers' modules: block, gate, up, down."""
+"""Families whose files call a layer's experts otherwise than transformers' modules: block,
+gate, up, down.
+"""
 
 
 class PackedCausalLM(nn.Module):
-    """A causal language model over packed documents, or with head "value" its decoder and a value head.
+    """A causal language model over packed documents, or with head "value" its decoder
+    and a value head.
 
-    What is done with the hidden states is done inside of `forward`: only there are sharded weights whole.
+    What is done with the hidden states is done inside of `forward`: only there are sharded
+    weights whole.
     """
 
     def __init__(self, causal_lm: Any, head: HeadKind) -> None:
@@ -44,7 +49,9 @@ class PackedCausalLM(nn.Module):
         self._body_name = ""
         self.returns_logits = False  # `forward` hands out logits of rows, by the model's own head
         self.find_max_over_ranks: Callable[[int], int] | None = None
-        """Given where packed documents would see each other. Returns the largest of all ranks' numbers of batches."""
+        """Given where packed documents would see each other. Returns the largest of all ranks'
+        numbers of batches.
+        """
         if head == "value":
             self.decoder = nn.Module()
             setattr(self.decoder, causal_lm.base_model_prefix, causal_lm.base_model)
@@ -61,8 +68,9 @@ class PackedCausalLM(nn.Module):
         row_indices: Tensor,
         **attention_lengths: Any,
     ) -> Any:
-        """Return `process_hidden` of hidden states [1, S, H], by which the head's weight is multiplied (and then capped,
-        where there is a `softcap`), or of logits [1, R, V] of the rows where `returns_logits`.
+        """Return `process_hidden` of hidden states [1, S, H], by which the head's weight is
+        multiplied (and then capped, where there is a `softcap`), or of logits [1, R, V] of the rows
+        where `returns_logits`.
 
         Both arguments are [1, S]; positions restart with each document.
 
@@ -103,13 +111,14 @@ class PackedCausalLM(nn.Module):
     def _run_padded_batches(
         self, token_ids: Tensor, position_ids: Tensor, find_max_over_ranks: Callable[[int], int]
     ) -> Tensor:
-        """Compute what `_run_decoder` does with one document a row of padded batches, each of at most as many places as
-        there are tokens.
+        """Compute what `_run_decoder` does with one document a row of padded batches, each of at
+        most as many places as there are tokens.
 
-        What stands behind a document cannot change it. Layers are gathered by all ranks at once: each goes through as
-        many batches as the one that has most.
+        What stands behind a document cannot change it. Layers are gathered by all ranks at once:
+        each goes through as many batches as the one that has most.
         """
-        num_tokens, device = len(token_ids), token_ids.device
+        num_tokens = len(token_ids)
+        device = token_ids.device
         begins = [*(position_ids == 0).nonzero()[:, 0].tolist(), num_tokens]
         documents = sorted((range(a, b) for a, b in pairwise(begins)), key=len, reverse=True)
         batches: list[list[range]] = []
@@ -117,7 +126,8 @@ class PackedCausalLM(nn.Module):
             if not batches or (len(batches[-1]) + 1) * len(batches[-1][0]) > num_tokens:
                 batches.append([])
             batches[-1].append(document)
-        found, places = [], []
+        found = []
+        places = []
         for number in range(find_max_over_ranks(len(batches))):
             batch = (
                 batches[number] if number < len(batches) else [range(1)]
@@ -149,13 +159,16 @@ class PackedCausalLM(nn.Module):
 
     @property
     def softcap(self) -> float | None:
-        """The cap on its logits (`final_logit_softcapping`), which `forward` leaves to the caller."""
+        """The cap on its logits (`final_logit_softcapping`),
+        which `forward` leaves to the caller.
+        """
         cap: float | None = getattr(self.hf_config.get_text_config(), SOFTCAP, None)
         return cap or None
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
         """[R] float32; inside of `forward`."""
-        weight, bias = self.score.weight.float(), self.score.bias.float()
+        weight = self.score.weight.float()
+        bias = self.score.bias.float()
         return nn.functional.linear(hidden_SH.index_select(0, rows_R).float(), weight, bias)[:, 0]
 
     def collect_tensors(self) -> dict[str, Tensor]:
@@ -173,9 +186,12 @@ class PackedCausalLM(nn.Module):
 
     @contextmanager
     def _bypass_output_layer(self) -> Iterator[None]:
-        """The owner of the weight multiplies nothing, and nothing is capped: scales of hidden states or logits still
-        happen."""
-        head, config, softcap = self.output_layer, self.hf_config.get_text_config(), self.softcap
+        """The owner of the weight multiplies nothing, and nothing is capped: scales of hidden
+        states or logits still happen.
+        """
+        head = self.output_layer
+        config = self.hf_config.get_text_config()
+        softcap = self.softcap
         head.forward = lambda hidden: hidden
         if softcap is not None:
             setattr(config, SOFTCAP, None)
@@ -194,7 +210,8 @@ def _strip_wrapper_names(module_path: str) -> str:
 def build_causal_lm(
     hf_config: HFConfig, attn_implementation: str, head: HeadKind, dtype: torch.dtype
 ) -> PackedCausalLM:
-    """A model whose parameters have no memory yet ("meta"); what its modules compute at their making stands.
+    """A model whose parameters have no memory yet ("meta"); what its modules compute at their
+    making stands.
 
     Raises ValueError for a config.json that transformers has no causal language model for.
     """
@@ -217,8 +234,8 @@ def build_causal_lm(
             "" if "attention" not in str(error) else " Set actor.fsdp.attn_implementation to eager."
         )
         raise ValueError(
-            f"transformers cannot build a causal language model of type {kind!r} with attn_implementation"
-            f" {attn_implementation!r}: {error}{fix}"
+            f"transformers cannot build a causal language model of type {kind!r} with"
+            f" attn_implementation {attn_implementation!r}: {error}{fix}"
         ) from error
     causal.eval()
     for module in causal.modules():
@@ -251,10 +268,11 @@ def _create_parameters_on_meta() -> Iterator[None]:
 def make_causal_lm_table(
     model: PackedCausalLM, hf_config: HFConfig, head: HeadKind
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model of transformers: its own names, cut along dimension 0 over all ranks.
+    """The weight table of a model of transformers: its own names, cut along dimension 0
+    over all ranks.
 
-    Where the family is one of ours, Hugging Face tensors have the names and travel in the groups that our table has.
-    Raises ValueError where the two disagree.
+    Where the family is one of ours, Hugging Face tensors have the names and travel in the groups
+    that our table has. Raises ValueError where the two disagree.
     """
     kind = str(hf_config.get("model_type"))
     groups = {}
@@ -297,8 +315,8 @@ def make_causal_lm_table(
 def _make_tensor_conversion(
     name: str, shape: tuple[int, ...], model_type: str
 ) -> tuple[tuple[HFTensor, ...], Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Return the names that files have for a tensor, and the two conversions between them. A layer's experts are one
-    tensor in transformers; files have one or two matrices an expert.
+    """Return the names that files have for a tensor, and the two conversions between them. A
+    layer's experts are one tensor in transformers; files have one or two matrices an expert.
     """
     block, gate, up, down = _ON_DISK.get(model_type, _MATRICES)
     found = _FUSED_EXPERTS.fullmatch(name)
@@ -328,7 +346,9 @@ def _make_tensor_conversion(
 
 
 def find_transformers_family(model_type: str) -> ModelFamily | None:
-    """A family that only transformers has: Megatron cannot build it, but its tensors have names. None: unknown."""
+    """A family that only transformers has: Megatron cannot build it, but its tensors have names.
+    None: unknown.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -356,7 +376,9 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
 
 
 def make_transformers_weight_table(hf_config: HFConfig, head: HeadKind) -> tuple[WeightRule, ...]:
-    """The weight table of a config.json, made without memory. Raises ValueError as `build_causal_lm`."""
+    """The weight table of a config.json, made without memory. Raises ValueError
+    as `build_causal_lm`.
+    """
     return make_causal_lm_table(
         build_causal_lm(hf_config, "eager", head, torch.float32), hf_config, head
     )

@@ -1,7 +1,9 @@
-"""A critic in Hugging Face layout is transformers' ...ForTokenClassification with one label, whose head is `score`.
+"""A critic in Hugging Face layout is transformers' ...ForTokenClassification with one label, whose
+head is `score`.
 
-One starts from such a directory, from a ...ForSequenceClassification (a reward model; its head has no bias), or from
-any causal language model, whose output layer is left out and which gets a fresh head.
+One starts from such a directory, from a ...ForSequenceClassification (a reward model; its head has
+no bias), or from any causal language model, whose output layer is left out and which
+gets a fresh head.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from rlhf_megatron.weights.hf_reader import HFReader
 from rlhf_megatron.weights.weight_source import RandomWeightSource, WeightSource
 from rlhf_megatron.weights.weight_table import WeightRule
 
-WEIGHT, BIAS = f"{VALUE_HEAD}.weight", f"{VALUE_HEAD}.bias"
+WEIGHT = f"{VALUE_HEAD}.weight"
+BIAS = f"{VALUE_HEAD}.bias"
 _NOT_OF_A_CRITIC = ("lm_head.weight",)
 
 
@@ -42,7 +45,8 @@ class ValueModelSource:
 
 
 def add_value_head(body_source: WeightSource, std: float, seed: int) -> ValueModelSource:
-    """`body_source` with its own value head, or with a first one: weights normal with deviation `std`, bias 0.
+    """`body_source` with its own value head, or with a first one: weights normal with deviation
+    `std`, bias 0.
 
     A head without a bias gets the bias 0. First weights depend on `seed` only, not on the layout.
     """
@@ -63,8 +67,8 @@ def open_value_model(directory: Path, table: Sequence[WeightRule]) -> HFReader:
     own = set(reader.names) & {WEIGHT, BIAS}
     if WEIGHT in own and (num_labels := reader.read_shape(WEIGHT)[0]) != 1:
         raise ValueError(
-            f"{directory} has a head of {num_labels} labels ({WEIGHT}); a critic needs one value a token: give a model"
-            " with num_labels 1, or one without a head."
+            f"{directory} has a head of {num_labels} labels ({WEIGHT}); a critic needs one value a"
+            " token: give a model with num_labels 1, or one without a head."
         )
     lacking = {WEIGHT, BIAS} - own
     reader.check_against_table(
@@ -82,8 +86,9 @@ def open_scoring_model(directory: Path, table: Sequence[WeightRule]) -> ValueMod
     body = open_value_model(directory, table)
     if WEIGHT not in body.names:
         raise ValueError(
-            f"{directory} has no {WEIGHT}, so it scores nothing; name a model with a head of one label, such as the job"
-            " reward-model writes (a ...ForSequenceClassification), not a language model."
+            f"{directory} has no {WEIGHT}, so it scores nothing; name a model with a head of one"
+            " label, such as the job reward-model writes (a ...ForSequenceClassification), not a"
+            " language model."
         )
     return add_value_head(body, std=0.0, seed=0)
 
@@ -94,9 +99,11 @@ def make_value_model_config(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def make_reward_model_config(hf_config: HFConfig) -> dict[str, Any]:
-    """config.json of a trained reward model: a sequence classifier of one label, which scores the last token.
+    """config.json of a trained reward model: a sequence classifier of one label, which scores
+    the last token.
 
-    transformers' classifiers have no bias in the head and leave it out; SGLang's have one, and read it.
+    transformers' classifiers have no bias in the head and leave it out; SGLang's have
+    one, and read it.
     """
     return _make_one_label_config(hf_config, "ForSequenceClassification", "REWARD")
 

@@ -1,7 +1,8 @@
-"""Sources of weights: a Hugging Face directory, a converted directory, a random seed, another file format.
+"""Sources of weights: a Hugging Face directory, a converted directory, a random seed,
+another file format.
 
-A random tensor depends on its name, its shape and the seed only: not on the order in which tensors are asked for, and
-so not on the layout of the model that loads them.
+A random tensor depends on its name, its shape and the seed only: not on the order in which tensors
+are asked for, and so not on the layout of the model that loads them.
 """
 
 from __future__ import annotations
@@ -20,29 +21,39 @@ from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
 
 class WeightSource(Protocol):
-    """Gives the Hugging Face tensors of one rule at a time, so that a whole model is never in memory."""
+    """Gives the Hugging Face tensors of one rule at a time, so that a whole model is
+    never in memory.
+    """
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """The tensors of `rule.hf`, in that order, on the CPU; read-only views are allowed. Raises ValueError."""
+        """The tensors of `rule.hf`, in that order, on the CPU; read-only views are allowed.
+        Raises ValueError.
+        """
 
     def get_dtype_name(self, rule: WeightRule) -> str:
-        """ "float32", "bfloat16" or "float16", without reading the tensors. Raises ValueError when they differ."""
+        """ "float32", "bfloat16" or "float16", without reading the tensors. Raises ValueError
+        when they differ.
+        """
 
 
 def require_single_dtype(rule: WeightRule, dtypes: set[str]) -> str:
-    """The only one of `dtypes`. Raises ValueError: one Megatron tensor cannot be made of tensors of several types."""
+    """The only one of `dtypes`. Raises ValueError: one Megatron tensor cannot be made of tensors of
+    several types.
+    """
     if len(dtypes) != 1:
         names = ", ".join(hf.name for hf in rule.hf_tensors)
         raise ValueError(
-            f"{names} have types {', '.join(sorted(dtypes))} but become the one tensor {rule.megatron_name}; give one"
-            " type for all weights (--dtype)."
+            f"{names} have types {', '.join(sorted(dtypes))} but become the one tensor"
+            f" {rule.megatron_name}; give one type for all weights (--dtype)."
         )
     return next(iter(dtypes))
 
 
 @dataclass(frozen=True)
 class RandomWeightSource:
-    """A source of weights for `load_model.load_weights`. Matrices have the deviation `std`; norms are 1, biases 0."""
+    """A source of weights for `load_model.load_weights`. Matrices have the deviation `std`; norms
+    are 1, biases 0.
+    """
 
     seed: int
     std: float
@@ -74,7 +85,9 @@ def make_random_source(hf_config: HFConfig, seed: int) -> RandomWeightSource:
 
 
 def generate_random_hf_tensors(hf_config: HFConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor that files of the model have, float32 on the CPU, one at a time."""
+    """(name, tensor) of every tensor that files of the model have, float32 on the CPU,
+    one at a time.
+    """
     source = make_random_source(hf_config, seed)
     entries: dict[str, list[Tensor]] = {}
     for rule in make_weight_table(hf_config):

@@ -1,6 +1,8 @@
-"""The weight table: which Megatron tensor is which Hugging Face tensors, how they convert, how they are sharded.
+"""The weight table: which Megatron tensor is which Hugging Face tensors, how they convert, how
+they are sharded.
 
-One table of a model serves loading, exporting, the conversion CLI, resharding to the engines and digests. Pure tensors:
+One table of a model serves loading, exporting, the conversion CLI, resharding to the engines and
+digests. Pure tensors:
 no process group, no Megatron. `to_megatron(to_hf(w)) == w` and `join(split(w)) == w`, bit for bit.
 """
 
@@ -14,23 +16,31 @@ from rlhf_megatron.lazy import Tensor, torch
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 TensorSplit = Literal["replicated", "rows", "columns", "gated_rows", "pieces"]
-"""How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each half (gate, up)
-apart. "pieces" is FSDP2's: dim 0 in pieces of one size, of which the last may be smaller, and further ones empty."""
+"""How tp (of an expert: etp) shards a full Megatron tensor: not at all; dim 0; dim 1; dim 0 of each
+half (gate, up) apart. "pieces" is FSDP2's: dim 0 in pieces of one size, of which the last may be
+smaller, and further ones empty.
+"""
 
 StageOwner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
 
 HeadKind = Literal["vocabulary", "value"]
-"""What stands behind the final norm: the output layer of a policy, or the value head of a critic."""
+"""What stands behind the final norm: the output layer of a policy,
+or the value head of a critic.
+"""
 
 LayerImpl = Literal["local", "transformer_engine"]
-"""Whose names the modules of a Megatron model have. Tables, and files on disk, are made under the "local" ones."""
+"""Whose names the modules of a Megatron model have. Tables, and files on disk, are made under
+the "local" ones.
+"""
 
 LayerPart = Literal["self_attention", "mlp"]
 """Of a layer, under megatron-core's names."""
 
-_INPUT_NORM, _MLP_NORM = "input_layernorm.weight", "pre_mlp_layernorm.weight"
-_QUERY_NORM, _KEY_NORM = "self_attention.q_layernorm.weight", "self_attention.kv_layernorm.weight"
+_INPUT_NORM = "input_layernorm.weight"
+_MLP_NORM = "pre_mlp_layernorm.weight"
+_QUERY_NORM = "self_attention.q_layernorm.weight"
+_KEY_NORM = "self_attention.kv_layernorm.weight"
 FUSED_NORMS = {
     _INPUT_NORM: "self_attention.linear_qkv.layer_norm_weight",
     _MLP_NORM: "mlp.linear_fc1.layer_norm_weight",
@@ -42,7 +52,9 @@ FUSED_NORMS = {
 
 @dataclass(frozen=True)
 class StackedEntry:
-    """The place of a tensor that files keep as one entry, along a further first axis, of a larger tensor."""
+    """The place of a tensor that files keep as one entry, along a further first axis, of a
+    larger tensor.
+    """
 
     name: str  # of the larger one: "model.layers.3.mlp.experts.down_proj"
     index: int
@@ -92,7 +104,8 @@ class TensorSpan:
 class WeightRule:
     """One Megatron tensor and the Hugging Face tensors that it is made of."""
 
-    megatron_name: str  # global: layers and experts counted over the whole model: "decoder.layers.3.mlp.router.weight"
+    # global: layers and experts counted over the whole model: "decoder.layers.3.mlp.router.weight"
+    megatron_name: str
     megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
     hf_tensors: tuple[HFTensor, ...]
     to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
@@ -132,7 +145,9 @@ def make_plain_rule(
     layer: int | None,
     num_blocks: int | None = None,
 ) -> WeightRule:
-    """One Megatron tensor that is one Hugging Face tensor as it is. `layer` None: it stands on the last stage."""
+    """One Megatron tensor that is one Hugging Face tensor as it is. `layer` None: it stands on
+    the last stage.
+    """
     return WeightRule(
         megatron_name=name,
         megatron_shape=tensor.shape,
@@ -173,7 +188,8 @@ def split_into_halves(tensor: Tensor) -> tuple[Tensor, ...]:
 def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
     """A table made under local names, under those of `impl`: the same tensors in the same order.
 
-    In front of latent attention and of experts there are several matrices, so that their norms stay apart.
+    In front of latent attention and of experts there are several matrices, so that their
+    norms stay apart.
     """
     rules = tuple(table)
     if impl == "local":
@@ -183,7 +199,8 @@ def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple
 
     def rename_fused_norm(rule: WeightRule) -> WeightRule:
         _, _, name = rule.megatron_name.partition(f".{rule.layer}.")
-        has_experts, is_latent = rule.layer in of_experts, rule.layer in latent
+        has_experts = rule.layer in of_experts
+        is_latent = rule.layer in latent
         is_fused = {
             _INPUT_NORM: not is_latent,
             _MLP_NORM: not has_experts,
@@ -202,8 +219,9 @@ def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple
 def check_tensor_parallel_split(
     table: Sequence[WeightRule], tp_size: int, etp_size: int | None = None
 ) -> None:
-    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks, or an expert's over
-    `etp_size` (None: as many)."""
+    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks,
+    or an expert's over `etp_size` (None: as many).
+    """
     bad = []
     for rule in table:
         if rule.split in ("replicated", "pieces"):
@@ -216,21 +234,24 @@ def check_tensor_parallel_split(
     if bad:
         rule, blocks, ways = bad[0]
         raise ValueError(
-            f"tensor parallel size {ways} does not divide {len(bad)} tensors, first {rule.megatron_name}"
-            f" {rule.megatron_shape} with {blocks} blocks (key-value groups, or rows); it must divide {blocks}."
+            f"tensor parallel size {ways} does not divide {len(bad)} tensors, first"
+            f" {rule.megatron_name} {rule.megatron_shape} with {blocks} blocks (key-value groups,"
+            f" or rows); it must divide {blocks}."
         )
 
 
 def find_hf_spans(rule: WeightRule, num_shards: int, shard_index: int) -> tuple[TensorSpan, ...]:
-    """Which parts of a rule's Hugging Face tensors `to_hf` makes of its shard `shard_index`, in the order of `hf`: as many
-    entries as the span says; rows of a padded vocabulary that `to_hf` leaves in are behind them.
+    """Which parts of a rule's Hugging Face tensors `to_hf` makes of its shard `shard_index`, in the
+    order of `hf`: as many entries as the span says; rows of a padded vocabulary that `to_hf` leaves
+    in are behind them.
 
     "pieces" end anywhere in a head or an expert, so they have no such parts.
     """
     assert rule.split != "pieces", f"{rule.megatron_name}: pieces have no parts"
     if rule.split == "replicated" or num_shards == 1:
         return tuple(map(TensorSpan.cover_whole_tensor, rule.hf_tensors))
-    axis, own_axis = rule.hf_split_dim, 1 if rule.split == "columns" else 0
+    axis = rule.hf_split_dim
+    own_axis = 1 if rule.split == "columns" else 0
     spans = []
     for hf in rule.hf_tensors:
         size = hf.shape[axis]
@@ -241,11 +262,15 @@ def find_hf_spans(rule: WeightRule, num_shards: int, shard_index: int) -> tuple[
 
 
 def find_holder_places(rule: WeightRule, layout: ParallelLayout) -> range:
-    """Places in a pipeline stage of the ranks that hold the shards of a rule, in their order; of a tensor that is not
-    split the first one. They are of the first copy: see `ParallelLayout.copy_size`."""
-    first, ways = 0, layout.tp
+    """Places in a pipeline stage of the ranks that hold the shards of a rule, in their order; of a
+    tensor that is not split the first one. They are of the first copy:
+    see `ParallelLayout.copy_size`.
+    """
+    first = 0
+    ways = layout.tp
     if rule.expert is not None:
-        first, ways = rule.expert // (rule.num_experts // layout.ep) * layout.etp, layout.etp
+        first = rule.expert // (rule.num_experts // layout.ep) * layout.etp
+        ways = layout.etp
     return range(first, first + (1 if rule.split == "replicated" else ways))
 
 
@@ -269,7 +294,9 @@ def compute_shard_shape(rule: WeightRule, num_shards: int, shard_index: int = 0)
 def select_stage_rules(
     table: Sequence[WeightRule], stage: int, layout: ParallelLayout
 ) -> tuple[WeightRule, ...]:
-    """Return the rules whose tensors stand on pipeline stage `stage`. Raises ValueError as `ParallelLayout.chunks` does."""
+    """Return the rules whose tensors stand on pipeline stage `stage`. Raises ValueError as
+    `ParallelLayout.chunks` does.
+    """
     num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
     stage_of = layout.map_layers_to_stages(num_layers)
     owners = {"embedding": 0, "head": layout.pp - 1}
@@ -281,7 +308,9 @@ def select_stage_rules(
 
 
 def split_tensor(rule_split: TensorSplit, full_tensor: Tensor, num_shards: int) -> list[Tensor]:
-    """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension does not divide."""
+    """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension
+    does not divide.
+    """
     if rule_split == "replicated" or num_shards == 1:
         return [full_tensor] * num_shards
     if rule_split == "pieces":
@@ -293,8 +322,8 @@ def split_tensor(rule_split: TensorSplit, full_tensor: Tensor, num_shards: int) 
     parts = 2 if rule_split == "gated_rows" else 1
     if full_tensor.shape[dim] % (num_shards * parts) != 0:
         raise ValueError(
-            f"dimension {dim} of shape {tuple(full_tensor.shape)} must be a multiple of {num_shards * parts} to be split over"
-            f" tensor parallel size {num_shards}."
+            f"dimension {dim} of shape {tuple(full_tensor.shape)} must be a multiple of"
+            f" {num_shards * parts} to be split over tensor parallel size {num_shards}."
         )
     if rule_split != "gated_rows":
         return list(full_tensor.chunk(num_shards, dim))

@@ -1,4 +1,6 @@
-"""The memory that `rlhf-megatron check` plans is what real actors and critics hold, to the byte, on every rank."""
+"""The memory that `rlhf-megatron check` plans is what real actors and critics hold, to the byte,
+on every rank.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ def test_the_plan_is_what_workers_hold(
         for name in ("tp", "pp", "dp", "cp", "vpp", "sequence_parallel")
     }
     found = dist_pool.run(held, **axes, case=case, timeout_s=300)
-    layout, stages = make_parallel_layout(case.axes.megatron, case.axes.num_ranks), plans[str(case)]
+    layout = make_parallel_layout(case.axes.megatron, case.axes.num_ranks)
+    stages = plans[str(case)]
     expected = []
     for rank in range(case.axes.num_ranks):
         place = layout.locate_rank(rank)
@@ -41,7 +44,9 @@ def test_the_plan_is_what_workers_hold(
 
 
 def test_bytes_counted_by_hand(plans: dict[str, list[dict[str, Any]]]) -> None:
-    """Counted by hand: qwen3 of 4 layers, hidden 24, 8 heads of 6 in 4 groups, ffn 40, 21 tokens, untied, bfloat16."""
+    """Counted by hand: qwen3 of 4 layers, hidden 24, 8 heads of 6 in 4 groups, ffn 40, 21 tokens,
+    untied, bfloat16.
+    """
     layer = 24 * (8 + 4 + 4) * 6 + 8 * 6 * 24 + 3 * 24 * 40 + 2 * 24 + 2 * 6
     count = 4 * layer + 24 + 2 * 21 * 24
     (stage,) = plans["qwen3 bfloat16 dp2"]

@@ -1,4 +1,6 @@
-"""Saving while training goes on, saving that fails on one rank, and loading under another layout."""
+"""Saving while training goes on, saving that fails on one rank,
+and loading under another layout.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ from rlhf_megatron.weights.checkpoint_manifest import SaveResult
 
 pytestmark = pytest.mark.dist
 NAME = "qwen3_tied"
-BAR = 3.0  # times the error that float32 has of its own: transformers against float64, over some orders of summation
+# times the error that float32 has of its own: transformers against float64, over some
+# orders of summation
+BAR = 3.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +119,9 @@ def test_a_rank_that_cannot_write_is_an_error_on_all_ranks(
 def test_a_changed_learning_rate_is_in_use_after_a_resume(
     dist_pool: DistPool, case: Case, tmp_path: Path
 ) -> None:
-    """Megatron's schedules would go on with the rate in the checkpoint, whatever the configuration says."""
+    """Megatron's schedules would go on with the rate in the checkpoint, whatever the
+    configuration says.
+    """
     common: dict[str, Any] = {
         "name": NAME,
         "state": case.state,
@@ -190,7 +196,9 @@ def test_a_checkpoint_is_the_same_under_another_layout(
     dtype: torch.dtype,
     loaded: dict[str, Any],
 ) -> None:
-    """Parameters, moments and float32 parameters bit for bit; the step after it as close as three steps are."""
+    """Parameters, moments and float32 parameters bit for bit; the step after it as close as
+    three steps are.
+    """
     common: dict[str, Any] = {
         "name": NAME,
         "state": case.state,
@@ -208,7 +216,8 @@ def test_a_checkpoint_is_the_same_under_another_layout(
     at_load = weights_of(after, loaded, "loaded")
     assert all(torch.equal(at_save[key], at_load[key]) for key in at_save)
 
-    first, second = stored(tmp_path / "a"), stored(tmp_path / "b")
+    first = stored(tmp_path / "a")
+    second = stored(tmp_path / "b")
     assert first.keys() == second.keys()
     kinds = {
         key.rpartition("optimizer.state.")[2].partition(".")[0]

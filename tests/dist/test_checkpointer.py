@@ -111,7 +111,9 @@ def test_the_reference_is_linked_and_not_written_again(
 def test_each_file_of_a_checkpoint_is_guarded(
     store: CheckpointStore, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A byte flipped in each in turn: the one before is taken, with a warning that names the file."""
+    """A byte flipped in each in turn: the one before is taken,
+    with a warning that names the file.
+    """
     found = store.find_newest()
     assert found is not None and found.manifest.step == 2
     names = [*(record.path for record in found.manifest.files), MANIFEST]
@@ -151,7 +153,8 @@ class Replace:
     """Replaces one file, and the manifest by one that fits. Pickles into a worker."""
 
     def __init__(self, name: str, data: bytes) -> None:
-        self.name, self.data = name, data
+        self.name = name
+        self.data = data
 
     def __call__(self, directory: Path) -> None:
         (directory / self.name).write_bytes(self.data)

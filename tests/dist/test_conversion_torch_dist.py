@@ -1,5 +1,6 @@
-"""torch_dist written here without a model is loaded by megatron-core's own loader, sharded, and read back from its own
-writer, bit for bit."""
+"""torch_dist written here without a model is loaded by megatron-core's own loader, sharded, and
+read back from its own writer, bit for bit.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A student of another family learns from a teacher's most likely tokens, on both backends and in layouts, alone and
-beside a policy loss; against plain transformers."""
+"""A student of another family learns from a teacher's most likely tokens, on both backends and in
+layouts, alone and beside a policy loss; against plain transformers.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ from rlhf_megatron.ranks.workers.worker_protocols import UpdateResult
 
 pytestmark = pytest.mark.dist
 COUNT = 5
-STUDENT, TEACHER = "llama", "qwen3_tied"
+STUDENT = "llama"
+TEACHER = "qwen3_tied"
 
 
-OTHERS_COEF, COEF = 0.5, 2.0
+OTHERS_COEF = 0.5
+COEF = 2.0
 
 
 @dataclass(frozen=True)
@@ -118,7 +121,8 @@ def test_one_update_equals_transformers(
 
     def divergence(log_p: Tensor, ids: Tensor) -> dict[str, Tensor]:
         teacher, places = held["teacher"].topk(COUNT, -1)
-        p, q = teacher.exp(), log_p.gather(-1, places).exp()
+        p = teacher.exp()
+        q = log_p.gather(-1, places).exp()
         p, q = (torch.cat([one, 1 - one.sum(-1, keepdim=True)], -1) for one in (p, q))
         return {"loss": (p * (p / q).log() if loss == "forward_kl" else q * (q / p).log()).sum(-1)}
 

@@ -1,4 +1,6 @@
-"""Checkpoints, copies and export of a model with experts, from one layout to another and back, bit for bit."""
+"""Checkpoints, copies and export of a model with experts, from one layout to another and
+back, bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ def steps(
     save: Path | None,
     exports: list[Path],
 ) -> tuple[list[str], int]:
-    """Load; export, save, one optimizer step and export, as far as asked for. (differences of copies, bytes saved)."""
+    """Load; export, save, one optimizer step and export, as far as asked for. (differences of
+    copies, bytes saved).
+    """
     from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
 
     subject = ActorSubject(CUT, Recipe(), megatron)
@@ -136,7 +140,9 @@ def tensors(directory: Path) -> dict[str, Tensor]:
 def test_a_run_goes_on_after_a_stay_in_another_layout(
     dist_pool: DistPool, tmp_path: Path, family: str, there: Axes, back: Axes
 ) -> None:
-    """Saved in one layout, loaded, exported and saved in another, loaded in the first: its next step is the same."""
+    """Saved in one layout, loaded, exported and saved in another, loaded in the first: its next
+    step is the same.
+    """
     size = run(
         dist_pool,
         there,
@@ -159,7 +165,10 @@ def test_a_run_goes_on_after_a_stay_in_another_layout(
     once, twice, elsewhere, again, on = (tensors(tmp_path / str(number)) for number in range(1, 6))
     start = make_state(family)
     assert once.keys() == start.keys()
-    whole = "norms and latent attention's down projections are whole on each tp rank, and rows pad the vocabulary"
+    whole = (
+        "norms and latent attention's down projections are whole on each tp rank, and rows pad"
+        " the vocabulary"
+    )
     assert abs(size - other) < 0.05 * size, whole
     for name, tensor in once.items():
         assert torch.equal(tensor, elsewhere[name]) and torch.equal(tensor, again[name]), name

@@ -1,4 +1,6 @@
-"""The actor on the backend fsdp: against plain transformers, against Megatron, and through its own checkpoints."""
+"""The actor on the backend fsdp: against plain transformers, against Megatron, and through its
+own checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,8 @@ def test_three_steps_equal_transformers(
     assert (
         columns(results, batch.offsets).log_probs - exact[0].predicted
     ).abs().max().item() <= bound
-    grads, weights = whole(results, "grads"), whole(results, "weights")
+    grads = whole(results, "grads")
+    weights = whole(results, "weights")
     found = reference.in_units(grads, weights, state, exact[-1], draws)
     print(found)
     assert max(found.values()) <= BAR, found
@@ -189,7 +192,9 @@ def train_another(world: World, kind: str, batch: MiniBatch, out: Path) -> tuple
 
 @torch.no_grad()
 def exact_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, float]:
-    """Those of transformers in float64, and the largest error of a token in float32, over orders of summation."""
+    """Those of transformers in float64, and the largest error of a token in float32, over
+    orders of summation.
+    """
     state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     exact, _ = reference.token_log_probs(model.double(), batch)
     draws = []

@@ -1,4 +1,6 @@
-"""linear_log_prob over a sharded vocabulary equals the whole one, forward and backward, and how much its ranks talk."""
+"""linear_log_prob over a sharded vocabulary equals the whole one, forward and backward, and how
+much its ranks talk.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_
 from rlhf_megatron.ranks.kernels.matrix_products import WeightGradientAccumulator
 from rlhf_megatron.ranks.parallel.world import World
 
-NUM_TOKENS, HIDDEN = 44, 12
+NUM_TOKENS = 44
+HIDDEN = 12
 TALK = (
     "all_gather_into_tensor",
     "all_gather",
@@ -115,7 +118,9 @@ def make_problem(
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """How often each function of torch.distributed is called inside; those never called are left out."""
+    """How often each function of torch.distributed is called inside; those never
+    called are left out.
+    """
     calls: dict[str, int] = {}
     originals = {name: getattr(dist, name) for name in TALK}
 
@@ -139,7 +144,8 @@ def of_this_rank(
     world: World, bounds: tuple[int, ...], problem: Problem, is_split: bool
 ) -> tuple[Tensor, Tensor]:
     """Leaves: the hidden states, or this rank's part of them, and its shard of the weight."""
-    rank, num_ranks = world.coordinates.tp, len(bounds) - 1
+    rank = world.coordinates.tp
+    num_ranks = len(bounds) - 1
     hidden_SH = problem.hidden_SH.chunk(num_ranks)[rank] if is_split else problem.hidden_SH
     shard_VH = problem.weight_VH[bounds[rank] : bounds[rank + 1]]
     return hidden_SH.clone().requires_grad_(), shard_VH.clone().requires_grad_()
@@ -213,7 +219,8 @@ def all_sharded(world: World, cases: list[tuple[str, str, torch.dtype]]) -> list
     """One job for all cases: starting one costs more than they do."""
     results = []
     for shape_name, options_name, dtype in cases:
-        shape, options = SHAPES[shape_name], OPTIONS[options_name]
+        shape = SHAPES[shape_name]
+        options = OPTIONS[options_name]
         bounds = shape.bounds[world.layout.tp]
         problem = make_problem(bounds[-1], shape.vocab_size, dtype, options)
         results.append(sharded(world, bounds, shape.vocab_size, problem, options))
@@ -240,7 +247,9 @@ def test_shards_equal_the_whole(dist_pool: DistPool, tp: int) -> None:
     for (shape_name, options_name, dtype), ranks in zip(
         cases, zip(*results, strict=True), strict=True
     ):
-        shape, options, bound = SHAPES[shape_name], OPTIONS[options_name], BOUNDS[dtype]
+        shape = SHAPES[shape_name]
+        options = OPTIONS[options_name]
+        bound = BOUNDS[dtype]
         place = f"{shape_name}, {options_name}, {dtype}: "
         expected = whole(
             shape.vocab_size, make_problem(shape.bounds[tp][-1], shape.vocab_size, dtype, options)
@@ -291,7 +300,8 @@ def order_of_events(world: World) -> list[str]:
         chunk_size=7,
         with_entropy=True,
     )
-    all_reduce, add = dist.all_reduce, WeightGradientAccumulator.add_tile_product
+    all_reduce = dist.all_reduce
+    add = WeightGradientAccumulator.add_tile_product
 
     def watched_all_reduce(*args: Any, **kwargs: Any) -> Any:
         events.append("sum starts" if kwargs.get("async_op") else "sum")
@@ -302,13 +312,12 @@ def order_of_events(world: World) -> list[str]:
         add(*args)
 
     try:
-        dist.all_reduce, WeightGradientAccumulator.add_tile_product = (
-            watched_all_reduce,
-            watched_add,
-        )  # type: ignore[method-assign]
+        dist.all_reduce = watched_all_reduce  # type: ignore[method-assign]
+        WeightGradientAccumulator.add_tile_product = watched_add  # type: ignore[method-assign]
         loss_of(*outputs[:2], problem.grads_R).backward()
     finally:
-        dist.all_reduce, WeightGradientAccumulator.add_tile_product = all_reduce, add  # type: ignore[method-assign]
+        dist.all_reduce = all_reduce  # type: ignore[method-assign]
+        WeightGradientAccumulator.add_tile_product = add  # type: ignore[method-assign]
     return events
 
 
@@ -321,7 +330,9 @@ def test_the_sum_of_hidden_gradients_runs_beside_the_last_weight_gradient(
 
 
 def kept_tensors(world: World, is_split: bool) -> list[int]:
-    """Elements of the float tensors that autograd keeps for the backward pass and that the caller does not have."""
+    """Elements of the float tensors that autograd keeps for the backward pass and that the caller
+    does not have.
+    """
     bounds = (0, 14, 28)
     problem = make_problem(28, 28, torch.float32, Options())
     hidden_SH, shard_VH = of_this_rank(world, bounds, problem, is_split)

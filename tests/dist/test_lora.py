@@ -1,4 +1,6 @@
-"""LoRA on the backend fsdp: against plain transformers, its base left alone, merged and alone in files, resumed."""
+"""LoRA on the backend fsdp: against plain transformers, its base left alone, merged and alone in
+files, resumed.
+"""
 
 from __future__ import annotations
 
@@ -38,8 +40,9 @@ def train_adapters(
     is_loading: bool = False,
     dtype: torch.dtype = torch.float32,
 ) -> tuple[RankResult, dict[str, Tensor], Any]:
-    """Log-probs, steps, a checkpoint and merged weights; what the rank held before and after, and log-probs at the
-    end."""
+    """Log-probs, steps, a checkpoint and merged weights; what the rank held before and after, and
+    log-probs at the end.
+    """
     from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
 
     actor = make_actor(world, "llama", state, config_of(lora), dtype)
@@ -53,7 +56,8 @@ def train_adapters(
     last = {name: piece.clone() for name, piece in actor.backend.named_weights().items()}
     if not is_loading:
         actor.save(out / CHECKPOINT)
-        place, hf_config = actor.backend.export_world, reference.HF_CONFIGS["llama"]
+        place = actor.backend.export_world
+        hf_config = reference.HF_CONFIGS["llama"]
         export_sharded_model_to_hf(
             actor.export(), place, directory=out / "merged", hf_config=hf_config, dtype=dtype
         )
@@ -66,7 +70,9 @@ def whole(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 class Adapted(nn.Module):
-    """A frozen model of transformers, each matrix W as W + scale B A. Its parameters are the matrices."""
+    """A frozen model of transformers, each matrix W as W + scale B A. Its parameters
+    are the matrices.
+    """
 
     def __init__(self, model: nn.Module, matrices: dict[str, Tensor]) -> None:
         super().__init__()
@@ -78,7 +84,8 @@ class Adapted(nn.Module):
         held = {name.replace("/", "."): matrix for name, matrix in self.named_parameters()}
         weights = dict(self.frozen[0].named_parameters())
         for name in [name for name in held if "lora_A" in name]:
-            up, own = held[name.replace("lora_A", "lora_B")], name.replace("lora_A.", "")
+            up = held[name.replace("lora_A", "lora_B")]
+            own = name.replace("lora_A.", "")
             weights[own] = weights[own] + SCALE * up @ held[name]
         return torch.func.functional_call(self.frozen[0], weights, (ids,))
 
@@ -116,10 +123,8 @@ def test_three_steps_equal_transformers_and_leave_the_base_alone(
     trained: Any, state: dict[str, Tensor], batch: MiniBatch
 ) -> None:
     results, _ = trained
-    first, last = (
-        whole([first for _, first, _ in results]),
-        whole([result.weights for result, _, _ in results]),
-    )
+    first = whole([first for _, first, _ in results])
+    last = whole([result.weights for result, _, _ in results])
     matrices = {name: tensor for name, tensor in first.items() if is_matrix(name)}
     assert len(matrices) == 2 * 7 * 4, "both matrices of seven linear layers in four decoder layers"
     for name, tensor in state.items():
@@ -136,7 +141,8 @@ def test_three_steps_equal_transformers_and_leave_the_base_alone(
     assert grads.keys() == matrices.keys(), "only the matrices have gradients"
     for name, gradient in grads.items():
         own = name.replace(".", "/")
-        wanted, moved = exact[-1].grads[own], exact[-1].weights[own] - matrices[name]
+        wanted = exact[-1].grads[own]
+        moved = exact[-1].weights[own] - matrices[name]
         assert (gradient - wanted).norm() <= 2e-5 * wanted.norm(), name
         assert (last[name] - matrices[name] - moved).norm() <= 1e-4 * moved.norm(), name
     for step in range(reference.STEPS):

@@ -1,4 +1,6 @@
-"""Sharded checkpoints of models with biases load under another layout; biases after a sum are marked for it."""
+"""Sharded checkpoints of models with biases load under another layout; biases after a sum are
+marked for it.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,9 @@ def built(config: dict[str, Any], world: World) -> MegatronModel:
 
 
 def save(world: World, config: dict[str, Any], directory: Path) -> list[str]:
-    """Writes the model; the parameters whose gradients are summed over ranks that split the sequence."""
+    """Writes the model; the parameters whose gradients are summed over ranks that
+    split the sequence.
+    """
     model = built(config, world)
     metadata = {"dp_cp_group": world.dp_cp_group}
     save_sharded_state(
@@ -104,7 +108,8 @@ def test_checkpoints_of_biases(
     assert all(
         sorted(names) == sorted(rule.megatron_name for rule in replicated) for names in marked
     )
-    source, state = TorchDistSource(directory), StateSource(random_state(config))
+    source = TorchDistSource(directory)
+    state = StateSource(random_state(config))
     for rule in make_weight_table(config):  # one process, whatever layout wrote it
         for found, wanted in zip(
             source.read_hf_tensors(rule), state.read_hf_tensors(rule), strict=True

@@ -1,4 +1,6 @@
-"""The model in every layout equals the model on one rank: log-probs by token, gradients by parameter, marks."""
+"""The model in every layout equals the model on one rank: log-probs by token, gradients by
+parameter, marks.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ def check(
     megatron: MegatronConfig = LOCAL,
     model_type: str = "qwen3",
 ) -> None:
-    """Every rank's part of a layout against the model on one rank, whose documents are not padded."""
+    """Every rank's part of a layout against the model on one rank,
+    whose documents are not padded.
+    """
     want = one_rank(pool, is_tied, data, model_type)
     arguments = {
         "is_tied": is_tied,
@@ -142,7 +146,9 @@ def _id(value: Any) -> str:
 
 
 def _quick(quick: list[tuple[Any, ...]], *axes: list[Any]) -> list[Any]:
-    """All combinations of `axes`; those that are not `quick` are long: parity meets each of their values as well."""
+    """All combinations of `axes`; those that are not `quick` are long: parity meets each of their
+    values as well.
+    """
     cells = list(itertools.product(*axes))
     assert all(cell in cells for cell in quick)
     return [pytest.param(*cell, marks=[pytest.mark.long] * (cell not in quick)) for cell in cells]

@@ -1,4 +1,6 @@
-"""Models with experts against float64: a few layouts here, all of them in `make parity`; and planted mistakes."""
+"""Models with experts against float64: a few layouts here, all of them in `make parity`; and
+planted mistakes.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ pytestmark = pytest.mark.dist
 CUT = replace(QUICK_CUTS[0], token_budget=128)
 SP: dict[str, Any] = {"sequence_parallel": True}
 ANY_EXPERT = r"model\.layers\.\d\.(mlp|block_sparse_moe)\.experts\.\d\.\w+\.weight"
-ANY, FORWARD = r".+\.weight", {"log_probs", "entropies", "routes"}
+ANY = r".+\.weight"
+FORWARD = {"log_probs", "entropies", "routes"}
 OVER_TP = Axes(tp=2, **SP, ep=2, etp=1)
 CELLS: list[tuple[str, Axes, Role]] = [
     ("qwen3_moe", Axes(tp=2, **SP, ep=2, etp=1), "actor"),
@@ -87,8 +90,11 @@ def test_experts_are_as_near_to_float64_as_float32_transformers(
 
 
 def test_a_replica_without_samples_takes_part_with_one_token(dist_pool: DistPool) -> None:
-    """Latent attention takes as many rows of the tables of positions as a micro-batch has tokens."""
-    cut, axes = replace(QUICK_CUTS[1], mini_batches=((22, 23),)), Axes(dp=2)
+    """Latent attention takes as many rows of the tables of positions as a
+    micro-batch has tokens.
+    """
+    cut = replace(QUICK_CUTS[1], mini_batches=((22, 23),))
+    axes = Axes(dp=2)
     case = make_case("moonlight", Recipe(), [cut])
     misses = [row for row in settle(dist_pool, case, axes, Recipe(), [cut])[0] if not row.ok]
     assert not misses, misses
@@ -201,8 +207,11 @@ def test_a_mistake_with_experts_is_over_the_bar(
 
 @pytest.mark.long
 def test_a_mistake_is_over_the_bar_in_all_orders_of_the_hidden_units(dist_pool: DistPool) -> None:
-    """What is over the bar by rounding is not, once a layout has run in several; one that hides in a norm stays."""
-    case, mistake = case_of("glm4_moe"), "experts_counted_on_the_first_tp_rank"
+    """What is over the bar by rounding is not, once a layout has run in several; one that hides
+    in a norm stays.
+    """
+    case = case_of("glm4_moe")
+    mistake = "experts_counted_on_the_first_tp_rank"
     rows, runs = settle(dist_pool, case, OVER_TP, Recipe(), [CUT], job=run_with, mistake=mistake)
     assert len(runs) == 8 and [row.quantity for row in rows if not row.ok][-1] == "grad_norm", rows
 
@@ -210,5 +219,6 @@ def test_a_mistake_is_over_the_bar_in_all_orders_of_the_hidden_units(dist_pool: 
 def test_a_bias_that_is_added_in_place_is_an_error(dist_pool: DistPool) -> None:
     """megatron-core's own second matrix of an expert, at one rank."""
     with pytest.raises(JobError, match="is being modified inplace"):
-        case, mistake = case_of("gpt_oss"), "expert_biases_added_in_place"
+        case = case_of("gpt_oss")
+        mistake = "expert_biases_added_in_place"
         run_cell(dist_pool, case, Axes(), Recipe(), [CUT], job=run_with, mistake=mistake)

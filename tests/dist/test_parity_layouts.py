@@ -1,5 +1,6 @@
-"""The pairwise cover of `make parity`, a short one of the critic, tp 3 and 4 on models that allow them, and small
-defects that must be seen."""
+"""The pairwise cover of `make parity`, a short one of the critic, tp 3 and 4 on models that allow
+them, and small defects that must be seen.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ CRITIC_FAMILIES = (
 )  # a reference each; the last has no tp 2
 CRITIC_CELLS = critic_cover({family: FAMILIES[family] for family in CRITIC_FAMILIES})
 NUM_QUICK = {"actor": 9, "critic": 5}
-"""A cover has its widest cells first. These have every value of every axis, the others complete the pairs of values."""
+"""A cover has its widest cells first. These have every value of every axis, the others complete the
+pairs of values.
+"""
 
 
 def cells_of(cells: list[tuple[str, Axes]], role: Role) -> list[Any]:
@@ -80,7 +83,9 @@ def case_of(family: str, role: Role = "actor") -> Case:
 
 
 def has_copies(family: str, axes: Axes) -> bool:
-    """Whether some tensor is held twice: by replicas, by cp or tp ranks, or as an embedding and its tied head."""
+    """Whether some tensor is held twice: by replicas, by cp or tp ranks, or as an embedding and
+    its tied head.
+    """
     return axes.num_ranks > axes.pp or (axes.pp > 1 and FAMILIES[family]["tie_word_embeddings"])
 
 
@@ -134,8 +139,11 @@ def test_the_quick_cells_have_every_value_of_every_axis(
 def test_hidden_units_in_another_order_and_padding_are_the_same_model(
     family: str, role: Role
 ) -> None:
-    """In float64: all samples in one padded batch of renumbered weights, against one sample at a time as they are."""
-    state, batch = make_state(family, role), make_batch()
+    """In float64: all samples in one padded batch of renumbered weights, against one sample at a
+    time as they are.
+    """
+    state = make_state(family, role)
+    batch = make_batch()
     order = orders(FAMILIES[family]["hidden_size"])[-1]
     under_prefix = renumbered(
         {f"gradient/0/{name}": tensor for name, tensor in state.items()}, order
@@ -161,9 +169,12 @@ def test_hidden_units_in_another_order_and_padding_are_the_same_model(
 
 
 def test_values_are_on_either_side_of_the_clip() -> None:
-    """Before the first step: moved too far and held, upwards and downwards; too far, but away; and not too far."""
+    """Before the first step: moved too far and held, upwards and downwards; too far, but away;
+    and not too far.
+    """
     case = case_of("qwen3_tied", "critic")
-    mask, clip = case.batch["response_mask"], Recipe().cliprange_value
+    mask = case.batch["response_mask"]
+    clip = Recipe().cliprange_value
     exact, _ = case.references["epochs"]
     old, returns = (case.batch[name][mask].double() for name in ("values", "returns"))
     moved = exact["values"][mask] - old
@@ -187,8 +198,11 @@ def test_values_are_on_either_side_of_the_clip() -> None:
 def test_a_small_defect_is_over_the_bar(
     dist_pool: DistPool, setting: dict[str, float], seen: set[str], unseen: set[str]
 ) -> None:
-    """The ranks train with another setting than the reference, by a hundredth or so: what depends on it is a miss."""
-    case, axes = case_of("qwen3_tied"), LAYOUTS["dp2"]
+    """The ranks train with another setting than the reference, by a hundredth or so: what depends
+    on it is a miss.
+    """
+    case = case_of("qwen3_tied")
+    axes = LAYOUTS["dp2"]
     results = run_cell(
         dist_pool, case, axes, dataclasses.replace(Recipe(), **setting), QUICK_CUTS[1:]
     )

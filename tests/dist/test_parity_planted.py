@@ -1,4 +1,6 @@
-"""Planted mistakes: parity sees each, in the quantities that it must show in, and the row names the tensor."""
+"""Planted mistakes: parity sees each, in the quantities that it must show in, and the row
+names the tensor.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,8 @@ def clean() -> dict[tuple[str, Role], list[Row]]:
 def rows(
     dist_pool: DistPool, planted: Planted, mistake: str | None, checkpoints: Path
 ) -> dict[str, Row]:
-    axes, case = LAYOUTS[planted.layout], case_of(planted.role)
+    axes = LAYOUTS[planted.layout]
+    case = case_of(planted.role)
     directory = checkpoints if planted.through_checkpoint else None
     results = run_cell(
         dist_pool, case, axes, Recipe(), [CUT], job=run_with, mistake=mistake, checkpoints=directory

@@ -1,4 +1,5 @@
-"""Two recorded steps trained on one rank and at tp2: the losses and gradient norms that a run reports must agree.
+"""Two recorded steps trained on one rank and at tp2: the losses and gradient norms that a run
+reports must agree.
 
 Of PPO: with the critic in the pool of the actor, and at tp2 in a pool of its own.
 """
@@ -28,7 +29,9 @@ from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.controller.recovery.rollout_recorder import RecordedStart, RolloutRecorder
 from rlhf_megatron.data.batch import ScoredBatch, compute_offsets
 
-GROUPS, GROUP_SIZE, PROMPT = 8, 4, 6
+GROUPS = 8
+GROUP_SIZE = 4
+PROMPT = 6
 SMALL = [
     f"data.train_batch_size={GROUPS}",
     f"rollout.n={GROUP_SIZE}",
@@ -38,14 +41,17 @@ SMALL = [
 
 
 def rollouts(seed: int) -> ScoredBatch:
-    """Random answers of 1 to 4 tokens. In every group the first sample is right, the last one wrong."""
+    """Random answers of 1 to 4 tokens. In every group the first sample is right, the
+    last one wrong.
+    """
     generator = torch.Generator().manual_seed(seed)
     count = GROUPS * GROUP_SIZE
     lengths = PROMPT + torch.randint(1, 5, (count,), generator=generator)
     offsets = compute_offsets(lengths)
     mask = torch.cat([torch.arange(length) >= PROMPT for length in lengths.tolist()])
     rewards = torch.randint(0, 2, (count,), generator=generator).float().view(GROUPS, GROUP_SIZE)
-    rewards[:, 0], rewards[:, -1] = 1.0, 0.0
+    rewards[:, 0] = 1.0
+    rewards[:, -1] = 0.0
     texts = ("",) * count
     return ScoredBatch(
         offsets=offsets,
@@ -103,10 +109,8 @@ def test_a_critic_in_a_pool_of_its_own_learns_the_same(
 ) -> None:
     """In the first step it learns alone, in the second both do."""
     monkeypatch.setattr(replay_layouts, "TIMEOUT_S", 240.0)
-    record, placement = (
-        make_record(tmp_path / "made", 2),
-        Placement(LAYOUTS["one_rank"], LAYOUTS["tp2"]),
-    )
+    record = make_record(tmp_path / "made", 2)
+    placement = Placement(LAYOUTS["one_rank"], LAYOUTS["tp2"])
     rows = replay_all(
         PPO_CONFIG, record, [*START, *PPO_SETTINGS], [placement], [1.0, 1.0], tmp_path
     )
@@ -124,8 +128,10 @@ def test_a_critic_in_a_pool_of_its_own_learns_the_same(
 
 
 def test_mean_abs_advantage_is_that_of_the_groups(tmp_path: Path) -> None:
-    """A group of rewards 1 0 has mean 1/2 and standard deviation sqrt(1/2): both advantages are sqrt(1/2). A group of
-    equal rewards has 0. With as many response tokens in both, the mean is sqrt(1/2) / 2."""
+    """A group of rewards 1 0 has mean 1/2 and standard deviation sqrt(1/2): both advantages are
+    sqrt(1/2). A group of equal rewards has 0. With as many response tokens in both, the mean
+    is sqrt(1/2) / 2.
+    """
     batch = rollouts(0)
     keep = replace(
         batch,

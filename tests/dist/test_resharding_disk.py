@@ -1,4 +1,6 @@
-"""Buckets as files: of every layout together they are a model directory; what happens when the disk is full."""
+"""Buckets as files: of every layout together they are a model directory; what happens when
+the disk is full.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ TINY = 1  # byte: every fusion group has a bucket, and so a file, of its own
 
 def bucket_of(*tensors: torch.Tensor) -> tuple[tuple[TensorEntry, ...], torch.Tensor]:
     """Named a, b, ...; without gaps."""
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for name, tensor in zip("abcdefgh", tensors, strict=False):
         dtype = str(tensor.dtype).removeprefix("torch.")
         entries.append(
@@ -137,7 +140,9 @@ def test_the_files_of_all_senders_are_a_model_that_transformers_loads(
 
 @contextmanager
 def full_disk(num_bytes: int) -> Iterator[None]:
-    """No file of this process may become larger: the kernel says so as it does for a disk that is full."""
+    """No file of this process may become larger: the kernel says so as it does for a
+    disk that is full.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -168,7 +173,9 @@ def test_a_full_disk_is_said_before_the_engine_is_asked(tmp_path: Path) -> None:
 
 
 def test_files_that_are_not_those_of_the_sync(tmp_path: Path) -> None:
-    """One of a sync that was given up is gone when its sender begins anew; a missing or foreign one is an error."""
+    """One of a sync that was given up is gone when its sender begins anew; a missing or foreign
+    one is an error.
+    """
     deliver_one(tmp_path, [torch.zeros(3)], lambda manifest, bucket: None, number=7)
     (tmp_path / "weights-dp0-pp0-tp0-00008.partial").write_bytes(b"of a sender that was killed")
     deliver_one(tmp_path, [torch.ones(3), torch.ones(2)], lambda manifest, bucket: None)
@@ -181,7 +188,9 @@ def test_files_that_are_not_those_of_the_sync(tmp_path: Path) -> None:
 
 
 def test_one_version_is_kept(tmp_path: Path) -> None:
-    """A version that is sent again takes the place of the first; other directories are left alone."""
+    """A version that is sent again takes the place of the first;
+    other directories are left alone.
+    """
     for version, value in ((1, 1.0), (2, 2.0), (2, 3.0)):
         deliver_one(tmp_path, [torch.full((4,), value)], lambda manifest, bucket: None)
         assemble_weight_checkpoint(tmp_path, version, ["a"], {"model_type": "llama"}, None)

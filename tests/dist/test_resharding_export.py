@@ -1,4 +1,6 @@
-"""export_hf on real sharded models: the directory that appears is the model that was loaded; failures leave nothing."""
+"""export_hf on real sharded models: the directory that appears is the model that was loaded;
+failures leave nothing.
+"""
 
 from __future__ import annotations
 

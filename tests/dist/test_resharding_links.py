@@ -1,5 +1,7 @@
-"""Weights shard to shard over process groups: real ranks of a trainer, the bundled engine, and the ranks of a larger
-one, here threads that take what SGLang's ranks would. test_sync_matrix.py has SGLang itself."""
+"""Weights shard to shard over process groups: real ranks of a trainer, the bundled engine, and the
+ranks of a larger one, here threads that take what SGLang's ranks would. test_sync_matrix.py has
+SGLang itself.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def filled(
     bucket: WeightBucket, whole: dict[str, torch.Tensor]
 ) -> tuple[torch.Tensor, list[TensorEntry]]:
     """What a rank lays into its buffer."""
-    memory, entries = torch.zeros(bucket.num_bytes, dtype=torch.uint8), []
+    memory = torch.zeros(bucket.num_bytes, dtype=torch.uint8)
+    entries = []
     for slot in bucket.slots:
         if not slot.num_bytes:
             continue
@@ -87,8 +90,11 @@ def roster_of(
 def exchange(
     rounds: SendRounds, whole: dict[str, torch.Tensor], roster: HeldSpansByRank
 ) -> list[list[dict[str, Any]]]:
-    """By number of a bucket and rank of the engine what came; senders and takers are ranks of one gloo group."""
-    num, num_targets = len(rounds.buckets_by_rank), len(roster)
+    """By number of a bucket and rank of the engine what came; senders and takers are ranks of
+    one gloo group.
+    """
+    num = len(rounds.buckets_by_rank)
+    num_targets = len(roster)
     host = EngineLink.make_inviting_link("links", "127.0.0.1", num + num_targets, "gloo", 60.0)
 
     def send(place: int) -> None:
@@ -107,7 +113,8 @@ def exchange(
                     )
 
     def receive(rank: int) -> list[dict[str, Any]]:
-        links, found = EngineRankLinks(), []
+        links = EngineRankLinks()
+        found = []
         links.join_link(host.invitation, "dp0 pp0 tp0", num, rank, CPU)
         for number in range(rounds.num_rounds):
             now = [mine[number] if number < len(mine) else None for mine in rounds.buckets_by_rank]
@@ -214,7 +221,10 @@ def sync_twice(
     table = make_weight_table(config, world.layout.tp)
     model = build_megatron_model(config, world, torch.float32)
     clients = [connect_engine(address, transfer_dir) for address in engines if world.rank == 0]
-    groups, reports, names, standing = EngineProcessGroups(), [], [], {}
+    groups = EngineProcessGroups()
+    reports = []
+    names = []
+    standing = {}
     for version in (1, 2):
         load_weights_on_rank(model.chunks, table, make_random_source(config, version), world)
         for client in clients:
@@ -266,14 +276,17 @@ def test_what_stands_in_the_bundled_engine_is_what_the_ranks_have(
     config: dict[str, Any],
     is_killed: bool,
 ) -> None:
-    """Twice, over the same groups; an engine that dies between is left out, and the other gets everything."""
+    """Twice, over the same groups; an engine that dies between is left out, and the other
+    gets everything.
+    """
     (tmp_path / "model").mkdir()
     (tmp_path / "transfer").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     with start_local_engines(
         tmp_path / "model", 2, tmp_path, transfer_dir=tmp_path / "transfer", load_weights=False
     ) as servers:
-        engines, victim = list(servers.addresses), servers.processes[0].pid if is_killed else 0
+        engines = list(servers.addresses)
+        victim = servers.processes[0].pid if is_killed else 0
         results = dist_pool.run(
             sync_twice,
             **layout,

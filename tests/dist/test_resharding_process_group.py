@@ -1,4 +1,5 @@
-"""Buckets by broadcast: real gloo groups between senders of this process and engines that are processes.
+"""Buckets by broadcast: real gloo groups between senders of this process and engines that
+are processes.
 
 The engines are tests/support/broadcast_engine.py, which joins as stock SGLang does;
 test_sync_matrix.py has SGLang itself.
@@ -92,7 +93,8 @@ def a_bucket(sender: str, number: int, numel: int = 5000) -> tuple[BucketManifes
     """Two tensors without a gap, of seeded numbers."""
     generator = torch.Generator().manual_seed(1000 * len(sender) + number)
     tensors = [torch.randn(numel, generator=generator), torch.randn(3, 7, generator=generator)]
-    entries, offset = [], 0
+    entries = []
+    offset = 0
     for part, tensor in enumerate(tensors):
         name = f"{sender}.{number}.{part}"
         entries.append(
@@ -170,7 +172,9 @@ def expect(engine: Started, directory: Path, *manifests: BucketManifest) -> None
 def test_what_stands_is_what_was_broadcast_and_the_group_is_kept(
     pair: list[Started], folder: Path
 ) -> None:
-    engines, groups, begin = pair[:1], EngineProcessGroups(), time.time()
+    engines = pair[:1]
+    groups = EngineProcessGroups()
+    begin = time.time()
     address = engines[0][0]
     buckets = [a_bucket("kept", number) for number in range(4)]
     for sync in range(2):
@@ -198,7 +202,9 @@ def test_what_stands_is_what_was_broadcast_and_the_group_is_kept(
 
 
 def test_two_senders_and_two_engines_at_once(pair: list[Started], folder: Path) -> None:
-    """Each gives both engines 25 buckets of all sizes, as fast as it can; the other sender's come between them."""
+    """Each gives both engines 25 buckets of all sizes, as fast as it can; the other sender's
+    come between them.
+    """
     sent = {
         sender: [a_bucket(sender, number, 1 + 60_000 * (number * 7 % 5)) for number in range(25)]
         for sender in ("both one", "both another")
@@ -231,8 +237,11 @@ def test_two_senders_and_two_engines_at_once(pair: list[Started], folder: Path) 
 def deliver_with_a_fault(
     kind: str, engines: list[Started], directory: Path, words: str
 ) -> tuple[EngineProcessGroups, list[tuple[BucketManifest, Tensor]]]:
-    """Of four buckets the second fails in engine0, which is left out; engine1 gets all. Nothing is stuck afterwards."""
-    groups, threads = EngineProcessGroups(), threading.active_count()
+    """Of four buckets the second fails in engine0, which is left out; engine1 gets all. Nothing is
+    stuck afterwards.
+    """
+    groups = EngineProcessGroups()
+    threads = threading.active_count()
     ask(engines[0][0], "/fault", {"kind": kind, "nth": 2})
     buckets = [a_bucket(kind, number, 400_000) for number in range(4)]
     with delivering(
@@ -283,7 +292,10 @@ def test_a_flipped_bit_is_seen_in_the_receipt(pair: list[Started], folder: Path)
         delivery.open_buffers(1, 1).close()
         delivery(manifest, damaged)
         delivery(*a_bucket("flipped", 1))  # it is left out: nothing of this comes
-    words = "engine0, bucket 0 of flipped: 1 of 2 tensors do not stand in it as they were sent: tensor 'flipped.0.0': "
+    words = (
+        "engine0, bucket 0 of flipped: 1 of 2 tensors do not stand in it as they were sent: tensor"
+        " 'flipped.0.0': "
+    )
     assert delivery.failure_by_engine["engine0"].startswith(words + "digest ")
     assert not any("flipped.1" in name for name in receipts(folder, "engine0"))
     groups.close()

@@ -1,4 +1,6 @@
-"""send_shards on real sharded models: each rank sends what it holds, and what arrives is what was loaded."""
+"""send_shards on real sharded models: each rank sends what it holds, and what arrives is
+what was loaded.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,10 @@ def send(
     fail: str = "",
     fail_on: str = "",
 ) -> dict[str, Any]:
-    """On every rank: build the real model, load it, send it; the first rank of a copy reads the buckets as an engine
-    does. `fail`: "send" | "deliver" | "export" | "fill" | "plan", on the rank with coordinates `fail_on`."""
+    """On every rank: build the real model, load it, send it; the first rank of a copy reads the
+    buckets as an engine does. `fail`: "send" | "deliver" | "export" | "fill" | "plan", on the rank
+    with coordinates `fail_on`.
+    """
     from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
     from rlhf_megatron.ranks.resharding.shard_sender import send_shards
     from rlhf_megatron.ranks.resharding.weight_sender import SendRequest
@@ -92,7 +96,8 @@ def send(
             if rule.layer == 2 and rule.split == "gated_rows"
         )
         shards[middle] = (shards[middle][0], None)
-    error, report = "", None
+    error = ""
+    report = None
     try:
         report = send_shards(
             shards,

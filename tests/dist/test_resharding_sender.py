@@ -1,4 +1,6 @@
-"""send_weights on real sharded models: what arrives is what transformers would load, at every layout; and aborts."""
+"""send_weights on real sharded models: what arrives is what transformers would load, at every
+layout; and aborts.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ def send(
     fail_on: str = "",
     memory: Any = "shared_memory",
 ) -> dict[str, Any]:
-    """On every rank: build the real model, load it, send it; the deliver callback reads the bucket as an engine does:
+    """On every rank: build the real model, load it, send it; the deliver callback reads the bucket
+    as an engine does:
     from its file, or the sender's memory where it lies there.
 
     `fail`: "deliver" | "export" | "plan" | "gather", on the rank with coordinates `fail_on`.
@@ -107,7 +110,8 @@ def send(
             if rule.layer == 2 and rule.split == "gated_rows"
         )
         shards[middle] = (shards[middle][0], None)
-    error, report = "", None
+    error = ""
+    report = None
     try:
         report = send_whole_tensors(
             shards,
@@ -217,7 +221,9 @@ def test_experts_arrive_from_the_ranks_that_share_them(
 @pytest.mark.dist
 @pytest.mark.parametrize("memory", ["shared_memory", "device_memory", "files"])
 def test_buckets_smaller_than_a_tensor(dist_pool: DistPool, tmp_path: Path, memory: str) -> None:
-    """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two of the largest."""
+    """One byte: each fusion group is whole in a bucket of its own, and what is in flight is two
+    of the largest.
+    """
     results = dist_pool.run(
         send,
         tp=2,
@@ -293,7 +299,9 @@ def expect_failure_on_all(
     own: str,
     other: str,
 ) -> None:
-    """At tp2 the rank `fail_on` ends with words like `own`, the other with words like `other`; no file stays."""
+    """At tp2 the rank `fail_on` ends with words like `own`, the other with words like `other`;
+    no file stays.
+    """
     how = {
         "config": CONFIG,
         "transfer_dir": transfer_dir,

@@ -33,9 +33,11 @@ def loss_of(preset: str) -> str:
 def check(found: dict[str, Any], cases: Cases) -> None:
     for name, (section, _) in cases.items():
         config = RolloutCorrectionConfig(**section)
-        params, is_bypass = parse_correction_params(config), settings.is_bypass_mode(config)
+        params = parse_correction_params(config)
+        is_bypass = settings.is_bypass_mode(config)
         for number, step in enumerate(found[name], 1):
-            metrics, where = step["metrics"], f"{name}, step {number}"
+            metrics = step["metrics"]
+            where = f"{name}, step {number}"
             assert not step["unlisted"] and not step["not_finite"], (where, step)
             expected = (
                 {"old_log_probs", "entropies"}
@@ -73,13 +75,16 @@ FEW: Cases = {
 
 
 def test_three_steps_in_each_mode(dist_pool: DistPool, tmp_path: Path) -> None:
-    """The first update is the same in both, where the policy has not moved; a run again is the same bit for bit."""
+    """The first update is the same in both, where the policy has not moved; a run again is the
+    same bit for bit.
+    """
     found = dist_pool.run(jobs.three_steps, timeout_s=300, cases=FEW, directory=tmp_path)[0]
     check(found, FEW)
     first = {name: steps[0]["metrics"] for name, steps in found.items()}
     for key in ("actor/grad_norm", "actor/pg_loss", "actor/loss"):
         assert first["bypass"][key] == pytest.approx(first["decoupled"][key], rel=1e-5), key
-    decoupled, bypass = first["decoupled"], first["bypass"]
+    decoupled = first["decoupled"]
+    bypass = first["bypass"]
     assert bypass["actor/rollout_rs_masked_fraction"] == pytest.approx(
         bypass["rollout_corr/rollout_rs_masked_fraction"],
         abs=0.05,  # with and without the sample of masked status

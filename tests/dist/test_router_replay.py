@@ -1,4 +1,6 @@
-"""Replayed routing against transformers whose tokens are made to meet the same experts, whatever splits the batch."""
+"""Replayed routing against transformers whose tokens are made to meet the same experts, whatever
+splits the batch.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ LONG: list[tuple[str, str, Axes]] = [
 
 def live_routes(family: str, state: dict[str, Tensor]) -> Tensor:
     """[T, layers with experts, top-k] of transformers; -1 of last tokens."""
-    model, batch = make_model(FAMILIES[family], state, torch.float64), make_batch()
+    model = make_model(FAMILIES[family], state, torch.float64)
+    batch = make_batch()
     routers = Routers(model, FAMILIES[family])
     with torch.no_grad():
         policy_columns(model, batch, range(batch["offsets"].numel() - 1), Recipe())
@@ -57,7 +60,8 @@ def live_routes(family: str, state: dict[str, Tensor]) -> Tensor:
 
 @functools.cache
 def engine_case(family: str) -> Case:
-    routes, offsets = live_routes(family, make_state(family)), make_batch()["offsets"]
+    routes = live_routes(family, make_state(family))
+    offsets = make_batch()["offsets"]
     routes = shifted(routes, read_num_experts(FAMILIES[family]))
     none, half = (slice(int(offsets[sample]), int(offsets[sample + 1])) for sample in UNROUTED)
     routes[none] = -1
@@ -86,13 +90,13 @@ def run_replayed(
     """quantity -> whether it is within parity's bar."""
     job: Callable[..., Any]
     if mode == "r3":
-        case, job, arguments = (
-            engine_case(family),
-            told_by_engine,
-            {"directory": directory, "planted": planted},
-        )
+        case = engine_case(family)
+        job = told_by_engine
+        arguments = {"directory": directory, "planted": planted}
     else:
-        case, job, arguments = recorded_case(family), recorded_before, {"before": before(family)}
+        case = recorded_case(family)
+        job = recorded_before
+        arguments = {"before": before(family)}
     found = rows_of(case, axes, run_cell(pool, case, axes, Recipe(), [CUT], job=job, **arguments))
     print(*found, sep="\n")
     return {row.quantity: row.ok for row in found}
@@ -106,7 +110,9 @@ def run_replayed(
 def test_updates_meet_the_given_experts(
     dist_pool: DistPool, tmp_path: Path, mode: str, family: str, axes: Axes
 ) -> None:
-    """R3: in log-probs too. R2: ids follow their tokens out of other micro-batches, from other ranks."""
+    """R3: in log-probs too. R2: ids follow their tokens out of other micro-batches,
+    from other ranks.
+    """
     found = run_replayed(dist_pool, mode, family, axes, tmp_path)
     if mode == "r2":  # its log-probs are those of its own routing
         found = {

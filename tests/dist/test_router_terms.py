@@ -1,4 +1,6 @@
-"""Loss terms of routers against an unsharded reference in float64, whatever splits the mini-batch."""
+"""Loss terms of routers against an unsharded reference in float64,
+whatever splits the mini-batch.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,8 @@ def test_terms_of_routers_do_not_depend_on_how_a_mini_batch_is_split(
 
 
 def test_a_gradient_without_the_terms_is_over_the_bar(dist_pool: DistPool) -> None:
-    case, axes = case_of("glm4_moe", BY_SAMPLE), Axes()
+    case = case_of("glm4_moe", BY_SAMPLE)
+    axes = Axes()
     found = {
         row.quantity: row
         for row in rows_of(case, axes, run_cell(dist_pool, case, axes, Recipe(), [CUT]))

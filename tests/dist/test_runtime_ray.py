@@ -1,4 +1,6 @@
-"""Ranks in a running Ray cluster, with the toy role of tests/support/runtime_toy.py: calls, failures, what is left."""
+"""Ranks in a running Ray cluster, with the toy role of tests/support/runtime_toy.py: calls,
+failures, what is left.
+"""
 
 import contextlib
 import json
@@ -32,7 +34,9 @@ def start(tmp_path: Path, cluster: dict[str, str]) -> Iterator[Start]:
 
 
 def hosts_left(run: Run, within_s: float = 15.0) -> list[int]:
-    """Processes of ranks that still live; they belong to the cluster, whose environment they have."""
+    """Processes of ranks that still live; they belong to the cluster,
+    whose environment they have.
+    """
     deadline = time.monotonic() + within_s
     while left := [
         pid

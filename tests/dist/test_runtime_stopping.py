@@ -1,4 +1,6 @@
-"""Signals to the processes of a toy run (tests/support/runtime_toy.py): who is named, how it ends, and how soon."""
+"""Signals to the processes of a toy run (tests/support/runtime_toy.py): who is named, how it
+ends, and how soon.
+"""
 
 import os
 import signal
@@ -118,7 +120,9 @@ def test_a_signal_in_the_first_seconds_says_that_the_run_can_be_started_again(
 
 
 def has(launch: Launch, role: str) -> bool:
-    """Whether a process of that role lives; not `find`, which takes a command that has no others yet for all roles."""
+    """Whether a process of that role lives; not `find`, which takes a command that has no others
+    yet for all roles.
+    """
     return any(process.role == role for process in launch.processes())
 
 

@@ -1,4 +1,6 @@
-"""Hosts and controller as real processes under torchrun, with the toy role of tests/support/runtime_toy.py."""
+"""Hosts and controller as real processes under torchrun, with the toy role
+of tests/support/runtime_toy.py.
+"""
 
 import contextlib
 import json
@@ -85,7 +87,10 @@ def test_hung_and_stopped_ranks_are_reported_and_ended(start: Start) -> None:
     run = start("hang", "3,3,1")
     assert run.wait() != 0
     lines = run.console().splitlines()
-    header = "HostTimeoutError: toy.hang was not finished within 2 s (trainer.stage_timeout_s). The hosts:"
+    header = (
+        "HostTimeoutError: toy.hang was not finished within 2 s"
+        " (trainer.stage_timeout_s). The hosts:"
+    )
     lines = lines[lines.index(header) :]
     at = [
         next(i for i, line in enumerate(lines) if f"[actor dp0 pp0 tp{rank}]" in line)

@@ -1,4 +1,5 @@
-"""Samples behind a shared prompt against the same samples apart: what attends differently from family to family.
+"""Samples behind a shared prompt against the same samples apart: what attends differently from
+family to family.
 
 Apart all families are compared with transformers (tests/dist/test_parity_*.py, `make parity`).
 """
@@ -51,12 +52,14 @@ def test_log_probs_and_gradients_are_those_of_samples_apart(
 
     def trained(shares_prompts: bool) -> tuple[Tensor, list[RankResult]]:
         results = dist_pool.run(
-            train_family, hf_config=FAMILIES[family], state=make_state(family), batch=batch, loss="policy",
+            train_family, hf_config=FAMILIES[family], state=make_state(family), batch=batch,
+            loss="policy",
             num_steps=1, token_budget=60, shares_prompts=shares_prompts, timeout_s=300, **layout,
         )  # fmt: skip
         return torch.stack(gathered_log_probs(results, batch.offsets)), results
 
-    (apart, apart_ranks), (shared, shared_ranks) = trained(False), trained(True)
+    apart, apart_ranks = trained(False)
+    shared, shared_ranks = trained(True)
     torch.testing.assert_close(shared, apart, atol=2e-5, rtol=0)
     for one, other in zip(shared_ranks, apart_ranks, strict=True):
         assert num_forwarded(batch, one, shares_prompts=True) < num_forwarded(

@@ -1,4 +1,6 @@
-"""Whatever is registered trains: each estimator and each policy loss, three recorded steps at tp2 pp2 in one world."""
+"""Whatever is registered trains: each estimator and each policy loss, three recorded steps at tp2
+pp2 in one world.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,8 @@ def config_of(estimator: str = "grpo", loss: str = "ppo_clip", *more: str) -> Ru
         run_file, [*SETTINGS, *(["trainer.critic_warmup=0"] if is_ppo else []), *more]
     )
     config = loaded.config
-    actor, algorithm = config.actor, config.algorithm
+    actor = config.actor
+    algorithm = config.algorithm
     policy_loss = PolicyLossConfig(loss, LOSS_PARAMS.get(loss, {}))
     agg_mode = AGGREGATIONS.get(loss, actor.loss_agg_mode)
     config = replace(
@@ -67,7 +70,9 @@ def config_of(estimator: str = "grpo", loss: str = "ppo_clip", *more: str) -> Ru
 
 
 def make_record(directory: Path) -> Path:
-    """Steps as `--record` leaves them, with the parts of the reward and the rewards of greedy samples."""
+    """Steps as `--record` leaves them, with the parts of the reward and the rewards of
+    greedy samples.
+    """
     recorder = RolloutRecorder(directory / "record")
     recorder.write_start(RecordedStart(num_warmup_steps=0, policy_version=1))
     for step in range(1, STEPS + 1):

@@ -1,4 +1,6 @@
-"""The actor against plain transformers: log-probs, gradients and weights after three steps, under every layout."""
+"""The actor against plain transformers: log-probs, gradients and weights after three steps,
+under every layout.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from rlhf_megatron.data.batch import MiniBatch
 from rlhf_megatron.data.replica_plan import restore_sample_order
 
 pytestmark = pytest.mark.dist
-BAR = 3.0  # times the error that float32 has of its own: transformers against float64, over some orders of summation
+# times the error that float32 has of its own: transformers against float64, over some
+# orders of summation
+BAR = 3.0
 LAYOUTS: list[dict[str, Any]] = [  # axes of dist_pool, and settings of MegatronConfig that are none
     {},
     {"tp": 2},
@@ -107,7 +111,9 @@ def label(layout: dict[str, Any]) -> str:
 
 POLICIES = [("qwen3_tied", "policy"), ("llama", "policy")]
 QUICK = {("llama", "policy"): (0, 3, 6, 7, 10, 11), ("llama", "sft"): (0, 4, 8)}
-"""Layouts of the cases behind the first: what depends on a layout is its reductions, which all cases have."""
+"""Layouts of the cases behind the first: what depends on a layout is its reductions, which
+all cases have.
+"""
 
 
 def cells() -> Iterator[Any]:
@@ -144,7 +150,8 @@ def test_three_steps_equal_transformers(
         timeout_s=300,
         **layout,
     )
-    tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
+    tp = layout.get("tp", 1)
+    copies = layout.get("dp", 1) * layout.get("cp", 1)
     log_probs, entropies, sum_squares = gathered_log_probs(results, case.batch.offsets)
     bound = BAR * reference.unit_of_tokens(case.exact[0], case.draws)
     assert (log_probs - case.exact[0].predicted).abs().max().item() <= bound
@@ -168,7 +175,9 @@ def test_three_steps_equal_transformers(
 def test_metrics_of_an_update_are_averages_over_all_response_tokens(
     dist_pool: DistPool, case: Case, layout: dict[str, Any]
 ) -> None:
-    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
+    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages
+    taken in one piece.
+    """
     results = dist_pool.run(
         train,
         **layout,
@@ -178,11 +187,14 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
         loss="policy",
         num_steps=1,
     )
-    sums, mask, batch = summed(results, 0).sums, case.batch.response_mask, case.batch
+    sums = summed(results, 0).sums
+    mask = case.batch.response_mask
+    batch = case.batch
     log_probs = case.exact[0].predicted[mask]
     log_ratio = log_probs - batch.old_log_probs[mask]
     k3 = (batch.ref_log_probs[mask] - log_probs).exp() - (batch.ref_log_probs[mask] - log_probs) - 1
-    ratio, advantages = log_ratio.exp(), batch.advantages[mask]
+    ratio = log_ratio.exp()
+    advantages = batch.advantages[mask]
     is_clipped = ((ratio > 1 + reference.CLIP_HIGH) & (advantages > 0)) | (
         (ratio < 1 - reference.CLIP_LOW) & (advantages < 0)
     )
@@ -198,7 +210,9 @@ def test_metrics_of_an_update_are_averages_over_all_response_tokens(
 def test_an_update_whose_old_log_probs_are_its_own_tells_them(
     dist_pool: DistPool, case: Case, layout: dict[str, Any]
 ) -> None:
-    """It tells what a pass of their own tells, and learns what it learns when they are given: bit for bit."""
+    """It tells what a pass of their own tells, and learns what it learns when they are
+    given: bit for bit.
+    """
 
     def trained(batch: MiniBatch) -> list[RankResult]:
         return dist_pool.run(

@@ -1,4 +1,6 @@
-"""The critic against plain transformers: values, gradients and weights after three steps, under every layout."""
+"""The critic against plain transformers: values, gradients and weights after three steps,
+under every layout.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from rlhf_megatron.data.batch import (
 from rlhf_megatron.data.replica_plan import restore_sample_order
 
 pytestmark = pytest.mark.dist
-BAR = 3.0  # times the error that float32 has of its own: transformers against float64, over some orders of summation
+# times the error that float32 has of its own: transformers against float64, over some
+# orders of summation
+BAR = 3.0
 HEAD = ("output_layer.weight", "output_layer.bias")
 LAYOUTS: list[
     tuple[str, dict[str, Any]]
@@ -109,7 +113,8 @@ def run(
 
 def errors(case: Case, results: list[CriticResult], layout: dict[str, Any]) -> dict[str, float]:
     """Quantity -> error against float64, in units of float32's own; the worst tensor of each."""
-    tp, copies = layout.get("tp", 1), layout.get("dp", 1) * layout.get("cp", 1)
+    tp = layout.get("tp", 1)
+    copies = layout.get("dp", 1) * layout.get("cp", 1)
     leaders = [result for result in results if result.values is not None]
     values = restore_sample_order(
         [leader.values for leader in leaders],
@@ -150,7 +155,9 @@ def test_three_steps_equal_transformers(
 def test_fsdp2_equals_transformers_and_goes_on_bit_for_bit(
     dist_pool: DistPool, cases: dict[str, Case], tmp_path: Path
 ) -> None:
-    """Three steps at dp2 against transformers, and against two steps, a checkpoint and one step more."""
+    """Three steps at dp2 against transformers, and against two steps, a checkpoint and
+    one step more.
+    """
     case = cases["qwen3_tied"]
     job: dict[str, Any] = {
         "name": case.name,
@@ -195,7 +202,9 @@ def joined(pieces: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def test_a_frozen_model_scores_as_transformers_does(
     dist_pool: DistPool, cases: dict[str, Case], layout: dict[str, Any], fsdp: FSDPConfig | None
 ) -> None:
-    """The state behind the last token, and behind every token of the responses, in one pass: [12] + [T]."""
+    """The state behind the last token, and behind every token of the responses, in one
+    pass: [12] + [T].
+    """
     case = cases["qwen3_tied"]
     is_wanted_T = case.batch.response_mask.clone()
     is_wanted_T[case.batch.offsets[1:] - 1] = True
@@ -229,15 +238,16 @@ def test_a_frozen_model_scores_as_transformers_does(
 def test_metrics_of_an_update_are_averages_over_all_response_tokens(
     dist_pool: DistPool, cases: dict[str, Case]
 ) -> None:
-    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages taken in one piece."""
+    """Summed over replicas, context-parallel ranks and micro-batches, against the same averages
+    taken in one piece.
+    """
     case = cases["llama"]
     results = run(dist_pool, case, {"dp": 2, "cp": 2}, num_steps=1)
-    mask, batch = case.batch.response_mask, case.batch
-    values, old, returns = (
-        case.exact[0].predicted[mask],
-        batch.old_values[mask],
-        batch.returns[mask],
-    )
+    mask = case.batch.response_mask
+    batch = case.batch
+    values = case.exact[0].predicted[mask]
+    old = batch.old_values[mask]
+    returns = batch.returns[mask]
     clipped = old + (values - old).clamp(-reference.VALUE_CLIP, reference.VALUE_CLIP)
     is_clipped = (clipped - returns).abs() > (values - returns).abs()
     assert 0.1 < float(is_clipped.double().mean()) < 0.9, (

@@ -1,4 +1,6 @@
-"""What a critic starts from, keeps and hands out: Hugging Face directories, checkpoints, exports."""
+"""What a critic starts from, keeps and hands out:
+Hugging Face directories, checkpoints, exports.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
     saved: dict[str, Any],
     loaded: list[dict[str, Any]],
 ) -> None:
-    """Weights right after a load prove little: moments and step counts show in the step after it."""
+    """Weights right after a load prove little: moments and step counts show in
+    the step after it.
+    """
     directory = tmp_path / "checkpoint"
     common: dict[str, Any] = {
         "name": NAME,
@@ -102,9 +106,12 @@ def test_a_checkpoint_goes_on_under_another_layout(
             assert all(torch.equal(weights[key], expected[key]) for key in expected)
         elif dtype == torch.float32:
             for key in expected:
-                moved, wanted = weights[key] - state[key], expected[key] - state[key]
+                moved = weights[key] - state[key]
+                wanted = expected[key] - state[key]
                 assert relative_error(moved, wanted) <= 1e-3, key
-        else:  # a step is about one unit in the last place: another layout rounds some weights the other way
+        else:
+            # a step is about one unit in the last place: another layout rounds some
+            # weights the other way
             assert max(relative_error(weights[key], expected[key]) for key in expected) <= 1e-3
         assert summed(resumed, 0).lr == summed(through, 2).lr
 
@@ -113,7 +120,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
 def test_an_actors_checkpoint_is_no_critics(
     dist_pool: DistPool, batch: ValueMiniBatch, tmp_path: Path
 ) -> None:
-    """The output layer is named otherwise than the value head, and its many rows do not load as one."""
+    """The output layer is named otherwise than the value head, and its many rows do
+    not load as one.
+    """
     policy = reference.make_model("llama").state_dict()
     dist_pool.run(
         train,
@@ -140,7 +149,9 @@ def test_an_actors_checkpoint_is_no_critics(
 def write_directory(
     directory: Path, name: str, kind: str, num_labels: int = 1
 ) -> dict[str, Tensor]:
-    """A random model as transformers writes it; its tensors. `kind`: "CausalLM" or what stands behind "For"."""
+    """A random model as transformers writes it; its tensors. `kind`: "CausalLM" or what
+    stands behind "For".
+    """
     import transformers
 
     raw = dict(reference.HF_CONFIGS[name])
@@ -159,13 +170,13 @@ def write_directory(
 def started(
     world: World, directory: Path, batch: TokenBatch, exported: Path | None = None
 ) -> tuple[Any, ...]:
-    """A critic from a directory, in its type: (values, plan, weights). `exported`: it is written there."""
+    """A critic from a directory, in its type: (values, plan, weights). `exported`: it is
+    written there.
+    """
     from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
 
-    hf_config, dtype = (
-        read_hf_config(directory),
-        next(iter(load_file(directory / FILE).values())).dtype,
-    )
+    hf_config = read_hf_config(directory)
+    dtype = next(iter(load_file(directory / FILE).values())).dtype
     name = NAME if hf_config["tie_word_embeddings"] else "llama"
     critic = make_critic(
         world,
@@ -207,7 +218,9 @@ def test_a_critic_starts_from_a_directory(
     kind: str,
     layout: dict[str, Any],
 ) -> None:
-    """The body is the directory's, to the bit; so is the head, or it is the same first one under every layout."""
+    """The body is the directory's, to the bit; so is the head, or it is the same first one
+    under every layout.
+    """
     stored = write_directory(tmp_path, name, kind)
     first = 0.1 * RandomWeightSource(SEED, 1.0).make_random_tensor(
         HFTensor("score.weight", (1, 64))
@@ -279,11 +292,9 @@ def test_an_export_is_a_token_classifier_of_transformers(
     with torch.no_grad():
         for i, sample in enumerate(plan.samples):
             place = slice(shard.offsets[i], shard.offsets[i + 1])
-            ids, mask, found = (
-                shard.token_ids[place],
-                shard.response_mask[place],
-                values.values[place],
-            )
+            ids = shard.token_ids[place]
+            mask = shard.response_mask[place]
+            found = values.values[place]
             logits = model(ids[None]).logits[0, :-1, 0].float()
             expected = torch.cat([torch.zeros(1), logits]) * mask
             bound = 1e-5 if dtype == torch.float32 else 0.1
@@ -300,7 +311,9 @@ def begun_again(
     directory: Path,
     megatron: dict[str, Any],
 ) -> tuple[Any, ...]:
-    """Weights after a step from a directory: of a critic that has trained before, and of a fresh one."""
+    """Weights after a step from a directory: of a critic that has trained before, and
+    of a fresh one.
+    """
     weights = []
     for is_fresh in (False, True):
         critic = make_critic(
@@ -330,7 +343,9 @@ def test_loading_a_directory_leaves_nothing_of_before(
     tmp_path: Path,
     layout: dict[str, Any],
 ) -> None:
-    """In bfloat16: main parameters of before would come back with the next step, moments would change it."""
+    """In bfloat16: main parameters of before would come back with the next step, moments
+    would change it.
+    """
     stored = write_directory(tmp_path, NAME, "CausalLM")
     results = dist_pool.run(
         begun_again, state=state, batch=batch, directory=tmp_path, timeout_s=300, **layout

@@ -1,4 +1,6 @@
-"""Training by fused paths: weight gradients added by the matrix product, an Adam that counts its steps elsewhere."""
+"""Training by fused paths: weight gradients added by the matrix product, an Adam that counts its
+steps elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -99,11 +101,9 @@ def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
     from megatron.core.optimizer import distrib_optimizer
 
     found = optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam, distrib_optimizer.Adam
-    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam, distrib_optimizer.Adam = (
-        False,
-        FusedAdam,
-        FusedAdam,
-    )
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = FusedAdam
+    distrib_optimizer.Adam = FusedAdam
     try:
         return train(world, **arguments)
     finally:
@@ -119,9 +119,11 @@ def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
 def test_a_checkpoint_goes_from_one_adam_to_the_other(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path, dtype: torch.dtype
 ) -> None:
-    """Under a distributed optimizer and under a plain one. Step counts show in the step after the load: with a wrong
-    one the correction of the moments' bias is off by a third."""
-    sharded, plain = {"dp": 2, "megatron": SHARDED}, {"tp": 2}
+    """Under a distributed optimizer and under a plain one. Step counts show in the step after the
+    load: with a wrong one the correction of the moments' bias is off by a third.
+    """
+    sharded = {"dp": 2, "megatron": SHARDED}
+    plain = {"tp": 2}
     common: dict[str, Any] = {
         "name": NAME,
         "state": state,
@@ -131,7 +133,8 @@ def test_a_checkpoint_goes_from_one_adam_to_the_other(
     common |= {"dtype": dtype, "timeout_s": 300}
     through = dist_pool.run(train, num_steps=3, **sharded, **common)
     want = gathered(through, sharded, "weights")
-    fused, torchs = tmp_path / "fused", tmp_path / "torch"
+    fused = tmp_path / "fused"
+    torchs = tmp_path / "torch"
     dist_pool.run(train_with_fused_adam, num_steps=2, directory=fused, **sharded, **common)
     dist_pool.run(train, num_steps=2, directory=torchs, **plain, **common)
     for job, layout, directory in (
@@ -146,17 +149,22 @@ def test_a_checkpoint_goes_from_one_adam_to_the_other(
         if dtype == torch.float32:
             moved, wanted = ({key: w[key] - state[key] for key in w} for w in (weights, want))
             assert worst(moved, wanted) <= 1e-3
-        else:  # a step is about one unit in the last place: another layout rounds some weights the other way
+        else:
+            # a step is about one unit in the last place: another layout rounds some
+            # weights the other way
             assert worst(weights, want) <= 1e-3
 
 
 def before_and_after_a_step(world: World, state: dict[str, Tensor]) -> tuple[int, int, list[int]]:
-    """State tensors of the fused Adam before and after a first step, and the step count of each group."""
+    """State tensors of the fused Adam before and after a first step, and the step count
+    of each group.
+    """
     from fused_adam import FusedAdam
     from megatron.core import optimizer
 
     found = optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam
-    optimizer.USING_PYTORCH_OPTIMIZER, optimizer.Adam = False, FusedAdam
+    optimizer.USING_PYTORCH_OPTIMIZER = False
+    optimizer.Adam = FusedAdam
     try:
         actor = make_actor(world, NAME, state)
         before = len(actor.backend.optimizer.list_state_tensors())
@@ -176,7 +184,9 @@ def before_and_after_a_step(world: World, state: dict[str, Tensor]) -> tuple[int
 def test_fused_adam_has_its_moments_before_the_first_step(
     dist_pool: DistPool, state: dict[str, Tensor]
 ) -> None:
-    """So that what is moved to host memory, compared over replicas and planned for is there from the start."""
+    """So that what is moved to host memory, compared over replicas and planned for is there
+    from the start.
+    """
     (found,) = dist_pool.run(before_and_after_a_step, timeout_s=300, state=state)
     before, after, steps = found
     assert before == after > 0 and before % 2 == 0
@@ -186,7 +196,9 @@ def test_fused_adam_has_its_moments_before_the_first_step(
 STAND_INS = {
     "apex/__init__.py": "",
     "apex/optimizers/__init__.py": "class FusedAdam:\n    pass\n\n\nclass FusedSGD:\n    pass\n",
-    "apex/multi_tensor_apply/__init__.py": "def multi_tensor_applier(*tensors):\n    raise RuntimeError('CUDA')\n",
+    "apex/multi_tensor_apply/__init__.py": (
+        "def multi_tensor_applier(*tensors):\n    raise RuntimeError('CUDA')\n"
+    ),
     "amp_C.py": "multi_tensor_l2norm = multi_tensor_scale = None\n",
 }
 CODE = """
@@ -210,7 +222,9 @@ print(result.updates[0].is_skipped, result.updates[0].grad_norm > 2 * reference.
     torch.cuda.is_available(), reason="the CPU platform is applied without CUDA only"
 )
 def test_a_fused_adam_that_can_be_imported_is_not_taken_on_a_cpu(tmp_path: Path) -> None:
-    """In a fresh process: megatron-core picks its optimizers as it is imported, before anything is asked of them."""
+    """In a fresh process: megatron-core picks its optimizers as it is imported, before anything is
+    asked of them.
+    """
     for name, text in STAND_INS.items():
         path = tmp_path / name
         path.parent.mkdir(parents=True, exist_ok=True)

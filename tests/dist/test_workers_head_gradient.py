@@ -1,4 +1,6 @@
-"""The head's gradient in main_grad: as by way of autograd, once a micro-batch, without a tensor of its size."""
+"""The head's gradient in main_grad: as by way of autograd, once a micro-batch, without a
+tensor of its size.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,9 @@ LONG_LAYOUTS: list[tuple[str, dict[str, Any]]] = [
 def test_it_is_the_gradient_that_autograd_and_the_hook_would_have_added(
     dist_pool: DistPool, name: str, layout: dict[str, Any]
 ) -> None:
-    """Twice in a row: with overlapped reductions megatron learns in the first pass what is to be waited for."""
+    """Twice in a row: with overlapped reductions megatron learns in the first pass what is to
+    be waited for.
+    """
     results = run(dist_pool, name, layout, num_passes=2)
     check(results, num_passes=2)
     is_tied_here = name == "qwen3_tied" and layout.get("pp", 1) == 1
@@ -110,7 +114,9 @@ def test_it_is_the_gradient_that_autograd_and_the_hook_would_have_added(
 def test_a_stage_without_embedding_allocates_nothing_of_the_weights_size(
     dist_pool: DistPool, name: str
 ) -> None:
-    """And the last stage's copy of a tied embedding is no exception. By way of autograd: once a micro-batch."""
+    """And the last stage's copy of a tied embedding is no exception. By way of autograd: once
+    a micro-batch.
+    """
     first, last = run(dist_pool, name, {"pp": 2})
     check([first, last])
     sink, autograd, _ = last
@@ -156,8 +162,9 @@ def test_a_micro_batch_without_rows(dist_pool: DistPool, name: str, layout: dict
 
 @pytest.mark.dist
 def test_half_precision_keeps_float32_gradients(dist_pool: DistPool) -> None:
-    """With the stash that is on by default. By way of autograd the head's gradient is rounded to 8 bits; the others'
-    are the same bit for bit."""
+    """With the stash that is on by default. By way of autograd the head's gradient is rounded to 8
+    bits; the others' are the same bit for bit.
+    """
     (of_rank,) = run(dist_pool, "llama", {}, dtype=torch.bfloat16)
     found = differences(of_rank[0], of_rank[1])
     assert 2.0**-12 < found.pop(HEAD["llama"]) < 2.0**-8
@@ -176,7 +183,9 @@ def test_the_reference_backend_adds_to_it_too(
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_gradients_of_any_type_are_added_to_what_stands_there(dtype: torch.dtype) -> None:
-    """A weight of two micro-batches by hand: main_grad starts at 1, the stand-in is the weight's own memory."""
+    """A weight of two micro-batches by hand: main_grad starts at 1, the stand-in is the
+    weight's own memory.
+    """
     generator = torch.Generator().manual_seed(0)
     weight = torch.nn.Parameter(torch.randn(40, 8, generator=generator, dtype=dtype))
     assert make_main_grad_sink(weight) is None, "nothing collects its gradient"
@@ -184,7 +193,8 @@ def test_gradients_of_any_type_are_added_to_what_stands_there(dtype: torch.dtype
     weight.grad_added_to_main_grad = False  # type: ignore[attr-defined]
     sink = make_main_grad_sink(weight)
     assert isinstance(sink, MainGradSink)
-    before, wanted = weight.detach().clone(), torch.ones(40, 8, dtype=torch.float64)
+    before = weight.detach().clone()
+    wanted = torch.ones(40, 8, dtype=torch.float64)
     for _ in range(2):
         hidden = torch.randn(5, 8, generator=generator, dtype=dtype)
         targets = torch.randint(40, (5,), generator=generator)

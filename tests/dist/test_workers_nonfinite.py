@@ -1,4 +1,6 @@
-"""A number that is not finite on one rank: nothing changes on any, what was found is told, the weights are kept."""
+"""A number that is not finite on one rank: nothing changes on any, what was found is told, the
+weights are kept.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def state() -> dict[str, Tensor]:
 
 
 def snapshot(worker: Any) -> dict[str, Tensor]:
-    """All that a step changes on this rank: parameters, moments, main parameters, step counts, the schedule."""
+    """All that a step changes on this rank: parameters, moments, main parameters, step
+    counts, the schedule.
+    """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
     worker.backend.sync()
@@ -75,7 +79,9 @@ def planted(
     dtype: torch.dtype = torch.float32,
     megatron: dict[str, Any] | None = None,
 ) -> Outcome:
-    """A sound step, one for which `value` stands in the complete gradient of `name` on one rank only, a sound one."""
+    """A sound step, one for which `value` stands in the complete gradient of `name` on one rank
+    only, a sound one.
+    """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
     actor = make_actor(world, NAME, state, dtype=dtype, megatron=megatron, bucket_size=20_000)
@@ -152,7 +158,9 @@ def test_a_gradient_of_one_rank_stops_the_step_on_all(
 def with_bad_column(
     world: World, state: dict[str, Tensor], column: str, value: float, directory: Path
 ) -> Any:
-    """Policy updates; one token of the second sample has `value` in `column`. Two of them, then what was found."""
+    """Policy updates; one token of the second sample has `value` in `column`. Two of them, then
+    what was found.
+    """
     torch.manual_seed(3)
     actor = make_actor(world, NAME, state)
     batch = reference.with_past(
@@ -208,7 +216,9 @@ def test_a_loss_of_one_replica_stops_the_step_and_keeps_the_weights_once(
 def look_again(
     world: World, state: dict[str, Tensor], column: str, value: float, directory: Path
 ) -> Any:
-    """The capsule's weights in a model that had others, in another layout, and the same pass, watched."""
+    """The capsule's weights in a model that had others, in another layout, and the same
+    pass, watched.
+    """
     other = make_actor(world, NAME, {key: 1.5 * tensor for key, tensor in state.items()})
     before = snapshot(make_actor(world, NAME, state))
     other.load_weights(directory)
@@ -230,7 +240,9 @@ def look_again(
 
 
 def overflowing(world: World, state: dict[str, Tensor], directory: Path) -> Any:
-    """A layer whose weights overflow the activations: what comes first, which tokens, and that nothing is exported."""
+    """A layer whose weights overflow the activations: what comes first, which tokens, and that
+    nothing is exported.
+    """
     bad = dict(state)
     key = "model.layers.2.mlp.down_proj.weight"
     bad[key] = torch.full_like(state[key], 1e38)

@@ -1,4 +1,6 @@
-"""Storages without bytes: parts of a model leave the device and come back bit for bit, with all their views."""
+"""Storages without bytes: parts of a model leave the device and come back bit for bit, with
+all their views.
+"""
 
 from __future__ import annotations
 
@@ -39,14 +41,16 @@ def live_storages() -> dict[int, int]:
     return storages_of(found for found in gc.get_objects() if isinstance(found, Tensor))
 
 
-# --- Offload on plain tensors -----------------------------------------------------------------------------------
+# --- Offload on plain tensors ---------------------------------------------------------------------
 
 
 def test_views_stay_views_and_pieces_are_cut_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pieces of 128 bytes: the storages of 400, 36 and 4 bytes lie over five of them."""
     monkeypatch.setattr(offload, "PIECE_BYTES", 128)
     flat = torch.arange(100, dtype=torch.float32)
-    view, odd, count = flat[10:20], torch.arange(36, dtype=torch.uint8), torch.tensor(7.0)
+    view = flat[10:20]
+    odd = torch.arange(36, dtype=torch.uint8)
+    count = torch.tensor(7.0)
     part = OffloadableMemory("model", CPU, {"parameters": lambda: [view, flat, odd, count]})
     assert part.device_bytes == 440 and part.host_bytes == 0
     part.drop_parts()
@@ -66,8 +70,12 @@ def test_views_stay_views_and_pieces_are_cut_anywhere(monkeypatch: pytest.Monkey
 
 
 def test_parts_are_apart_and_what_they_share_belongs_to_the_first() -> None:
-    """As with a distributed optimizer in float32, whose main parameters are views of the model's."""
-    parameters, gradients, moments = torch.arange(8.0), torch.ones(8), torch.full((4,), 2.0)
+    """As with a distributed optimizer in float32,
+    whose main parameters are views of the model's.
+    """
+    parameters = torch.arange(8.0)
+    gradients = torch.ones(8)
+    moments = torch.full((4,), 2.0)
     parts = {
         "parameters": lambda: [parameters],
         "gradients": lambda: [gradients],
@@ -128,7 +136,7 @@ def test_a_part_that_grows_gets_more_room() -> None:
     assert tensors[0].tolist() == [0, 1, 2, 3] and torch.equal(tensors[1], torch.arange(100.0))
 
 
-# --- workers on every rank --------------------------------------------------------------------------------------
+# --- workers on every rank ------------------------------------------------------------------------
 
 
 def parts_of(worker: Any) -> dict[str, list[Tensor]]:
@@ -196,7 +204,8 @@ def away_and_back(
         part: [tensor.detach().clone() for tensor in held[part]]
         for part in ("parameters", "optimizer")
     }
-    # With overlap_param_gather the others' shards arrive with the next pass, or when the parameters are dropped.
+    # With overlap_param_gather the others' shards arrive with the next pass, or when the
+    # parameters are dropped.
     worker.backend.sync()
     kept["parameters"] = [tensor.detach().clone() for tensor in held["parameters"]]
     offsets = {part: [tensor.storage_offset() for tensor in held[part]] for part in held}
@@ -275,7 +284,8 @@ def check(ranks: list[dict[str, Any]], dtype: torch.dtype) -> None:
     for found in ranks:
         full = found["full"]
         assert all(full.values())
-        # Two float32 moments and, of bfloat16, a float32 copy; of the distributed optimizer this rank's part of them.
+        # Two float32 moments and, of bfloat16, a float32 copy; of the distributed optimizer this
+        # rank's part of them.
         assert found["reported"] == sum(full.values())
         away = [{}, {"gradients": 0}, {"gradients": 0, "optimizer": 0}, dict.fromkeys(full, 0)]
         assert found["steps"] == [

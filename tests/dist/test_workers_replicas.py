@@ -1,4 +1,6 @@
-"""Ranks that hold the same tensors: what differs is found, with its rank and name; what does not is not."""
+"""Ranks that hold the same tensors: what differs is found, with its rank and name; what
+does not is not.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ def checked(
     dtype: torch.dtype = torch.float32,
     megatron: dict[str, Any] | None = None,
 ) -> tuple[ReplicaReport, ReplicaReport]:
-    """Reports after two updates, and after `name` ("parameter" or "parameter moment") moved a little on one rank."""
+    """Reports after two updates, and after `name` ("parameter" or "parameter moment") moved a
+    little on one rank.
+    """
     actor = make_actor(world, NAME, state, dtype=dtype, megatron=megatron)
     shard, plan = share(world, reference.make_batch(), 40)
     for _ in range(2):
@@ -65,7 +69,9 @@ def _tensor(actor: Any, name: str) -> Tensor:
     return held.decode_tensors()[moment]
 
 
-DP, TP, TIED = "data parallel", "tensor parallel", "tied embedding"
+DP = "data parallel"
+TP = "tensor parallel"
+TIED = "tied embedding"
 CASES: dict[str, tuple[dict[str, Any], int, str, str, str, tuple[str, ...]]] = {
     "dp3": ({"dp": 3}, 1, EMBEDDING, EMBEDDING, DP, ("dp1 pp0 tp0",)),
     "dp2, a moment": (
@@ -134,9 +140,11 @@ def test_a_changed_tensor_is_found_and_named(
 @pytest.mark.parametrize(
     "layout, num_tensors",
     [
-        # 4 layers of 8 parameters (4 of them norms), embedding, last norm; tp ranks have also the norms' moments alike.
+        # 4 layers of 8 parameters (4 of them norms), embedding, last norm; tp ranks have also the
+        # norms' moments alike.
         ({"tp": 2, "dp": 2, "megatron": OVERLAPPED}, 34 + 1 + 2 * 17),
-        # Two layers a rank with 4 norms each, and the last norm on the last stage, each with two moments.
+        # Two layers a rank with 4 norms each, and the last norm on the last stage, each
+        # with two moments.
         ({"tp": 2, "pp": 2, "vpp": 2, "sequence_parallel": True}, 8 * 3 + 1),
     ],
     ids=["tp2 dp2 overlapped", "tp2 sequence pp2 vpp2"],
@@ -217,7 +225,9 @@ def test_a_digest_sees_every_place_and_is_that_of_the_bytes(dtype: torch.dtype, 
 
 
 def test_a_digest_is_the_sum_that_its_description_says() -> None:
-    """4 words, summed, have the factor 3 f; the 4 bytes after them, weighed by place, 5 f; all modulo 2^64."""
+    """4 words, summed, have the factor 3 f; the 4 bytes after them, weighed by place, 5 f;
+    all modulo 2^64.
+    """
     tensor = torch.tensor(
         [1, 2, 3, 255, 0, 0, 7, 9, 1], dtype=torch.int32
     )  # 36 bytes: 4 words and 4 bytes

@@ -1,4 +1,6 @@
-"""What an actor keeps and refuses: checkpoints, skipped steps, fresh optimizers, replicas without samples."""
+"""What an actor keeps and refuses: checkpoints, skipped steps, fresh optimizers, replicas
+without samples.
+"""
 
 from __future__ import annotations
 
@@ -96,7 +98,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
     saved: dict[str, Any],
     loaded: list[dict[str, Any]],
 ) -> None:
-    """Weights right after a load prove little: moments and step counts show in the step after it."""
+    """Weights right after a load prove little: moments and step counts show in
+    the step after it.
+    """
     directory = tmp_path / "checkpoint"
     common: dict[str, Any] = {
         "name": NAME,
@@ -120,7 +124,9 @@ def test_a_checkpoint_goes_on_under_another_layout(
         elif dtype == torch.float32:
             moved, wanted = ({key: w[key] - state[key] for key in w} for w in (weights, expected))
             assert largest_difference(moved, wanted) <= 1e-3
-        else:  # a step is about one unit in the last place: another layout rounds some weights the other way
+        else:
+            # a step is about one unit in the last place: another layout rounds some
+            # weights the other way
             assert largest_difference(weights, expected) <= 1e-3
         assert summed(resumed, 0).lr == summed(through, 2).lr
 
@@ -156,7 +162,9 @@ def test_an_optimizer_that_keeps_its_state_otherwise_makes_the_same_steps(
     layout: dict[str, Any],
     setting: str,
 ) -> None:
-    """In host memory, or in fewer bits: bit for bit, and its checkpoint goes on with the state as it mostly is."""
+    """In host memory, or in fewer bits: bit for bit, and its checkpoint goes on with the state
+    as it mostly is.
+    """
     common: dict[str, Any] = {
         "name": NAME,
         "state": state,
@@ -229,7 +237,9 @@ def test_a_checkpoint_of_another_model_is_refused(
 def poisoned_update(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> tuple[Any, Any, bool, RankResult]:
-    """An update whose loss weight is infinite in one replica only, then a sound one; (bad, good, is unchanged, end)."""
+    """An update whose loss weight is infinite in one replica only, then a sound one; (bad, good, is
+    unchanged, end).
+    """
     actor = make_actor(world, NAME, state, megatron=megatron, bucket_size=20_000)
     shard, plan = share(world, batch, 40)
     weights = shard.loss_weights.clone()
@@ -281,9 +291,11 @@ def test_a_gradient_that_is_not_finite_changes_nothing_on_any_rank(
 def test_ranks_without_rows_take_part(
     dist_pool: DistPool, state: dict[str, Tensor], layout: dict[str, Any]
 ) -> None:
-    """One response token of one sample over two replicas or context-parallel ranks: one of them has none.
+    """One response token of one sample over two replicas or context-parallel ranks: one of
+    them has none.
 
-    The steps are those of one rank; the second one is where overlapped reductions wait for each parameter's hook.
+    The steps are those of one rank; the second one is where overlapped reductions wait for each
+    parameter's hook.
     """
     sample = select_samples(reference.make_batch(), [3])
     mask = torch.zeros_like(sample.response_mask)
@@ -340,7 +352,9 @@ def test_loss_and_gradient_do_not_depend_on_the_token_budget(
 def schedules(
     world: World, state: dict[str, Tensor], batch: MiniBatch
 ) -> list[tuple[float, float, float]]:
-    """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then of a fresh one."""
+    """(lr, weight decay of matrices, weight decay of norms) at each step of a warm-up phase, then
+    of a fresh one.
+    """
 
     from rlhf_megatron.ranks.workers.actor import ActorModel
     from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
@@ -381,7 +395,9 @@ def schedules(
 
 
 def test_schedules_and_a_fresh_optimizer(dist_pool: DistPool, state: dict[str, Tensor]) -> None:
-    """Warm-up 0 -> 1e-3 in two steps, then linearly to 0 at the fourth; weight decay 0.1 -> 0.3; norms are exempt."""
+    """Warm-up 0 -> 1e-3 in two steps, then linearly to 0 at the fourth; weight decay 0.1 -> 0.3;
+    norms are exempt.
+    """
     (seen,) = dist_pool.run(schedules, state=state, batch=reference.make_batch())
     assert [lr for lr, _, _ in seen] == pytest.approx([5e-4, 1e-3, 5e-4, 0.0, 5e-4])
     assert [decay for _, decay, _ in seen] == pytest.approx([0.15, 0.2, 0.25, 0.3, 0.2])
@@ -391,7 +407,9 @@ def test_schedules_and_a_fresh_optimizer(dist_pool: DistPool, state: dict[str, T
 def two_references(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> tuple[Any, ...]:
-    """Log-probs of actor and reference, alike at first, after an update, and after the reference became the actor."""
+    """Log-probs of actor and reference, alike at first, after an update, and after the reference
+    became the actor.
+    """
     from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend
     from rlhf_megatron.ranks.workers.reference_model import ReferenceModel
 
@@ -453,7 +471,9 @@ def test_a_reference_stays_until_it_is_told_to_become_the_actor(
 def masters_and_exports(
     world: World, state: dict[str, Tensor], batch: MiniBatch, megatron: dict[str, Any]
 ) -> dict[str, Any]:
-    """After a step in bfloat16: is the model stale, does the export round the masters, what does a reset keep."""
+    """After a step in bfloat16: is the model stale, does the export round the masters, what
+    does a reset keep.
+    """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
     from rlhf_megatron.ranks.workers.optimizer_state import iterate_parameter_states
 
@@ -522,5 +542,6 @@ def test_exports_are_the_float32_masters_rounded_and_a_reset_keeps_them(
             torch.equal(rank["exported"][name], ranks[0]["exported"][name])
             for name in rank["exported"]
         )
-    # With the gather overlapped, what the other rank has updated is old here until something asks for it.
+    # With the gather overlapped, what the other rank has updated is old here until
+    # something asks for it.
     assert [rank["is_stale"] for rank in ranks] == ["overlap_param_gather" in megatron] * 2

@@ -22,8 +22,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 @pytest.fixture
 def launch(tmp_path: Path) -> Iterator[Any]:
-    """launch(kind, program, settings, variable=value): start an attempt of the test's run by `program CONFIG settings`,
-    with these variables, as a `kind` of Started. What lives of it after the test is killed."""
+    """launch(kind, program, settings, variable=value): start an attempt of the test's run by
+    `program CONFIG settings`, with these variables, as a `kind` of Started. What lives of it after
+    the test is killed.
+    """
     attempts: list[Started] = []
     config = write_config(tmp_path)
 

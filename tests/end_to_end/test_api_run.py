@@ -35,12 +35,8 @@ def test_the_example_of_the_document(tmp_path: Path, capsys: pytest.CaptureFixtu
     names: dict[str, object] = {}
     exec(code, names)
     run = names["run"]
-    assert isinstance(run, rlhf_megatron.Run) and [
-        row["step"] for row in run.metrics()
-    ] == [1, 2]
-    assert (
-        list(run.checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
-    )
+    assert isinstance(run, rlhf_megatron.Run) and [row["step"] for row in run.metrics()] == [1, 2]
+    assert list(run.checkpoints()) == [0, 1, 2] and run.config.trainer.total_training_steps == 2
     assert (tmp_path / "my_model" / "model.safetensors").is_file()
     printed = capsys.readouterr().out
     assert f"open {run.directory / 'report'}" in printed and "step 2" in printed

@@ -1,4 +1,6 @@
-"""`rlhf-megatron check` as users run it: shipped configurations pass; what is wrong is found, said and cleaned up."""
+"""`rlhf-megatron check` as users run it: shipped configurations pass; what is wrong is found, said
+and cleaned up.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +162,8 @@ def passed_with_a_critic(result: Checked) -> None:
 
 @pytest.mark.dist
 def test_a_planted_mistake_fails_and_names_the_tensors(tmp_path: Path) -> None:
-    """One rank trains with another weight decay: matrices differ, norms (which have none) and step 1's start do not.
+    """One rank trains with another weight decay: matrices differ, norms (which have none) and step
+    1's start do not.
 
     With a reference of other weights than the actor's, which the check makes itself.
     """
@@ -208,8 +211,9 @@ def test_context_parallelism_with_transformer_engines_names(tmp_path: Path) -> N
 @pytest.mark.dist
 @pytest.mark.long
 def test_a_critic_with_its_own_pool_directory_and_phases(tmp_path: Path) -> None:
-    """What no shipped configuration has: a warm-up before it, KL in the reward, other batches, two stages; a copy of
-    the policy at the end of the warm-up, and a critic from another directory."""
+    """What no shipped configuration has: a warm-up before it, KL in the reward, other batches, two
+    stages; a copy of the policy at the end of the warm-up, and a critic from another directory.
+    """
     words = [
         *(
             "configs/quickstart.yaml",
@@ -275,7 +279,9 @@ def test_an_interrupted_check_leaves_no_process(
 
 @pytest.mark.dist
 def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
-    """64 ranks of 32 billion parameters: 16 bytes a parameter a shard, less where optimizer state is shared."""
+    """64 ranks of 32 billion parameters: 16 bytes a parameter a shard, less where optimizer
+    state is shared.
+    """
     result = check(tmp_path / "out", "configs/qwen3_64_ranks.yaml", "--no-files", "--no-run")
     assert result.exit_code == 0, result.console
     found = result.certificate
@@ -301,7 +307,8 @@ def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
         "of all tokens, then of this part"
     )
     assert sum(head[part] for part in ("tile", "hidden_gradient", "stash")) < head["peak"] < 2**31
-    # Full recompute: inputs of 16 layers, 11 chunks under way; a whole layer and, where no head is, its gradients.
+    # Full recompute: inputs of 16 layers, 11 chunks under way; a whole layer and, where no head is,
+    # its gradients.
     kept = found["memory"]["activations"]
     inputs = 16 * 6 * 16384 * 5120 * 2 // 4
     assert inputs < kept[0] < inputs + 2 * 1.2e9 and kept == sorted(kept, reverse=True)
@@ -313,7 +320,9 @@ def test_without_a_run_memory_is_told(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.dist
 def test_memory_of_512_ranks_with_experts_is_told(tmp_path: Path) -> None:
-    """A Qwen3 of 235 billion parameters: a rank has a quarter of its stage's attention and 8 of 128 experts a layer."""
+    """A Qwen3 of 235 billion parameters: a rank has a quarter of its stage's attention and 8 of 128
+    experts a layer.
+    """
     result = check(tmp_path / "out", "configs/qwen3_235b_512_ranks.yaml", "--no-files", "--no-run")
     assert result.exit_code == 0, result.console
     found = result.certificate
@@ -346,7 +355,9 @@ def test_memory_of_512_ranks_with_experts_is_told(tmp_path: Path) -> None:
 def test_runs_of_512_ranks_with_experts_pass_folded_to_8(
     config: str, words: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Actor, critic, reference, weight sync, checkpoint and export of two steps, against one unsharded rank."""
+    """Actor, critic, reference, weight sync, checkpoint and export of two steps, against one
+    unsharded rank.
+    """
     result = check(tmp_path / "out", config, *words, "--no-files", "--max-processes", "8")
     layouts = [layout["layout"] for layout in result.certificate["proof"]["layouts"]]
     passed(result, layouts)
@@ -404,7 +415,10 @@ def test_a_run_whose_engines_hold_fp8_passes(tmp_path: Path) -> None:
                 *("rollout.sglang.args={tp_size: 8}", "--no-files"),
             ),
             1,
-            "the engine's tp_size cuts 768 rows of model.layers.0.mlp.experts.0.gate_proj.weight into 8 parts of 96",
+            (
+                "the engine's tp_size cuts 768 rows of"
+                " model.layers.0.mlp.experts.0.gate_proj.weight into 8 parts of 96"
+            ),
         ),
     ],
 )

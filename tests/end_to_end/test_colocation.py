@@ -38,7 +38,7 @@ class Hosts:
         self.log = log
         self.fails_at = ""
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
         answer: Future[list[Any]] = Future()
         if method.endswith("memory_report"):
             answer.set_result([MemoryReport(100, 60, 0, 0, 7), MemoryReport(90, 80, 0, 0, 9)])

@@ -1,4 +1,6 @@
-"""The CUDA code path without a GPU: right numbers, memory of another process, and mistakes that each pass catches."""
+"""The CUDA code path without a GPU: right numbers, memory of another process, and mistakes that
+each pass catches.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,10 @@ WAITS = {
     "update": {
         "ranks/workers/nonfinite.py:<listcomp>": (1, ONCE_A_STEP),
         "ranks/workers/nonfinite.py:agreed_verdict": (1, ONCE_A_STEP),
-        "ranks/workers/megatron_optimizer.py:judge > core/optimizer/clip_grads.py:get_grad_norm_fp32": (
+        (
+            "ranks/workers/megatron_optimizer.py:judge >"
+            " core/optimizer/clip_grads.py:get_grad_norm_fp32"
+        ): (
             1,
             "megatron-core's own",
         ),
@@ -78,10 +83,8 @@ def test_another_process_takes_weights_by_cuda_ipc(built: Path) -> None:
 
 
 def test_mistakes_are_caught_by_the_pass_that_can(built: Path) -> None:
-    numbers, checks = (
-        start(built, "mistakes", "numbers"),
-        start(built, "mistakes", "checks", has_numbers=False),
-    )
+    numbers = start(built, "mistakes", "numbers")
+    checks = start(built, "mistakes", "checks", has_numbers=False)
     found = told(numbers)
     assert (
         "to be on the same device, but aten::addmm got one on cpu" in found["cpu in a forward pass"]
@@ -122,7 +125,10 @@ def test_ranks_that_call_different_things_are_told_what_each_called(
     ]
     for rank, found in enumerate(map(told, ranks)):
         assert found["sum"] == 3.0
-        words = f"ranks differ on rank {rank} of 2; rank 0: all_reduce of 40 B rank 1: broadcast of 40 B"
+        words = (
+            f"ranks differ on rank {rank} of 2; rank 0: all_reduce of 40 B rank 1:"
+            " broadcast of 40 B"
+        )
         assert words in found["differ"]
 
 
@@ -139,7 +145,9 @@ def test_ranks_of_a_group_have_the_same_settings(built: Path, tmp_path: Path) ->
 def test_ranks_lend_their_own_device_memory_to_the_ranks_of_an_engine(
     built: Path, tmp_path: Path
 ) -> None:
-    """tp2 to tp2, six syncs and one over NCCL: those with a mistake fail, none keeps memory, the others stand."""
+    """tp2 to tp2, six syncs and one over NCCL: those with a mistake fail, none keeps memory,
+    the others stand.
+    """
     found = told(start(built, "shards", "all", str(tmp_path)))
     assert found["devices"] == 2
     words = {

@@ -43,10 +43,10 @@ def test_runs_are_compared_by_figures_and_samples(tmp_path: Path) -> None:
 
 def test_branches_are_found_where_sources_ask_for_a_device() -> None:
     found = device_branches()
-    assert {"device.py:synchronize", "ranks/kernels/matrix_products.py:operand_dtype"} <= found
+    assert {"device.py:synchronize_device", "ranks/kernels/matrix_products.py:choose_operand_dtype"} <= found
     assert {
-        "ranks/models/rms_norm_layer.py:rms_norm",
-        "rollout/local/local_server.py:_build",
+        "ranks/models/rms_norm_layer.py:apply_rms_norm",
+        "rollout/local/local_server.py:_build_service",
     } <= found
     assert len(EXCUSED) <= 15 and all(len(reason.split()) > 3 for reason in EXCUSED.values())
     assert not EXCUSED.keys() - found, (

@@ -1,4 +1,6 @@
-"""What a user can get wrong, through the command line: exit code, value, rule and fix, and nothing started for it."""
+"""What a user can get wrong, through the command line: exit code, value, rule and fix, and nothing
+started for it.
+"""
 
 import shutil
 import socket
@@ -72,9 +74,9 @@ def test_unknown_keys_wrong_values_and_contradictions_at_once(config: Path) -> N
 def test_heads_that_do_not_divide(config: Path) -> None:
     message = refused(train(config, {"trainer.n_gpus_per_node": 3, "tp": 3, "pp": 1}))
     assert (
-        "num_attention_heads (4) must be a multiple of actor.megatron.tensor_model_parallel_size (3)"
-        in message
-    )
+        "num_attention_heads (4) must be a multiple of"
+        " actor.megatron.tensor_model_parallel_size (3)"
+    ) in message
     assert "use 1 or 2" in message
 
 
@@ -267,7 +269,9 @@ def test_a_port_in_use(config: Path) -> None:
 
 
 def test_an_engine_that_dies_at_its_start_ends_all_ranks(config: Path) -> None:
-    """The fault: a sitecustomize that ends the server's process, and no other, before it listens."""
+    """The fault: a sitecustomize that ends the server's process, and no other,
+    before it listens.
+    """
     faults = config.parent / "faults"
     faults.mkdir()
     (faults / "sitecustomize.py").write_text(

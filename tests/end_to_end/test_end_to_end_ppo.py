@@ -1,4 +1,6 @@
-"""PPO through the command line: a run whose critic has a pool of its own, and replays of it in either place."""
+"""PPO through the command line: a run whose critic has a pool of its own, and replays of it
+in either place.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def finished(run: Finished) -> Finished:
 
 @pytest.fixture(scope="module")
 def ppo(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """configs/quickstart_ppo_pool.yaml made small: actor pp2, critic tp2 on ranks of its own, KL in the reward."""
+    """configs/quickstart_ppo_pool.yaml made small: actor pp2, critic tp2 on ranks of its own, KL
+    in the reward.
+    """
     config = write_config(
         tmp_path_factory.mktemp("ppo"), base=ROOT / "configs" / "quickstart_ppo_pool.yaml"
     )
@@ -76,7 +80,9 @@ def test_all_ranks_of_both_pools_end_well(ppo: Finished) -> None:
 
 
 def test_the_critic_learns_alone_first_and_the_policy_version_counts_syncs(ppo: Finished) -> None:
-    """Sync 1 for the accuracy of the warm-up, sync 2 before the loop; none after the critic's step alone."""
+    """Sync 1 for the accuracy of the warm-up, sync 2 before the loop; none after the
+    critic's step alone.
+    """
     steps = ppo.rows("step")
     assert [row["actor/num_optimizer_steps"] for row in steps] == [
         0,
@@ -97,9 +103,12 @@ def test_the_critic_learns_alone_first_and_the_policy_version_counts_syncs(ppo: 
 
 
 def test_the_first_value_loss_by_hand(ppo: Finished) -> None:
-    """All values are 0 at first and the policy is the reference: with discount 1 and lambda 0.95 the token that has k
-    tokens of its response behind it has the return 0.95^k times the reward; the loss is half the mean square."""
-    batch, row = recorded(ppo, 1), ppo.rows("step")[0]
+    """All values are 0 at first and the policy is the reference: with discount 1 and lambda 0.95
+    the token that has k tokens of its response behind it has the return 0.95^k times the reward;
+    the loss is half the mean square.
+    """
+    batch = recorded(ppo, 1)
+    row = ppo.rows("step")[0]
     assert batch.rewards.unique().tolist() == [0.0, 1.0], "choose other labels"
     returns = torch.cat(
         [
@@ -117,8 +126,10 @@ def test_the_first_value_loss_by_hand(ppo: Finished) -> None:
 
 
 def test_kl_in_the_reward_grows_with_the_policys_distance(ppo: Finished) -> None:
-    """Far above its target of 1e-6 nats: the weight grows by 0.2 x 16 samples / 160 = 2 % after such a step, and falls
-    as much after one without any KL. The policy moves in step 2 for the first time."""
+    """Far above its target of 1e-6 nats: the weight grows by 0.2 x 16 samples / 160 = 2 % after
+    such a step, and falls as much after one without any KL. The policy moves in step 2 for
+    the first time.
+    """
     first, second, third = ppo.rows("step")
     assert (
         abs(first["actor/reward_kl_penalty"]) < 1e-8
@@ -139,8 +150,9 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
 
 
 def test_the_critic_starts_as_the_warmed_up_policy(ppo: Finished) -> None:
-    """Adam moves a weight by about its learning rate a step at most: three small steps from the policy after the
-    warm-up, whose own three steps were fifty times as large."""
+    """Adam moves a weight by about its learning rate a step at most: three small steps from the
+    policy after the warm-up, whose own three steps were fifty times as large.
+    """
     critic, warm, policy = (
         tensors_of(ppo.run_dir / name) for name in ("hf_critic", "warm_model", "hf")
     )

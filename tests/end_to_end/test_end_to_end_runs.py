@@ -1,4 +1,6 @@
-"""Whole runs through the command line, with real processes: one rank, replays of it, dp2 and tp2 pp2 under torchrun."""
+"""Whole runs through the command line, with real processes: one rank, replays of it, dp2 and tp2
+pp2 under torchrun.
+"""
 
 import json
 from pathlib import Path
@@ -35,7 +37,9 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 @pytest.fixture(scope="module")
 def tp2_pp2(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """Four ranks, a reference with its KL term, recorded, weights written after the warm-up and at the end."""
+    """Four ranks, a reference with its KL term, recorded, weights written after the warm-up
+    and at the end.
+    """
     config = write_config(tmp_path_factory.mktemp("tp2_pp2"))
     kl = {
         "actor.use_kl_loss": True,
@@ -55,7 +59,9 @@ def dp2(tmp_path_factory: pytest.TempPathFactory) -> Finished:
 
 
 def token_advantages(batch: ScoredBatch) -> torch.Tensor:
-    """GRPO by hand, one entry a response token: (reward - mean) / (unbiased deviation + 1e-6) in each group of 4."""
+    """GRPO by hand, one entry a response token: (reward - mean) / (unbiased deviation + 1e-6) in
+    each group of 4.
+    """
     rewards = batch.rewards.view(-1, 4)
     advantages = (rewards - rewards.mean(1, keepdim=True)) / (rewards.std(1, keepdim=True) + 1e-6)
     return advantages.reshape(-1).repeat_interleave(batch.lengths)[batch.response_mask]
@@ -128,7 +134,8 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     assert 0 < found["accuracy_before"] < 1 and 0 < found["accuracy_after"] < 1
     low, high = found["accuracy_after_interval"]
     assert 0 < low < found["accuracy_after"] < high < 1
-    steps, evaluations = one_rank.rows("step"), one_rank.rows("evaluation")
+    steps = one_rank.rows("step")
+    evaluations = one_rank.rows("evaluation")
     assert [row["step"] for row in steps] == [1, 2] and [row["step"] for row in evaluations] == [
         0,
         2,
@@ -162,7 +169,9 @@ def test_versions_count_syncs_and_samples_are_fresh(one_rank: Finished) -> None:
 
 
 def test_the_loss_of_a_sum_over_tokens_with_entropy_bonus_by_hand(one_rank: Finished) -> None:
-    """One optimizer step a step, so all ratios are 1: -mean over samples of (advantage x tokens), and the bonus."""
+    """One optimizer step a step, so all ratios are 1: -mean over samples of (advantage x tokens),
+    and the bonus.
+    """
     for step, row in enumerate(one_rank.rows("step"), start=1):
         batch = RolloutRecorder(one_rank.run_dir / "record").read_step(step)
         num_tokens = batch.response_mask.sum().item()
@@ -238,16 +247,21 @@ def test_four_ranks_end_well(tp2_pp2: Finished) -> None:
 
 
 def test_kl_starts_at_nothing_after_the_warm_up(tp2_pp2: Finished) -> None:
-    """The reference is the warmed-up policy; one optimizer step a step, so the first loss is that of equal models."""
+    """The reference is the warmed-up policy; one optimizer step a step, so the first loss is that
+    of equal models.
+    """
     first, second = tp2_pp2.rows("step")
     assert abs(first["actor/kl_loss"]) <= 1e-6
     assert second["actor/kl_loss"] > 1e-6, "the policy has moved, the reference has not"
-    # A mean over sequences, ratios of 1: the advantages of a group add up to nothing, and nothing is left.
+    # A mean over sequences, ratios of 1: the advantages of a group add up to nothing, and
+    # nothing is left.
     assert abs(first["actor/loss"]) <= 1e-6
 
 
 def log_probs_of(directory: Path, batch: ScoredBatch) -> torch.Tensor:
-    """[T] transformers' log-prob of each token given those before, 0 on the first token of a sample."""
+    """[T] transformers' log-prob of each token given those before, 0 on the first
+    token of a sample.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
@@ -260,7 +274,9 @@ def log_probs_of(directory: Path, batch: ScoredBatch) -> torch.Tensor:
 
 
 def test_written_weights_are_those_that_the_engine_sampled_from(tp2_pp2: Finished) -> None:
-    """transformers on the warm model against the engine's log-probs of step 1: four ranks, export and sync at once."""
+    """transformers on the warm model against the engine's log-probs of step 1: four ranks, export
+    and sync at once.
+    """
     batch = RolloutRecorder(tp2_pp2.run_dir / "record").read_step(1)
     expected = log_probs_of(tp2_pp2.run_dir / "warm_model", batch)
     mask = batch.response_mask

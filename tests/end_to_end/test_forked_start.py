@@ -1,4 +1,6 @@
-"""Ranks and controller that are forks of the command (runtime/torchrun/forked_ranks.py): what a user sees of them."""
+"""Ranks and controller that are forks of the command (runtime/torchrun/forked_ranks.py): what a
+user sees of them.
+"""
 
 import contextlib
 import os

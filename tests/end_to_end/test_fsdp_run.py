@@ -1,4 +1,6 @@
-"""Runs on the backend fsdp: PPO (warm-up, reference, critic, verified syncs) killed and run on, and exported; LoRA."""
+"""Runs on the backend fsdp: PPO (warm-up, reference, critic, verified syncs) killed and run on, and
+exported; LoRA.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_a_run_that_was_killed_goes_on_and_is_exported(tmp_path: Path) -> None:
 
 
 def test_adapters_learn_by_rewards_and_leave_the_base_alone(tmp_path: Path) -> None:
-    """GRPO with LoRA and a reference: engines sample from the merged weights, which verified syncs bring."""
+    """GRPO with LoRA and a reference: engines sample from the merged weights, which
+    verified syncs bring.
+    """
     settings = {**SETTINGS, "actor.lora.rank": 4, "algorithm.adv_estimator": "grpo"}
     with ForkServer(tmp_path) as server:
         run = server.train(write_config(tmp_path), settings)
@@ -90,10 +94,8 @@ def test_adapters_learn_by_rewards_and_leave_the_base_alone(tmp_path: Path) -> N
     assert isinstance(adapted.model.source, MergedLoraSource)
     first = make_random_source(adapted.model.hf_config, 1)  # model.init_seed
     for rule in adapted.model.weight_table:
-        (kept,), (begun,) = (
-            adapted.model.source.source.read_hf_tensors(rule),
-            first.read_hf_tensors(rule),
-        )
+        (kept,) = adapted.model.source.source.read_hf_tensors(rule)
+        (begun,) = first.read_hf_tensors(rule)
         assert torch.equal(kept, begun), rule.megatron_name
         is_merged = (
             f"base_model.model.{rule.megatron_name.removesuffix('weight')}lora_A.weight" in matrices
@@ -159,8 +161,10 @@ def test_launchers_change_no_bit(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("backend", ["fsdp", "megatron"])
 def test_a_student_comes_near_its_teacher(tmp_path: Path, backend: str) -> None:
-    """The teacher is another run's model; the student begins elsewhere. In a run of RL whose rewards do not count each
-    step learns from the divergence alone (tests/dist/test_distillation.py has its gradient)."""
+    """The teacher is another run's model; the student begins elsewhere. In a run of RL whose
+    rewards do not count each step learns from the divergence alone (tests/dist/test_distillation.py
+    has its gradient).
+    """
     rows = {"actor.backend": backend, "actor.optim.lr": 1e-2}
     with ForkServer(tmp_path) as server:
         teacher = server.train(write_supervised(tmp_path / "teacher"), rows, command="sft")

@@ -1,4 +1,6 @@
-"""`rlhf-megatron generate` and `evaluate` as users run them: engines and the job itself are killed on the way."""
+"""`rlhf-megatron generate` and `evaluate` as users run them: engines and the job itself are
+killed on the way.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,9 @@ def test_killed_engines_and_a_killed_job_lose_and_double_nothing(
 
 @pytest.mark.long
 def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path: Path) -> None:
-    """Five engines are killed and three hang, until their time is over, while they answer; the job itself is killed at
-    about half. The file is that of a job left alone."""
+    """Five engines are killed and three hang, until their time is over, while they answer; the job
+    itself is killed at about half. The file is that of a job left alone.
+    """
     write_prompts(tmp_path / "prompts.jsonl", 2000)
     words = (
         "generate",
@@ -111,11 +114,14 @@ def test_random_kills_hangs_and_a_killed_job_over_two_thousand_prompts(tmp_path:
     )
     words = (*words, "rollout.max_engine_restarts=100", "rollout.request_retries=20")
     run(tmp_path, *words, "--out", "whole.jsonl")
-    draw, answers, is_killed = random.Random(7), tmp_path / "answers.jsonl", False
+    draw = random.Random(7)
+    answers = tmp_path / "answers.jsonl"
+    is_killed = False
     faults = [signal.SIGKILL] * 5 + [signal.SIGSTOP] * 3
     draw.shuffle(faults)
     for attempt in range(2):
-        job, deadline = Job(tmp_path, *words, "--out", "answers.jsonl"), time.monotonic() + 600
+        job = Job(tmp_path, *words, "--out", "answers.jsonl")
+        deadline = time.monotonic() + 600
         try:
             while job.process.poll() is None:
                 assert time.monotonic() < deadline, job.console.read_text()
@@ -180,7 +186,9 @@ def test_evaluate_counts_as_brute_force_does(whole: Path, tmp_path: Path) -> Non
 def test_the_loss_of_a_file_is_that_of_transformers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By source and over all, by the token; again without engines from the file that was written."""
+    """By source and over all, by the token; again without engines from the file
+    that was written.
+    """
     write_prompts(tmp_path / "first.jsonl", 7)
     rows = [
         {"prompt": "1+", "answer": "2=3" * (i % 3 + 1), "data_source": "second"} for i in range(5)
@@ -197,17 +205,13 @@ def test_the_loss_of_a_file_is_that_of_transformers(
     )
     console = run(tmp_path, "evaluate", str(MODEL), *words)
     found = json.loads((tmp_path / "figures.json").read_text())
-    model, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32),
-        load_tokenizer(MODEL),
-    )
+    model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
+    tokenizer = load_tokenizer(MODEL)
     sums: dict[str, list[tuple[float, int]]] = {"first": [], "second": []}
     for name, pairs in sums.items():
         for row in map(json.loads, (tmp_path / f"{name}.jsonl").open()):
-            prompt, ids = (
-                tokenizer.encode(row["prompt"]),
-                (*tokenizer.encode(row["answer"]), tokenizer.eos_token_id),
-            )
+            prompt = tokenizer.encode(row["prompt"])
+            ids = (*tokenizer.encode(row["answer"]), tokenizer.eos_token_id)
             labels = torch.tensor([[*[-100] * len(prompt), *ids]])
             with torch.no_grad():
                 pairs.append(
@@ -239,7 +243,8 @@ def test_a_ready_task_brings_questions_reward_and_samples(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The set is a small copy of the real one's form; its settings can be said otherwise."""
-    copy, model = tmp_path / "copy", tmp_path / "model"
+    copy = tmp_path / "copy"
+    model = tmp_path / "model"
     copy.mkdir()
     questions = [{"problem": f"{i}+{i}=", "answer": f"{2 * i:03d}"} for i in range(12)]
     (copy / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in questions))
@@ -291,7 +296,9 @@ def test_two_files_are_compared_prompt_by_prompt(whole: Path) -> None:
 
 
 def test_a_run_s_checkpoints_have_the_figures_of_its_own_evaluations(tmp_path: Path) -> None:
-    """Along its steps, to the last digit, with engines that are started once; and of one step alone."""
+    """Along its steps, to the last digit, with engines that are started once; and of
+    one step alone.
+    """
     settings = {"trainer.deterministic": True, "trainer.save_freq": 1, "trainer.test_freq": 1}
     trained = train(write_config(tmp_path), ONE_RANK | settings)
     assert trained.exit_code == 0 and not (trained.run_dir / "hf").exists(), trained.console

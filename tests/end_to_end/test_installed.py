@@ -1,4 +1,6 @@
-"""From an installed wheel, in an empty folder, without GPUs: what a first user does, in six commands."""
+"""From an installed wheel, in an empty folder, without GPUs: what a first user does,
+in six commands.
+"""
 
 import json
 import os
@@ -21,7 +23,8 @@ STEPS = ("trainer.total_training_steps=4", "trainer.test_freq=1", "trainer.test_
 
 
 def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
-    site, folder = tmp_path / "site", tmp_path / "empty"
+    site = tmp_path / "site"
+    folder = tmp_path / "empty"
     folder.mkdir()
     pip = [
         sys.executable,
@@ -52,7 +55,8 @@ def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
 
     assert "next: rlhf-megatron train run.yaml" in done("init", "grpo", ".")
     first = start("train", "run.yaml", *STEPS, "trainer.total_training_steps=1000")
-    metrics, deadline = folder / "runs" / "grpo" / "metrics.jsonl", time.monotonic() + TIMEOUT_S
+    metrics = folder / "runs" / "grpo" / "metrics.jsonl"
+    deadline = time.monotonic() + TIMEOUT_S
     while not (metrics.exists() and '"kind": "step"' in metrics.read_text()):
         if time.monotonic() > deadline:
             first.kill()

@@ -1,4 +1,6 @@
-"""Machines in network namespaces: engines on each of them, machines with engines alone, and one that is lost."""
+"""Machines in network namespaces: engines on each of them, machines with engines alone, and
+one that is lost.
+"""
 
 import contextlib
 import os
@@ -69,7 +71,9 @@ def finished(machines: Machines) -> Finished:
 
 
 def learned(run: Finished) -> list[dict[str, Any]]:
-    """All numbers but those of the processes' memory, which a colocated run tells, and of drivers."""
+    """All numbers but those of the processes' memory,
+    which a colocated run tells, and of drivers.
+    """
     left_out = ("memory/", "rollout/driver_restarts", "rollout/requests_reissued")
     return [
         {key: value for key, value in row.items() if not key.startswith(left_out)}
@@ -163,7 +167,9 @@ def server_of(machines: Machines, settings_file: str) -> int:
 def test_engines_on_two_machines_give_the_numbers_of_one(
     start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, colocated: bool
 ) -> None:
-    """Each machine has a driver for its engine; the second one's dies before it tells what its engine has answered."""
+    """Each machine has a driver for its engine; the second one's dies before it tells what its
+    engine has answered.
+    """
     settings = SHORT | TWO | {"rollout.colocated": colocated}
     alone = train(
         write_config(tmp_path_factory.mktemp("alone")),

@@ -1,4 +1,6 @@
-"""Two nodes: two torchrun agents on this machine, at a loopback address or in network namespaces of their own."""
+"""Two nodes: two torchrun agents on this machine, at a loopback address or in network
+namespaces of their own.
+"""
 
 import os
 import shutil
@@ -32,7 +34,8 @@ QUICK = {"warmup.max_steps": 0, "trainer.val_before_train": False}
 ENDLESS = QUICK | {"trainer.total_training_steps": 100_000}
 SECONDS = ("timing_", "perf/", "sync/seconds", "seconds")
 
-# A namespace has interfaces and a loopback of its own: only one pair joins the two, and names resolve to nothing.
+# A namespace has interfaces and a loopback of its own: only one pair joins the two, and names
+# resolve to nothing.
 NAMESPACES = """
 set -euo pipefail
 unshare --net sleep 3600 & other=$!
@@ -42,7 +45,8 @@ ip link add towards1 type veth peer name towards0
 ip link set towards0 netns $other
 ip address add 10.77.0.1/24 dev towards1 && ip link set towards1 up && ip link set lo up
 inside() { nsenter --net --target $other "$@"; }
-inside ip address add 10.77.0.2/24 dev towards0 && inside ip link set towards0 up && inside ip link set lo up
+inside ip address add 10.77.0.2/24 dev towards0 && inside ip link set towards0 up && inside ip \
+link set lo up
 export NNODES=2 NPROC_PER_NODE=1 MASTER_ADDR=10.77.0.1 MASTER_PORT=29500
 NODE_RANK=1 inside "$@" >console1 2>&1 & node1=$!
 NODE_RANK=0 "$@" >console0 2>&1 && code0=0 || code0=$?
@@ -234,7 +238,8 @@ def test_a_node_with_other_settings_ends_both(start) -> None:
     """Before any rank is registered, and long before the deadline of the start (600 s)."""
     nodes = start(QUICK, only_on=({}, {"actor.optim.lr": 3e-4, "trainer.seed": 7}))
     assert nodes.wait() == [2, 2]
-    theirs, ours = nodes.console(1), nodes.console(0)
+    theirs = nodes.console(1)
+    ours = nodes.console(0)
     for line in (
         "actor.optim.lr: 0.0003 here, but actor.optim.lr: 0.0002 on rank 0;",
         "trainer.seed: 7 here, but",
@@ -250,7 +255,8 @@ def test_a_node_0_that_does_not_start_ends_the_other(start) -> None:
     nodes = start(QUICK, only_on=({"model.path": "nowhere"}, {}))
     assert nodes.wait() == [2, 1]
     assert "nowhere) is not a directory" in nodes.console(0)
-    # torch may warn before it: its rendezvous finds the store gone, where node 0 ends while node 1 joins.
+    # torch may warn before it: its rendezvous finds the store gone, where node 0 ends
+    # while node 1 joins.
     assert nodes.console(1).endswith(
         "node 0 has ended before this run was over; the output there says why.\n"
     )
@@ -271,7 +277,9 @@ def test_a_stop_of_all_nodes_is_a_stop_not_a_loss(start) -> None:
 
 
 def test_an_agent_that_hangs_when_another_node_has_ended_is_ended() -> None:
-    """Its main thread may sit in a call to a store that is gone, where no signal handler of Python runs."""
+    """Its main thread may sit in a call to a store that is gone, where no signal handler
+    of Python runs.
+    """
     code = """if True:
         import time
         from torch.distributed import TCPStore

@@ -1,4 +1,6 @@
-"""launch/ray_cluster.sh and launch/slurm_ray.sbatch: real clusters of this machine, with ssh and Slurm replaced."""
+"""launch/ray_cluster.sh and launch/slurm_ray.sbatch: real clusters of this machine, with ssh and
+Slurm replaced.
+"""
 
 from __future__ import annotations
 
@@ -102,9 +104,9 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
     began = script("head")
     assert began.returncode == 0, began.stderr
     assert (
-        f"Ray head on 127.0.0.1 (process {(script.directory / 'state' / f'{PORTS}.pid').read_text().strip()}"
-        in (began.stdout)
-    )
+        "Ray head on 127.0.0.1"
+        f" (process {(script.directory / 'state' / f'{PORTS}.pid').read_text().strip()}"
+    ) in (began.stdout)
     sockets = listening(range(PORTS, PORTS + 900))
     assert {address for address, _ in sockets if not is_loopback(address)} == set()
     pinned = {port for _, port in sockets if PORTS <= port < PORTS + 100}
@@ -159,7 +161,9 @@ def test_a_cluster_of_one_machine(script: Script, tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.dist
 def test_two_machines_by_ssh(script: Script) -> None:
-    """Two nodes of Ray, both on this machine: a command in place of ssh gives the second one other ports."""
+    """Two nodes of Ray, both on this machine: a command in place of ssh gives the second
+    one other ports.
+    """
     own = subprocess.run(["hostname", "-I"], capture_output=True, text=True).stdout.split()
     if not own:
         pytest.skip("this machine has no address but the loopback")
@@ -239,7 +243,9 @@ def test_scripts_parse_and_stop_at_errors(name: str) -> None:
 
 @pytest.fixture
 def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
-    """Start an attempt: submit(settings, variable=value). On one node unless SLURM_JOB_NUM_NODES says otherwise."""
+    """Start an attempt: submit(settings, variable=value). On one node unless SLURM_JOB_NUM_NODES
+    says otherwise.
+    """
     jobs: list[Job] = []
     one = {
         "SLURM_JOB_NODELIST": "localhost",

@@ -1,4 +1,6 @@
-"""Real runs that are told to stop, or lose a process: how they end, and that nothing of them is left."""
+"""Real runs that are told to stop, or lose a process: how they end, and that nothing
+of them is left.
+"""
 
 import contextlib
 import json
@@ -124,7 +126,10 @@ def test_a_stopped_rank_is_named_by_the_stage_it_holds_up(start) -> None:
 
 def test_a_run_that_crashes_goes_on_by_itself(start, tmp_path: Path) -> None:
     """Two ranks are killed, in steps 2 and 3; three starts make one run of four steps."""
-    faults = "kill@actor.before_optimizer_step:who=rank1,nth=2; kill@actor.after_optimizer_step:who=rank0,nth=2"
+    faults = (
+        "kill@actor.before_optimizer_step:who=rank1,nth=2;"
+        " kill@actor.after_optimizer_step:who=rank0,nth=2"
+    )
     plan = {"RLHF_MEGATRON_FAULTS": faults, "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
     run = start(
         {"trainer.total_training_steps": 4, "trainer.save_freq": 1}, MAX_RESTARTS="3", **plan
@@ -148,7 +153,9 @@ def score_after(run: Run, step: int) -> float:
 
 
 def test_a_run_that_was_stopped_is_exported_with_its_score(start, tmp_path: Path) -> None:
-    """Without save_freq: what is kept is the state at the stop. The run is started again for its evaluation only."""
+    """Without save_freq: what is kept is the state at the stop. The run is started again for its
+    evaluation only.
+    """
     run = start(ENDLESS | SCORED | {"trainer.save_freq": 0})
     run.wait_for_steps(3)
     os.kill(run.pid("rank1"), signal.SIGTERM)

@@ -1,4 +1,6 @@
-"""launch/slurm.sbatch with Slurm's commands replaced (fake_slurm); launch/torchrun.sh and the runs are real."""
+"""launch/slurm.sbatch with Slurm's commands replaced (fake_slurm); launch/torchrun.sh and the
+runs are real.
+"""
 
 import json
 import os
@@ -126,7 +128,9 @@ def test_which_ends_are_requeued(
     settings: dict[str, str],
     is_requeued: bool,
 ) -> None:
-    """The run itself is replaced: it says that it runs, waits to be told to end, and ends with `code`."""
+    """The run itself is replaced: it says that it runs, waits to be told to end, and
+    ends with `code`.
+    """
     launch = tmp_path / "launch.sh"
     launch.write_text(f"""#!/bin/sh
 trap '' USR1 TERM

@@ -1,4 +1,6 @@
-"""Every example of docs/extending.md, in a folder outside of the repository, trains a step in one run."""
+"""Every example of docs/extending.md, in a folder outside of the repository, trains a
+step in one run.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""A run at tp2 pp2 whose processes are killed at random times, again and again, against one that was left alone.
+"""A run at tp2 pp2 whose processes are killed at random times, again and again, against one that
+was left alone.
 
-Any process may be the victim, and the time may fall into the start, the resumption, a step, a save or the end. Each
-launch has another number of drivers; the run that was left alone has none.
+Any process may be the victim, and the time may fall into the start, the resumption, a step, a save
+or the end. Each launch has another number of drivers; the run that was left alone has none.
 RLHF_MEGATRON_TEST_KILLS: number of kills (30).
 """
 
@@ -79,7 +80,9 @@ def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alon
     finally:
         launch.kill()
     alone = run_dir_of(tmp_path / "alone")
-    draw, done, number = random.Random(SEED), [], 0
+    draw = random.Random(SEED)
+    done = []
+    number = 0
     while True:
         directory = tmp_path / f"killed{number}"
         num_drivers = draw.choice(DRIVERS)
@@ -102,7 +105,10 @@ def test_a_run_that_is_killed_at_random_times_ends_as_the_one_that_was_left_alon
         if victim is not None:
             done.append(victim)
             print(
-                f"kill {len(done)}: {victim} after {launch.seconds:.1f} s, {num_drivers} drivers, exit code {code}",
+                (
+                    f"kill {len(done)}: {victim} after {launch.seconds:.1f} s, {num_drivers}"
+                    f" drivers, exit code {code}"
+                ),
                 flush=True,
             )
         if code == 0:

@@ -1,4 +1,5 @@
-"""Runs that are killed and started again, against a run that was left alone: bit for bit the same, nothing done twice.
+"""Runs that are killed and started again, against a run that was left alone: bit for bit the same,
+nothing done twice.
 
 Two steps are an epoch of the data, and a checkpoint falls on its end.
 """
@@ -36,10 +37,8 @@ KILLS = [
 
 def make_config(directory: Path) -> Path:
     directory.mkdir()
-    train, val = (
-        write_rows(directory / "train.jsonl", 8, seed=1),
-        write_rows(directory / "val.jsonl", 20, seed=2),
-    )
+    train = write_rows(directory / "train.jsonl", 8, seed=1)
+    val = write_rows(directory / "val.jsonl", 20, seed=2)
     return write_config(
         directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     )
@@ -98,7 +97,8 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(
     config = make_config(tmp_path / "run")
     plan = "; ".join(f"kill@{point}" for point in KILLS)
     attempts = server.until_it_ends(config, faults=plan)
-    last, undisturbed = attempts[-1], alone[1]
+    last = attempts[-1]
+    undisturbed = alone[1]
     assert last.code == 0, last.console
     fired = sorted(path.name for path in (tmp_path / "run" / "faults").iterdir())
     assert fired == sorted(f"fired{n}" for n in range(len(KILLS))), "every fault acted"
@@ -203,9 +203,7 @@ def test_a_finished_run_is_exported_with_the_score_that_it_had(
         attempt.run_dir / "hf" / "config.json"
     ).read_bytes()
     assert greedy_score(out, config.parent / "val.jsonl") == attempt.rows()[-1]["val/accuracy"]
-    older = Run(attempt.run_dir).export(
-        tmp_path / "older", step=4, dtype="bfloat16"
-    )
+    older = Run(attempt.run_dir).export(tmp_path / "older", step=4, dtype="bfloat16")
     assert (older / "model.safetensors").stat().st_size < 0.6 * len(attempt.weights())
     with pytest.raises(ValueError, match="has no checkpoint of step 3; there are 2, 4, 5"):
         Run(attempt.run_dir).export(tmp_path / "none", step=3)
@@ -245,7 +243,8 @@ def test_what_a_changed_configuration_does(
         "0.0001",
     ]
     assert "changed: actor.optim.min_lr 0.0 -> 0.0001, " in changed.console
-    rows, undisturbed = changed.rows(), alone[1].rows()
+    rows = changed.rows()
+    undisturbed = alone[1].rows()
     assert rows[:-2] == undisturbed[:-2] and rows[-2] == {**undisturbed[-2], "actor/lr": 1e-4}
     assert undisturbed[-2]["actor/lr"] == 0.0 and changed.weights() != alone[1].weights()
     superseded = sorted(path.name for path in (run_dir / "superseded" / "attempt_001").iterdir())
@@ -275,7 +274,8 @@ def test_a_new_directory_from_a_checkpoint_of_another_run(
     source = {"trainer.resume_from_path": str(run_dir / "checkpoints" / "step_000004")}
     branch = server.train(config, {**from_path, **source})
     assert branch.code == 0, branch.console
-    rows, undisturbed = branch.rows(), alone[1].rows()
+    rows = branch.rows()
+    undisturbed = alone[1].rows()
     assert [(row["kind"], row["step"]) for row in rows] == [
         ("evaluation", 4),
         ("step", 5),
@@ -344,7 +344,8 @@ def test_critic_reference_and_kl_controller_go_on_too(server: ForkServer, tmp_pa
         attempts = server.until_it_ends(config, settings, faults=faults)
         assert attempts[-1].code == 0, attempts[-1].console
         runs.append(attempts)
-    alone, killed = runs[0][-1], runs[1][-1]
+    alone = runs[0][-1]
+    killed = runs[1][-1]
     assert (len(runs[0]), len(runs[1])) == (1, 4)
     assert killed.rows() == alone.rows() and killed.weights() == alone.weights()
     critic = "hf_critic/model.safetensors"

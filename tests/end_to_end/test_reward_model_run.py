@@ -1,4 +1,6 @@
-"""`rlhf-megatron reward-model`: whole runs on pairs in two layouts; the model that they write, in transformers."""
+"""`rlhf-megatron reward-model`: whole runs on pairs in two layouts; the model that they write,
+in transformers.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ pytestmark = pytest.mark.dist
 
 def pairs(count: int, seed: int) -> list[dict[str, Any]]:
     """Of two answers of three digits the one with the larger sum of digits is better."""
-    draw, rows = random.Random(seed), []
+    draw = random.Random(seed)
+    rows = []
     while len(rows) < count:
         answers = sorted(
             (f"{draw.randrange(1000):03d}" for _ in range(2)), key=lambda a: sum(map(int, a))
@@ -157,7 +160,9 @@ def test_transformers_reads_the_model(server: ForkServer, tmp_path: Path) -> Non
 def test_a_run_is_scored_by_a_model(
     server: ForkServer, tmp_path: Path, layout: dict[str, Any], settings: dict[str, Any]
 ) -> None:
-    """Two steps, killed in the second after its scores, and resumed; each reward against transformers."""
+    """Two steps, killed in the second after its scores, and resumed; each reward
+    against transformers.
+    """
     from transformers import AutoConfig, AutoModelForSequenceClassification
 
     torch.manual_seed(3)
@@ -190,7 +195,8 @@ def test_a_run_is_scored_by_a_model(
     assert len(rows) == 2
     for row in rows:
         batch = RolloutRecorder(attempt.run_dir / "record").read_step(row["step"])
-        parts, rule = [], batch.reward_parts["exact_match"].tolist()
+        parts = []
+        rule = batch.reward_parts["exact_match"].tolist()
         for ids, mask in zip(
             batch.token_ids.split(batch.lengths.tolist()),
             batch.response_mask.split(batch.lengths.tolist()),
@@ -248,14 +254,13 @@ def test_a_run_starts_servers_of_its_model(
     if "trainer.runtime" in settings:
         pytest.importorskip("ray")
         run = train(write_rl_config(tmp_path), settings | {"trainer.logger": ["jsonl"]})
-        code, console, rows = (
-            run.exit_code,
-            run.console,
-            [*run.rows("step"), *run.rows("evaluation")],
-        )
+        code = run.exit_code
+        console = run.console
+        rows = [*run.rows("step"), *run.rows("evaluation")]
     else:
         attempt = server.train(write_rl_config(tmp_path), settings)
-        code, console = attempt.code, attempt.console
+        code = attempt.code
+        console = attempt.console
         rows = attempt.rows() if code == 0 else []
     assert code == 0, console
     steps = [row for row in rows if row["kind"] == "step"]

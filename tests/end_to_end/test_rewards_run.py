@@ -59,9 +59,9 @@ def test_a_run_whose_reward_fails_stops(config: Path) -> None:
     assert run.exit_code == 1, run.console
     console = " ".join(run.console.split())
     assert (
-        "rewards failed (100.0%), more than reward.max_error_rate (0.1), and the policy is not to blame"
-        in console
-    )
+        "rewards failed (100.0%), more than reward.max_error_rate (0.1), and the policy is"
+        " not to blame"
+    ) in console
     assert "Most of them: masked:KeyError" in console and "return {}[label]" in console
     assert run.left_over() == []
 

@@ -1,4 +1,6 @@
-"""Router replay where the machines of engines and ranks see no files of each other: routes come over the network."""
+"""Router replay where the machines of engines and ranks see no files of each other: routes come
+over the network.
+"""
 
 import contextlib
 import json
@@ -24,7 +26,8 @@ pytestmark = [
     pytest.mark.long,
     pytest.mark.skipif(not has_namespaces(), reason="needs unprivileged network namespaces"),
 ]
-LAYERS, TOP_K = 12, 32
+LAYERS = 12
+TOP_K = 32
 BYTES_A_TOKEN = LAYERS * TOP_K
 SHAPE = {
     "num_hidden_layers": LAYERS,
@@ -80,8 +83,9 @@ def learned(run: Finished) -> list[dict[str, Any]]:
 def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
     machines: Machines, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """384 bytes a token: four ranks, pp2 dp2, on two machines with an engine each; the second sees no file of the
-    first, nor the first one of the second's engine."""
+    """384 bytes a token: four ranks, pp2 dp2, on two machines with an engine each; the second sees
+    no file of the first, nor the first one of the second's engine.
+    """
     assert machines.wait() == [0, 0], machines.consoles()
     run = Finished(
         machines.directory, machines.directory / "runs" / "tiny", 0, machines.console(0), ""
@@ -107,8 +111,8 @@ def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
         assert stood[0] == pytest.approx(stood[1]) and stood[0] >= num_read * BYTES_A_TOKEN / 1e9, (
             "of both machines"
         )
-        # Log-probs and updates read each token once, all stages together all of its layers; half of the samples or so
-        # train where they were generated.
+        # Log-probs and updates read each token once, all stages together all of its layers; half of
+        # the samples or so train where they were generated.
         passes = fetched / (num_read * BYTES_A_TOKEN)
         assert 0.1 < passes < 2.0, passes
     assert not list((machines.directory / "runs" / "tiny" / "routes").glob("*")), (
@@ -117,9 +121,12 @@ def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
 
 
 def test_groups_of_a_store_that_is_lost_in_mid_run_are_generated_again_once(tmp_path: Path) -> None:
-    """Two machines with an engine each and no rank. The second one's store dies in mid-run, with all that it has: the
-    run ends, and goes on from its journal, where the groups of the first machine still are."""
-    runs, weights = tmp_path / "runs", tmp_path / "weights"
+    """Two machines with an engine each and no rank. The second one's store dies in mid-run, with
+    all that it has: the run ends, and goes on from its journal, where the groups of the first
+    machine still are.
+    """
+    runs = tmp_path / "runs"
+    weights = tmp_path / "weights"
     runs.mkdir()
     weights.mkdir()
     steps = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 2, "trainer.total_training_steps": 4}
@@ -172,7 +179,8 @@ def test_a_run_that_reaches_the_limit_of_its_files_goes_on_from_its_journal_with
     """It has a checkpoint of its warm-up, and no other."""
     steps = {"trainer.nnodes": 1, "trainer.n_gpus_per_node": 4, "trainer.save_freq": 4}
     steps |= {"warmup.max_steps": 1, "warmup.test_freq": 1}
-    config, given = write_config(tmp_path), settings(tmp_path, **steps)
+    config = write_config(tmp_path)
+    given = settings(tmp_path, **steps)
     full = train(config, given | {"rollout.routes_gb": 6.2e-5})
     assert full.exit_code == 1 and [row["step"] for row in full.rows("step")] == [1], full.console
     assert "may (rollout.routes_gb); raise it, or save more often" in full.console

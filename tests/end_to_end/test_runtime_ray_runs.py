@@ -1,4 +1,6 @@
-"""Real runs in a Ray cluster of their own: where it listens, how they end, and that nothing of them is left."""
+"""Real runs in a Ray cluster of their own: where it listens, how they end, and that nothing
+of them is left.
+"""
 
 import contextlib
 import os
@@ -145,7 +147,9 @@ def test_nothing_is_left_when_the_driver_is_killed(start) -> None:
 def test_a_cluster_that_lost_a_server_does_not_hold_up_the_end(
     start, servers: tuple[str, ...]
 ) -> None:
-    """Calls do not go through Ray, so the run can go on; Ray itself would be waited for without end."""
+    """Calls do not go through Ray, so the run can go on; Ray itself would be waited
+    for without end.
+    """
     run = start(ENDLESS)
     run.wait_for_steps(1)
     named = {
@@ -199,7 +203,9 @@ def test_engines_take_turns_with_the_ranks_of_their_machine(
 def test_drivers_ask_the_engines_of_their_machines(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """Two machines with a rank and an engine each. The second one's driver dies before it tells what was answered."""
+    """Two machines with a rank and an engine each. The second one's driver dies before it tells
+    what was answered.
+    """
     settings = (
         DP2
         | SHORT
@@ -218,7 +224,8 @@ def test_drivers_ask_the_engines_of_their_machines(
         DIRECTORY_ENV: str(tmp_path / "faults"),
     }
     drivers = {"rollout.num_drivers": 1}
-    config, program = write_config(tmp_path), SUPPORT / "ray_machine.sh"
+    config = write_config(tmp_path)
+    program = SUPPORT / "ray_machine.sh"
     machines = Machines(
         config, settings | spread | drivers, 2, program=program, PYTHON=sys.executable, **plan
     )

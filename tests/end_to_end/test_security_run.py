@@ -1,4 +1,6 @@
-"""A run seen from outside: where its processes listen, and what of its secrets can be read by others."""
+"""A run seen from outside: where its processes listen, and what of its secrets can be
+read by others.
+"""
 
 from __future__ import annotations
 
@@ -92,7 +94,8 @@ PLANTED = {
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     directory = tmp_path_factory.mktemp("observed")
-    config, marker = write_config(directory), uuid.uuid4().hex
+    config = write_config(directory)
+    marker = uuid.uuid4().hex
     (directory / "score.py").write_text(REWARD)
     kwargs = {"api_key": "PLANTED-in-params", "judge": {"password": "PLANTED-deeper"}}
     settings = yaml.safe_load(config.read_text())
@@ -190,7 +193,8 @@ def test_the_written_configuration_loads_and_asks_for_its_secrets(observed: Obse
     with pytest.raises(ConfigError, match=r"kwargs\.api_key is <redacted>(?s:.*)give it again"):
         reveal_secrets(read_run_config(written).config, {})
     (observed.directory / "again.yaml").write_text(
-        f"extends: {written}\nreward: {{params: {{kwargs: {{api_key: a, judge: {{password: b}}}}}}}}\n"
+        f"extends: {written}\nreward: {{params: {{kwargs: {{api_key: a, judge:"
+        " {password: b}}}}\n"
     )
     again = reveal_secrets(read_run_config(observed.directory / "again.yaml").config, {})
     assert again.reward.params["kwargs"] == {"api_key": "a", "judge": {"password": "b"}}
@@ -218,7 +222,8 @@ def test_the_engines_environment_comes_back_from_the_environment() -> None:
 
 
 def test_names_of_secrets() -> None:
-    env, params = "rollout.sglang.env", "reward.params"
+    env = "rollout.sglang.env"
+    params = "reward.params"
     secret = (
         "HF_TOKEN",
         "WANDB_API_KEY",

@@ -1,4 +1,6 @@
-"""`rlhf-megatron serve` as clients use it: answers, streams, refusals, killed engines, a run that is followed."""
+"""`rlhf-megatron serve` as clients use it: answers, streams, refusals, killed engines, a run
+that is followed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.dist
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 SUM = {"prompt": "12+34=", "max_tokens": 12, "temperature": 1.0}
 
 
@@ -48,10 +51,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Job, Clie
 
 
 def test_completions_are_those_of_transformers(server: tuple[Job, Client]) -> None:
-    """Texts, log-probs, counts and the version; prompts as texts and as token ids, several at once."""
-    client, tokenizer = server[1], load_tokenizer(MODEL)
+    """Texts, log-probs, counts and the version;
+    prompts as texts and as token ids, several at once.
+    """
+    client = server[1]
+    tokenizer = load_tokenizer(MODEL)
     model = AutoModelForCausalLM.from_pretrained(MODEL)
-    ids, ids_by_name = tokenizer.encode("12+34="), names_of(tokenizer)
+    ids = tokenizer.encode("12+34=")
+    ids_by_name = names_of(tokenizer)
     answer = client.post(COMPLETIONS, **SUM, n=3, seed=7, logprobs=0)
     assert [choice["index"] for choice in answer["choices"]] == [0, 1, 2] and answer[
         "model"
@@ -194,10 +201,8 @@ def test_what_cannot_be_had_is_refused_with_the_reason(server: tuple[Job, Client
 
 @pytest.mark.skipif(shutil.which("curl") is None, reason="needs curl")
 def test_plain_curl_gets_what_other_clients_get(server: tuple[Job, Client], tmp_path: Path) -> None:
-    client, chat = (
-        server[1],
-        {"messages": [{"role": "user", "content": "12+34"}], "max_tokens": 6, "seed": 2},
-    )
+    client = server[1]
+    chat = {"messages": [{"role": "user", "content": "12+34"}], "max_tokens": 6, "seed": 2}
     tool = {"type": "function", "function": {"name": "add", "parameters": {}}}
 
     def curl(path: str, body: dict[str, Any]) -> str:
@@ -236,10 +241,14 @@ def test_openai_s_own_client_is_content(server: tuple[Job, Client]) -> None:
 @pytest.mark.sglang
 @needs_sglang
 def test_stock_sglang_answers_at_the_same_addresses(tmp_path: Path) -> None:
-    """Log-probs are transformers', a seed decides, streams are greedily the same, and OpenAI's client is content."""
+    """Log-probs are transformers', a seed decides, streams are greedily the same, and OpenAI's
+    client is content.
+    """
     with served(tmp_path, *sglang_words()) as (_, client):
-        tokenizer, model = load_tokenizer(MODEL), AutoModelForCausalLM.from_pretrained(MODEL)
-        ids, ids_by_name = tokenizer.encode("12+34="), names_of(tokenizer)
+        tokenizer = load_tokenizer(MODEL)
+        model = AutoModelForCausalLM.from_pretrained(MODEL)
+        ids = tokenizer.encode("12+34=")
+        ids_by_name = names_of(tokenizer)
         answer = client.post(COMPLETIONS, **SUM, n=3, seed=7, logprobs=0)
         assert (
             answer["choices"] == client.post(COMPLETIONS, **SUM, n=3, seed=7, logprobs=0)["choices"]
@@ -275,9 +284,11 @@ ENGINES = [
 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_an_engine_that_is_killed_costs_no_request(engine: str, tmp_path: Path) -> None:
-    """Plain requests and streams of clients that never stop asking; then the end lets what runs finish.
+    """Plain requests and streams of clients that never stop asking; then the end lets
+    what runs finish.
 
-    On SGLang they are greedy: of streams that are drawn it is not promised that they are the same from any engine.
+    On SGLang they are greedy: of streams that are drawn it is not promised that they are the same
+    from any engine.
     """
     with served(tmp_path, *(sglang_words() if engine else ())) as (job, client):
         body = {**SUM, "max_tokens": 40} | ({"temperature": 0} if engine else {})
@@ -319,7 +330,9 @@ def test_an_engine_that_is_killed_costs_no_request(engine: str, tmp_path: Path) 
 
 
 def test_a_run_that_is_followed(tmp_path: Path) -> None:
-    """Its checkpoints come one by one while clients ask: no answer is lost, and each is of the version it names."""
+    """Its checkpoints come one by one while clients ask: no answer is lost, and each is of the
+    version it names.
+    """
     trained = train(
         write_config(tmp_path),
         {**ONE_RANK, "trainer.save_freq": 1, "trainer.total_training_steps": 3},
@@ -355,8 +368,9 @@ def test_a_run_that_is_followed(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_run_that_is_followed_while_it_trains(engine: str, tmp_path: Path) -> None:
-    """At least five of its checkpoints are served, each as soon as it stands; every answer is of the versions it
-    names, and no request fails."""
+    """At least five of its checkpoints are served, each as soon as it stands; every answer is of
+    the versions it names, and no request fails.
+    """
     settings = {**ONE_RANK, "trainer.save_freq": 5, "trainer.total_training_steps": 5000}
     settings |= {"trainer.max_ckpt_to_keep": 1000}  # to be looked at afterwards
     trainer = Job(tmp_path, "train", str(write_config(tmp_path)), *overrides(settings))
@@ -417,8 +431,11 @@ def ask_for_spans(
 
 
 def _check_versions(answers: list, models: dict) -> None:  # type: ignore[type-arg]
-    """Log-probs of each span are those of the model of its version, over the tokens of all spans before."""
-    ids_by_name, seen = names_of(load_tokenizer(MODEL)), set()
+    """Log-probs of each span are those of the model of its version, over the tokens of
+    all spans before.
+    """
+    ids_by_name = names_of(load_tokenizer(MODEL))
+    seen = set()
     for tokens, values, spans, temperature in answers:
         drawn = tuple(ids_by_name[token] for token in tokens)
         assert [span[1] for span in spans] == [0, *(span[2] for span in spans[:-1])] and spans[-1][

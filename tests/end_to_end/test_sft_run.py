@@ -1,4 +1,6 @@
-"""`rlhf-megatron sft`: whole runs on documents and pairs, killed and resumed, in other layouts, under all launchers."""
+"""`rlhf-megatron sft`: whole runs on documents and pairs, killed and resumed, in other layouts,
+under all launchers.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ SFT = (sys.executable, "-m", "rlhf_megatron", "sft")
 
 
 def write_config(directory: Path, **sections: Any) -> Path:
-    """5 steps of 8 samples on 30 sums, two sources of 20 and 10 rows in shares of 3 to 1: 8 x 5 is over an epoch."""
+    """5 steps of 8 samples on 30 sums, two sources of 20 and 10 rows in shares of 3 to 1: 8 x 5 is
+    over an epoch.
+    """
     directory.mkdir()
     draw = random.Random(1)
 
@@ -82,7 +86,8 @@ def test_a_run_learns_and_says_what_it_wrote(
     alone: tuple[Path, Attempt], capsys: pytest.CaptureFixture[str]
 ) -> None:
     config, attempt = alone
-    summary, rows = attempt.summary(), attempt.rows()
+    summary = attempt.summary()
+    rows = attempt.rows()
     assert summary["steps"] == 5 and summary["loss_last"] < summary["loss_first"]
     held_out = [row for row in rows if row["kind"] == "evaluation"]
     assert [row["step"] for row in held_out] == [0, 2, 4, 5]
@@ -136,7 +141,9 @@ def test_the_command_and_the_job_agree(
 
 
 def test_pairs_are_told_apart(server: ForkServer, tmp_path: Path) -> None:
-    """DPO against the frozen start: at first no reward, then the better answer has more in most pairs."""
+    """DPO against the frozen start: at first no reward, then the better answer has more
+    in most pairs.
+    """
     config = write_config(tmp_path / "run", sft={"loss_mode": "dpo", "params": {"beta": 0.5}})
     settings = {"actor.optim.lr": 1e-3, "trainer.total_training_steps": 8, "trainer.save_hf": False}
     attempt = server.train(config, settings, command="sft")

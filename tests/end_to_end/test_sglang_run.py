@@ -48,8 +48,9 @@ def alive() -> set[psutil.Process]:
 
 @pytest.fixture
 def others() -> Iterator[set[psutil.Process]]:
-    """Processes that are there before; what a child leaves behind becomes a child of this process. No run is forked
-    from a process that stays."""
+    """Processes that are there before; what a child leaves behind becomes a child of this process.
+    No run is forked from a process that stays.
+    """
     libc = ctypes.CDLL(None)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     with warm.cold():
@@ -159,7 +160,9 @@ ENGINES = {"tp1": {}, "tp2": {"tp_size": 2}, "tp2 ep2": {"tp_size": 2, "ep_size"
 @pytest.mark.parametrize("sizes", ENGINES)
 @pytest.mark.parametrize("name", ["quickstart_moe", "quickstart_mla"])
 def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
-    """From tp2 ep2 pp2. The engine's log-probs are the trainer's before and after an update of all its weights."""
+    """From tp2 ep2 pp2. The engine's log-probs are the trainer's before and after an update of
+    all its weights.
+    """
     arguments = {**CPU_ARGUMENTS, "context_length": 64, **ENGINES[sizes]}
     env = {**CPU_ENV, **({"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if "tp_size" in arguments else {})}
     given = (
@@ -186,7 +189,9 @@ def test_models_with_experts(name: str, sizes: str, tmp_path: Path) -> None:
 @pytest.mark.dist
 @pytest.mark.long
 def test_smollm2(tmp_path: Path) -> None:
-    """A real model. The samples of a group share their prompt's cache, and the log-probs are the trainer's."""
+    """A real model. The samples of a group share their prompt's cache, and the log-probs are
+    the trainer's.
+    """
     run_dir = train(
         "smollm2_sglang", tmp_path, "trainer.total_training_steps=2", "rollout.val_kwargs.n=1"
     )

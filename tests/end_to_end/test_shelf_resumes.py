@@ -1,5 +1,6 @@
-"""Corrections, group filter, greedy samples and resampling over kills and records: bit for bit the run that was left
-alone, and its own record run again."""
+"""Corrections, group filter, greedy samples and resampling over kills and records: bit for bit the
+run that was left alone, and its own record run again.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +82,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 
 def make_config(directory: Path) -> Path:
     directory.mkdir()
-    train, val = (
-        write_rows(directory / "train.jsonl", 64, seed=1),
-        write_rows(directory / "val.jsonl", 20, seed=2),
-    )
+    train = write_rows(directory / "train.jsonl", 64, seed=1)
+    val = write_rows(directory / "val.jsonl", 20, seed=2)
     return write_config(
         directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     )
@@ -118,7 +117,8 @@ def test_killed_again_and_again_and_run_from_its_record(
     assert last.weights() == alone.weights()
     for file in ("samples.jsonl", "mismatch.jsonl"):
         assert (last.run_dir / file).read_bytes() == (alone.run_dir / file).read_bytes()
-    asked, needed = asked_seeds(config), asked_seeds(alone_config)
+    asked = asked_seeds(config)
+    needed = asked_seeds(alone_config)
     for step in (1, 3, 4):  # in steps 2 and 5 groups were under way
         seeds = [derive_seed(1, step, group, i) for group in range(64) for i in range(4)]
         assert any(needed[seed] for seed in seeds)

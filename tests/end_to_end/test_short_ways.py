@@ -1,4 +1,6 @@
-"""How many calls lie between the loop and what it is all about: read off the stack of a real run in one process."""
+"""How many calls lie between the loop and what it is all about: read off the stack of a real run
+in one process.
+"""
 
 from __future__ import annotations
 

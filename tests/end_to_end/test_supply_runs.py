@@ -1,4 +1,6 @@
-"""Whole runs whose engines work beside the trainer: the real program, engine and trainer, in one process a run."""
+"""Whole runs whose engines work beside the trainer: the real program, engine and trainer, in one
+process a run.
+"""
 
 from __future__ import annotations
 
@@ -50,10 +52,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
 def make_config(directory: Path) -> Path:
     """4 prompts x 4 samples a step."""
     directory.mkdir()
-    train, val = (
-        write_rows(directory / "train.jsonl", 64, seed=1),
-        write_rows(directory / "val.jsonl", 20, seed=2),
-    )
+    train = write_rows(directory / "train.jsonl", 64, seed=1)
+    val = write_rows(directory / "val.jsonl", 20, seed=2)
     return write_config(
         directory, {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     )
@@ -83,9 +83,12 @@ def oldest(batch: ScoredBatch) -> int:
 
 
 def assert_sound(run: Attempt, max_lag: int) -> None:
-    """Every prompt once, each step with its version, no sample older than the bound, all metrics listed."""
+    """Every prompt once, each step with its version, no sample older than the bound, all
+    metrics listed.
+    """
     assert run.code == 0, run.console
-    rows, found = steps_of(run), batches(run)
+    rows = steps_of(run)
+    found = batches(run)
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     first = rows[0]["policy/version"] - 1
     assert [row["policy/version"] for row in rows] == [first + step for step in range(1, 6)]
@@ -101,7 +104,9 @@ def assert_sound(run: Attempt, max_lag: int) -> None:
 
 
 def test_streaming_has_the_log_probs_of_the_whole_batch(server: ForkServer, tmp_path: Path) -> None:
-    """The first group is alone for a moment, and gets its log-probs meanwhile. A replay computes all at once."""
+    """The first group is alone for a moment, and gets its log-probs meanwhile. A replay
+    computes all at once.
+    """
     config = make_config(tmp_path / "run")
     settings = {**SETTINGS, "schedule.name": "streaming"}
     run = server.train(
@@ -158,7 +163,9 @@ def test_asynchronous_goes_on_over_syncs(server: ForkServer, tmp_path: Path) -> 
 def log_probs_by_version(
     server: ForkServer, config: Path, run: Attempt, settings: dict[str, Any]
 ) -> dict[int, Any]:
-    """Version -> transformers' model of its weights. A run from each checkpoint makes a step that changes nothing."""
+    """Version -> transformers' model of its weights. A run from each checkpoint makes a step that
+    changes nothing.
+    """
     from transformers import AutoModelForCausalLM
 
     first = int(steps_of(run)[0]["policy/version"]) - 1
@@ -187,7 +194,9 @@ def log_probs_by_version(
 
 @pytest.mark.long
 def test_each_token_has_the_log_prob_of_its_version(server: ForkServer, tmp_path: Path) -> None:
-    """Against transformers with the weights of that version, also where a sample has tokens of several."""
+    """Against transformers with the weights of that version, also where a sample has
+    tokens of several.
+    """
     config = make_config(tmp_path / "run")
     params = {"schedule.name": "asynchronous", "schedule.params": {"max_lag": 2}}
     saved = {"trainer.save_freq": 1, "trainer.max_ckpt_to_keep": 10, "actor.optim.lr": 5e-3}
@@ -196,12 +205,12 @@ def test_each_token_has_the_log_prob_of_its_version(server: ForkServer, tmp_path
     run = server.train(config, settings, "--record")
     assert_sound(run, max_lag=2)
     models = log_probs_by_version(server, config, run, settings)
-    right, wrong, num_mixed = 0.0, [], 0
+    right = 0.0
+    wrong = []
+    num_mixed = 0
     for batch in batches(run):
-        starts, lengths = (
-            batch.offsets.tolist(),
-            sample_counts(batch.response_mask, batch.offsets).tolist(),
-        )
+        starts = batch.offsets.tolist()
+        lengths = sample_counts(batch.response_mask, batch.offsets).tolist()
         for i, spans in enumerate(batch.version_spans or ()):
             ids = batch.token_ids[starts[i] : starts[i + 1]]
             engine = batch.rollout_log_probs[starts[i] : starts[i + 1]][-lengths[i] :]
@@ -233,7 +242,9 @@ KILLS = [
 
 
 def test_a_run_that_is_killed_trains_every_prompt_once(server: ForkServer, tmp_path: Path) -> None:
-    """Each process goes on from the checkpoint of the step before, with the groups that had come."""
+    """Each process goes on from the checkpoint of the step before,
+    with the groups that had come.
+    """
     config = make_config(tmp_path / "run")
     settings = {
         **SETTINGS,

@@ -1,7 +1,8 @@
-"""What every engine promises, run against each: tokens, log-probs, seeds, stops, aborts, refusals, a sync.
+"""What every engine promises, run against each: tokens, log-probs, seeds, stops, aborts,
+refusals, a sync.
 
-`make engine-conformance ENGINE=local` or `ENGINE=sglang` runs this file and its neighbours test_engine_conformance_*.
-An engine joins by a line in SEEDED and UNSEEDED of conformance_tools.py.
+`make engine-conformance ENGINE=local` or `ENGINE=sglang` runs this file and its neighbours
+test_engine_conformance_*. An engine joins by a line in SEEDED and UNSEEDED of conformance_tools.py.
 """
 
 from __future__ import annotations
@@ -135,7 +136,8 @@ def test_a_sync_changes_what_is_served(synced: tuple[Server, PreTrainedModel]) -
 def test_a_failed_sync_makes_it_stale_until_a_full_one(
     synced: tuple[Server, PreTrainedModel],
 ) -> None:
-    server, engine = synced[0], synced[0].engine
+    server = synced[0]
+    engine = synced[0].engine
     version = server.version + 1
     first, second = write_buckets(weights_of(server.model(3)), server.transfer_dir, version)
     engine.begin_weight_update(version)
@@ -155,7 +157,9 @@ def test_a_failed_sync_makes_it_stale_until_a_full_one(
 
 
 def test_a_sync_meets_a_response_in_its_middle(synced: tuple[Server, PreTrainedModel]) -> None:
-    """Nobody paused: what comes after is the new model's, over keys and values that it has computed anew."""
+    """Nobody paused: what comes after is the new model's, over keys and values that it has
+    computed anew.
+    """
     server, old = synced
     new = server.model(2)
 
@@ -206,7 +210,9 @@ def test_abort_keeps_a_prefix(synced: tuple[Server, PreTrainedModel]) -> None:
 
 
 def test_an_abort_by_name_leaves_the_others(synced: tuple[Server, PreTrainedModel]) -> None:
-    """Two calls of two samples run; one of them is ended, and a name that nobody has ends nothing."""
+    """Two calls of two samples run; one of them is ended,
+    and a name that nobody has ends nothing.
+    """
     server, model = synced
     assert server.engine.get_max_running_samples() == {"local": 256, "sglang": 16}[server.kind]
     whole = reference_greedy(model, PROMPT, LONG)
@@ -231,8 +237,11 @@ def test_an_abort_by_name_leaves_the_others(synced: tuple[Server, PreTrainedMode
 
 
 def test_given_tokens_get_their_log_probs(synced: tuple[Server, PreTrainedModel]) -> None:
-    """Nothing is drawn for them, beside others; a prompt that was read before makes no difference."""
-    (server, model), tokens = synced, (7, 3, 19, 30, 2)
+    """Nothing is drawn for them, beside others;
+    a prompt that was read before makes no difference.
+    """
+    server, model = synced
+    tokens = (7, 3, 19, 30, 2)
     scored = [
         replace(request((*PROMPT, *tokens)[: 4 + count], (1,), 0), num_given=given)
         for count, given in ((5, 5), (5, 2), (1, 1), (5, 8))
@@ -241,10 +250,8 @@ def test_given_tokens_get_their_log_probs(synced: tuple[Server, PreTrainedModel]
     for asked in ([*scored[:2], drawn, *scored[2:]], scored):
         groups = [group for group in server.engine.generate(asked, 60) if len(group) == 1]
         for (sample,), given in zip(groups, scored, strict=True):
-            before, after = (
-                given.prompt_ids[: -given.num_given],
-                given.prompt_ids[-given.num_given :],
-            )
+            before = given.prompt_ids[: -given.num_given]
+            after = given.prompt_ids[-given.num_given :]
             assert tuple(sample.token_ids) == after and sample.finish_reason == "length"
             expected = reference_log_probs(model, before, after)
             assert (torch.tensor(sample.log_probs) - expected).abs().max() <= 1e-5
@@ -295,9 +302,11 @@ def test_an_unknown_parameter_is_refused(server: Server) -> None:
 
 
 def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) -> None:
-    """Of a Qwen2 model, or of one with experts: the engine's log-probs are those of the trainer's Megatron model, whose
-    weights it was sent."""
-    server, trained = unseeded_server, unseeded_server.model(2)
+    """Of a Qwen2 model, or of one with experts: the engine's log-probs are those of the trainer's
+    Megatron model, whose weights it was sent.
+    """
+    server = unseeded_server
+    trained = unseeded_server.model(2)
     with trainer_of(trained) as (weights, trainers_log_probs):
         sync_weights(server, weights)
         assert server.engine.get_weight_digests() == digests_of(weights_of(trained))
@@ -315,7 +324,9 @@ def test_biases_and_rescaled_angles_are_the_trainers(unseeded_server: Server) ->
 
 @contextmanager
 def trainer_of(model: PreTrainedModel) -> Iterator[tuple[dict[str, Tensor], LogProbs]]:
-    """What a Megatron model with the weights of `model` exports, and its log-probs of a response to a prompt."""
+    """What a Megatron model with the weights of `model` exports, and its log-probs of a
+    response to a prompt.
+    """
     hf_config = {**model.config.to_dict(), "model_type": model.config.model_type}
     table = make_weight_table(hf_config)
     chunk = build_megatron_model(

@@ -1,4 +1,6 @@
-"""What every engine promises when it is paused in the middle of a generation, with a weight sync then and without."""
+"""What every engine promises when it is paused in the middle of a generation, with a weight sync
+then and without.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def resumed(server: Server) -> Iterator[Server]:
 
 
 def interrupted(server: Server, mode: PauseMode, seed: int | None) -> GeneratedSample:
-    """A greedy response of seed 1 that was paused in its middle, got new weights, if any, and was resumed."""
+    """A greedy response of seed 1 that was paused in its middle, got new weights, if any,
+    and was resumed.
+    """
 
     def attempt(delay: float) -> tuple[int, GeneratedSample]:
         sync(server, 1)
@@ -88,9 +92,11 @@ def test_pause_and_go_on(resumed: Server, mode: PauseMode) -> None:
 
 @pytest.mark.parametrize("mode", ["retract", "in_place"])
 def test_pause_and_go_on_with_new_weights(resumed: Server, mode: PauseMode) -> None:
-    """Retracted: the tokens after are those of the new model alone. In place: of the new model over the keys and values
-    that the old one left."""
-    old, new = resumed.model(1), resumed.model(2)
+    """Retracted: the tokens after are those of the new model alone. In place: of the new model over
+    the keys and values that the old one left.
+    """
+    old = resumed.model(1)
+    new = resumed.model(2)
     sample = interrupted(resumed, mode, 2)
     first, second = sample.version_spans
     assert (first.version, second.version) == (resumed.version - 1, resumed.version)
@@ -145,7 +151,9 @@ def test_an_abort_ends_what_a_pause_holds(resumed: Server, mode: PauseMode) -> N
     "modes", [("in_place", "abort"), ("in_place", "retract"), ("retract", "in_place")], ids="-".join
 )
 def test_one_pause_after_another(resumed: Server, modes: tuple[PauseMode, PauseMode]) -> None:
-    """The second says what becomes of what waits; keys and values that were dropped do not come back."""
+    """The second says what becomes of what waits; keys and values that were dropped do
+    not come back.
+    """
     engine = resumed.engine
     call = Call(engine, request(PROMPT, (1,), LONG, 0.0))
     time.sleep(0.05)

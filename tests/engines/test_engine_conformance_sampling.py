@@ -1,5 +1,7 @@
-"""What every engine promises about draws: which tokens may be drawn, how often, of what distribution the log-probs are,
-and what ends a response. Expectations are computed from transformers' logits alone."""
+"""What every engine promises about draws: which tokens may be drawn, how often, of what
+distribution the log-probs are, and what ends a response. Expectations are computed from
+transformers' logits alone.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,9 @@ def unseeded_server(
 
 
 def check_draws(server: Server, cuts: dict[str, float], temperature: float) -> None:
-    """Responses of 12 tokens: each token is one that may be drawn, its log-prob that of the whole distribution."""
+    """Responses of 12 tokens: each token is one that may be drawn, its log-prob that of the
+    whole distribution.
+    """
     (group,) = server.engine.generate(
         [request(PROMPT, tuple(range(8)), 12, temperature, **cuts)], 60
     )
@@ -133,7 +137,9 @@ def test_a_cut_to_one_token_is_greedy_with_log_probs_of_its_temperature(
 
 
 def test_what_is_drawn_depends_on_the_seed_alone(server: Server) -> None:
-    """Not on the neighbours of the batch or their order; on SGLang as long as none of them is greedy or cut, or all."""
+    """Not on the neighbours of the batch or their order; on SGLang as long as none of them is
+    greedy or cut, or all.
+    """
     seeds = tuple(range(100, 108))
     (alone,) = server.engine.generate([request(PROMPT, seeds, 16)], 60)
     assert len({sample.token_ids for sample in alone}) == len(seeds)
@@ -198,8 +204,11 @@ def test_a_stop_token_as_last_token_is_a_stop(server: Server) -> None:
 
 
 def test_min_new_tokens(server: Server) -> None:
-    """No stop token before so many. The log-probs until there are those of a distribution without stop tokens."""
-    model, stops = server.model(1), (5, 21, 27)
+    """No stop token before so many. The log-probs until there are those of a distribution
+    without stop tokens.
+    """
+    model = server.model(1)
+    stops = (5, 21, 27)
     sent = request(PROMPT, tuple(range(16)), 8, 0.9, stop_token_ids=stops, min_new_tokens=4)
     if server.kind == "sglang":  # it would end on it
         with pytest.raises(EngineRequestError, match="min_new_tokens is 4"):
@@ -216,8 +225,9 @@ def test_min_new_tokens(server: Server) -> None:
 
 
 def test_the_end_of_sequence_token_of_the_model(unseeded_server: Server) -> None:
-    """It is a stop token like others where a request names it, as those of a run do. Where none does, `local` goes on
-    and SGLang ends: it reads the model's configuration itself."""
+    """It is a stop token like others where a request names it, as those of a run do. Where none
+    does, `local` goes on and SGLang ends: it reads the model's configuration itself.
+    """
     (named,) = unseeded_server.engine.generate(
         [request(PROMPT, tuple(range(64)), 16, stop_token_ids=(END,))], 60
     )

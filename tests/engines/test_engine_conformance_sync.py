@@ -1,4 +1,6 @@
-"""What every engine promises about weight syncs: their session, what is served after one, memory that is given away."""
+"""What every engine promises about weight syncs: their session, what is served after one, memory
+that is given away.
+"""
 
 from __future__ import annotations
 
@@ -142,7 +144,8 @@ def test_the_same_version_again_as_a_full_resync(synced: Server) -> None:
 
 def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None:
     """A prompt that was cached gives the new model's log-probs."""
-    server, prompt = unseeded_server, tuple(i % 7 + 1 for i in range(40))
+    server = unseeded_server
+    prompt = tuple(i % 7 + 1 for i in range(40))
     sync(server, 1)
     for seed in (1, 2):
         sync(server, seed)
@@ -163,7 +166,8 @@ def test_the_prefix_cache_is_empty_after_a_sync(unseeded_server: Server) -> None
 
 def test_a_group_shares_its_prompt(unseeded_server: Server) -> None:
     """However an engine shares it, the log-probs are those of the whole prompt."""
-    model, prompt = unseeded_server.model(1), tuple(i % 5 + 2 for i in range(60))
+    model = unseeded_server.model(1)
+    prompt = tuple(i % 5 + 2 for i in range(60))
     sync(unseeded_server, 1)
     (group,) = unseeded_server.engine.generate([request(prompt, tuple(range(6)), 10)], 60)
     for got in group:
@@ -199,7 +203,9 @@ def test_weights_are_released_and_come_back(synced: Server) -> None:
 
 
 def test_a_sync_needs_no_key_value_cache(synced: Server) -> None:
-    """As in a run where trainer and engine share a device: the cache comes last, before the commit or after it."""
+    """As in a run where trainer and engine share a device: the cache comes last, before the
+    commit or after it.
+    """
     engine = synced.engine
     for seed, is_before_commit in ((5, True), (6, False)):
         engine.release_memory()

@@ -1,4 +1,6 @@
-"""Reward models and judges behind stock SGLang servers of the run: scores by transformers, one killed, all slept."""
+"""Reward models and judges behind stock SGLang servers of the run: scores by transformers, one
+killed, all slept.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ def await_true(claim: Callable[[], bool]) -> None:
 
 
 def test_a_keeper_on_another_machine(judge: tuple[Path, PreTrainedModel]) -> None:
-    """What torchrun starts there: it makes its own launches, and a server comes back at its address with its key."""
+    """What torchrun starts there: it makes its own launches, and a server comes back at its
+    address with its key.
+    """
     folder, model = judge
     config = run_config(folder)
     served = replace(config.reward_model.served, machines=(1,), num_servers=1)
@@ -228,7 +232,9 @@ def test_two_servers(judge: tuple[Path, PreTrainedModel], monkeypatch: pytest.Mo
 
 
 def test_a_judge(tmp_path: Path) -> None:
-    """The verdict is the digit that the model writes; another character is masked, as is text that it cannot spell."""
+    """The verdict is the digit that the model writes; another character is masked, as is text that
+    it cannot spell.
+    """
     judge = Scored(tmp_path / "judge", is_judge=True)
     shutil.copy(MODEL / "tokenizer.json", tmp_path / "judge")  # one that spells no other text
     config = run_config(tmp_path)

@@ -79,8 +79,12 @@ def test_started_without_weights_it_is_stale_until_the_first_sync(servers: Engin
 
 @pytest.mark.dist
 def test_every_verb_needs_the_token(servers: EngineServers) -> None:
-    url, token = servers.addresses[0].url, servers.addresses[0].token
-    verbs = "generate abort pause resume begin_weight_update update_weights commit_weight_update weight_digests"
+    url = servers.addresses[0].url
+    token = servers.addresses[0].token
+    verbs = (
+        "generate abort pause resume begin_weight_update update_weights"
+        " commit_weight_update weight_digests"
+    )
     for verb in [*verbs.split(), "release_memory", "resume_memory"]:
         for wrong in (None, "", token[:-1], token + "x"):
             status, error = raw_post(url, f"/{verb}", b"{}", wrong)
@@ -109,17 +113,26 @@ def test_every_verb_needs_the_token(servers: EngineServers) -> None:
         ),
         (
             "/generate",
-            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "beams": 2}}]}',
+            (
+                b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1,'
+                b' "beams": 2}}]}'
+            ),
             "unknown field `beams`",
         ),
         (
             "/generate",
-            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_p": "0.5"}}]}',
+            (
+                b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1,'
+                b' "top_p": "0.5"}}]}'
+            ),
             "Expected `float`, got `str` - at `$.requests[0].params.top_p`",
         ),
         (
             "/generate",
-            b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1, "top_k": 0}}]}',
+            (
+                b'{"requests": [{"prompt_ids": [1], "seeds": [1], "params": {"max_new_tokens": 1,'
+                b' "top_k": 0}}]}'
+            ),
             "top_k (0) must be at least 1, or -1 (off)",
         ),
         (
@@ -130,7 +143,10 @@ def test_every_verb_needs_the_token(servers: EngineServers) -> None:
         (
             "/release_memory",
             b'{"parts": []}',
-            '{"parts": ["weights", "kv_cache"]}, one or more of these: Expected `array` of length >= 1',
+            (
+                '{"parts": ["weights", "kv_cache"]}, one or more of these: Expected `array` of'
+                " length >= 1"
+            ),
         ),
         ("/release_memory", b'{"parts": ["cuda_graph"]}', "Invalid enum value 'cuda_graph'"),
         ("/resume_memory", b'{"parts": "weights"}', "Expected `array`, got `str` - at `$.parts`"),
@@ -238,7 +254,9 @@ def test_a_missing_model_shows_the_servers_own_words(tmp_path: Path) -> None:
 def test_sigterm_ends_it_cleanly_and_the_end_of_its_parent_too(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """A starter process is killed: its engine must go. A second engine gets SIGTERM: exit code 0."""
+    """A starter process is killed: its engine must go.
+    A second engine gets SIGTERM: exit code 0.
+    """
     command = [sys.executable, str(SUPPORT / "engine_starter.py"), str(model_dir), str(tmp_path)]
     starter = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     try:

@@ -1,6 +1,7 @@
 """Generation over weight syncs: every key once, and every token from the weights that it says.
 
-`python -m pytest -s tests/engines/test_rollout_session.py -k every_token` prints how log-probs fit the versions.
+`python -m pytest -s tests/engines/test_rollout_session.py -k every_token` prints how log-probs
+fit the versions.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ MAX_NUM_SEQS = 16
 
 
 def work_of(num_keys: int, num_samples: int = 4, longest: int = 200, first: int = 0) -> Work:
-    """Keys of one sampled group each, of many lengths; every third with a greedy sample beside it, or another
-    temperature."""
+    """Keys of one sampled group each, of many lengths; every third with a greedy sample beside it,
+    or another temperature.
+    """
     work: dict[int, list[GenerateRequest]] = {}
     for key in range(first, first + num_keys):
-        prompt, length = (1 + key % 30, 2, 3 + key % 7), longest // 2 + (37 * key) % (longest // 2)
+        prompt = (1 + key % 30, 2, 3 + key % 7)
+        length = longest // 2 + (37 * key) % (longest // 2)
         temperature = 0.7 if key % 3 == 1 else 1.0
         work[key] = [
             request(prompt, tuple(range(100 * key, 100 * key + num_samples)), length, temperature)
@@ -67,9 +70,12 @@ def rig_of(
 
 @pytest.mark.dist
 def test_every_token_is_of_the_version_that_it_says(servers: tuple[EngineServers, Path]) -> None:
-    """Four syncs while groups are generated, with an evaluation between them; then some are given up, then all."""
+    """Four syncs while groups are generated, with an evaluation between them; then some are
+    given up, then all.
+    """
     rig = rig_of(servers)
-    first, work = rig.version, work_of(24)
+    first = rig.version
+    work = work_of(24)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         for num_came in (2, 5, 9, 13):

@@ -1,4 +1,6 @@
-"""What goes wrong in a session costs time, but no key is lost or doubled, and each token's version stays right."""
+"""What goes wrong in a session costs time, but no key is lost or doubled, and each token's
+version stays right.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,8 @@ def test_an_engine_dies_or_hangs_and_comes_back_by_mend(
 ) -> None:
     """What hangs is found by the health watch, and killed."""
     rig = rig_of(servers)
-    first, work = rig.version, work_of(24)
+    first = rig.version
+    work = work_of(24)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
@@ -88,9 +91,12 @@ def test_an_engine_dies_or_hangs_and_comes_back_by_mend(
 def test_all_engines_are_killed_and_a_sync_brings_them_back(
     servers: tuple[EngineServers, Path],
 ) -> None:
-    """Nobody mends: work waits for the weights of the next sync. That both died is found by their processes."""
+    """Nobody mends: work waits for the weights of the next sync. That both died is found by
+    their processes.
+    """
     rig = rig_of(servers)
-    first, work = rig.version, work_of(12)
+    first = rig.version
+    work = work_of(12)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
@@ -108,7 +114,8 @@ def test_all_engines_are_killed_and_a_sync_brings_them_back(
 
 def test_an_engine_dies_in_a_sync_and_work_goes_on(servers: tuple[EngineServers, Path]) -> None:
     rig = rig_of(servers)
-    first, work = rig.version, work_of(24)
+    first = rig.version
+    work = work_of(24)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
@@ -120,9 +127,12 @@ def test_an_engine_dies_in_a_sync_and_work_goes_on(servers: tuple[EngineServers,
 
 
 def test_a_sync_fails_on_one_engine(servers: tuple[EngineServers, Path]) -> None:
-    """Its requests fail there, are sent to the other one, and none of its half-updated weights makes a token."""
+    """Its requests fail there, are sent to the other one, and none of its half-updated weights
+    makes a token.
+    """
     rig = rig_of(servers)
-    first, work = rig.version, work_of(24)
+    first = rig.version
+    work = work_of(24)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 2)
@@ -165,7 +175,8 @@ def test_an_engine_of_another_version_is_stale(
     servers: tuple[EngineServers, Path], lie: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     rig = rig_of(servers, Liar)
-    first, work = rig.version, work_of(16)
+    first = rig.version
+    work = work_of(16)
     Liar.lies = [lie]
     with rig.fleet.open_session() as session:
         finish(rig, work, first, Poller(session, work))
@@ -181,9 +192,12 @@ def test_an_engine_of_another_version_is_stale(
 def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(
     servers: tuple[EngineServers, Path],
 ) -> None:
-    """request_timeout_s is of the time in which engines can work. Without a health watch that would find it first."""
+    """request_timeout_s is of the time in which engines can work. Without a health watch that would
+    find it first.
+    """
     rig = rig_of(servers, request_timeout_s=6.0, health_interval_s=600.0)
-    first, work = rig.version, work_of(8)
+    first = rig.version
+    work = work_of(8)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 1)
@@ -198,7 +212,8 @@ def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(
         )
         prove(work, found, range(first, rig.version + 1))
         kill(rig, 0, signal.SIGSTOP)
-        start, more = time.monotonic(), work_of(4, first=50)
+        start = time.monotonic()
+        more = work_of(4, first=50)
         poller.submit(more)
         poller.wait(lambda: len(poller.results) == len(work) + len(more))
         assert 6 <= time.monotonic() - start < 100
@@ -213,9 +228,12 @@ def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(
 def test_an_evaluation_beside_a_session_holds_up_neither(
     servers: tuple[EngineServers, Path],
 ) -> None:
-    """Also where the session has far more work than engines have room for; and a sync afterwards."""
+    """Also where the session has far more work than engines have room for;
+    and a sync afterwards.
+    """
     rig = rig_of(servers)
-    first, work = rig.version, work_of(80, 8)
+    first = rig.version
+    work = work_of(80, 8)
     requests = [request((1 + i, 2), (i, i + 1), 40) for i in range(12)]
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
@@ -240,7 +258,8 @@ def test_an_evaluation_beside_a_session_holds_up_neither(
 
 def test_a_failed_evaluation_leaves_the_session_alone(servers: tuple[EngineServers, Path]) -> None:
     rig = rig_of(servers)
-    first, work = rig.version, work_of(16)
+    first = rig.version
+    work = work_of(16)
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 1)
@@ -252,9 +271,12 @@ def test_a_failed_evaluation_leaves_the_session_alone(servers: tuple[EngineServe
 
 
 def test_what_is_aborted_frees_its_engines(servers: tuple[EngineServers, Path]) -> None:
-    """Each engine has many times what it decodes at once; when all of it is given up, a new key comes at once."""
+    """Each engine has many times what it decodes at once; when all of it is given up, a new key
+    comes at once.
+    """
     rig = rig_of(servers)
-    long, short = work_of(40, 8, 240), work_of(1, first=900)
+    long = work_of(40, 8, 240)
+    short = work_of(1, first=900)
     with rig.fleet.open_session() as session:
         poller = Poller(session, long)
         poller.wait(lambda: len(poller.results) >= 1)

@@ -1,4 +1,6 @@
-"""Engines that die, hang, lie or come late: bundled servers in closed batches, so that every bit can be compared."""
+"""Engines that die, hang, lie or come late: bundled servers in closed batches, so that every bit
+can be compared.
+"""
 
 from __future__ import annotations
 
@@ -153,7 +155,8 @@ class Arrivals:
 
     def __call__(self, first: int, groups: Groups) -> None:
         self.indices += range(first, first + len(groups))
-        act, self.act = self.act, lambda: None
+        act = self.act
+        self.act = lambda: None
         act()
 
 
@@ -247,7 +250,8 @@ def test_what_is_left_to_ask_for() -> None:
 def test_the_only_engine_is_killed(rig: Rig) -> None:
     fleet = rig.fleet(1)
     rig.sync(fleet)
-    before, process = rig.servers.addresses[0], rig.servers.processes[0]
+    before = rig.servers.addresses[0]
+    process = rig.servers.processes[0]
     start = time.monotonic()
     assert generate(fleet, lambda: rig.signal(0, signal.SIGKILL)) == rig.expected(1)
     assert time.monotonic() - start < 300
@@ -289,7 +293,9 @@ def test_one_engine_hangs_and_the_other_is_killed(rig: Rig) -> None:
 
 @pytest.mark.dist
 def test_an_engine_dies_in_a_sync(rig: Rig) -> None:
-    """The other commits and serves; the dead one is started again in the next generate and gets this version."""
+    """The other commits and serves; the dead one is started again in the next generate and
+    gets this version.
+    """
     fleet = rig.fleet(2)
     rig.sync(fleet, lambda: rig.signal(1, signal.SIGKILL))
     assert [engine.address.name for engine in fleet.live_engines] == [
@@ -336,8 +342,9 @@ class LateToCommit(LocalEngine):
 def test_new_requests_go_to_an_engine_that_has_committed_while_another_still_does(
     rig: Rig, is_refusing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The late one gets no request before it says that it serves the version, and no weights a second time; the bits
-    are those of two. The next sync waits for it."""
+    """The late one gets no request before it says that it serves the version, and no weights a
+    second time; the bits are those of two. The next sync waits for it.
+    """
     monkeypatch.setattr(LateToCommit, "may_go", threading.Event())
     monkeypatch.setattr(LateToCommit, "is_refusing", is_refusing)
     monkeypatch.setattr("rlhf_megatron.rollout.fleet.engine_fleet._LATE_COMMIT_WAIT_S", 0.2)
@@ -369,7 +376,8 @@ class SlowServers:
     """A server is started again when it is let go."""
 
     def __init__(self, servers: EngineServers) -> None:
-        self.describe_exit, self.kill_server = servers.describe_exit, servers.kill_server
+        self.describe_exit = servers.describe_exit
+        self.kill_server = servers.kill_server
         self.is_free = threading.Event()
         self._servers = servers
 
@@ -506,7 +514,10 @@ def test_without_restarts_it_goes_on_with_fewer_and_then_ends(
         in caplog.text
     )
     start = time.monotonic()
-    words = r"(?s)no engine is left of 2: engine0 is lost: .*; engine1 is lost: it exited with code -9; the end of .*"
+    words = (
+        r"(?s)no engine is left of 2: engine0 is lost: .*; engine1 is lost: it exited with code -9;"
+        r" the end of .*"
+    )
     with pytest.raises(EngineError, match=words):
         generate(fleet, lambda: rig.signal(0, signal.SIGKILL))
     with pytest.raises(EngineError, match=words):

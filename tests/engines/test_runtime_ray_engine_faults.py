@@ -130,7 +130,9 @@ def start(tmp_path: Path) -> Iterator[Any]:
 
 
 def test_an_engine_whose_actor_is_killed_while_it_generates_is_replaced(start) -> None:
-    """Its samples are generated again with the same seeds: every number is that of a run that was left alone."""
+    """Its samples are generated again with the same seeds: every number is that of a run that
+    was left alone.
+    """
     alone = start("undisturbed")
     undisturbed = alone.wait()
     assert undisturbed.exit_code == 0, undisturbed.console

@@ -1,4 +1,6 @@
-"""Engines as actors of a real Ray cluster of this machine: how their servers begin, end and are replaced."""
+"""Engines as actors of a real Ray cluster of this machine: how their servers begin, end
+and are replaced.
+"""
 
 from __future__ import annotations
 

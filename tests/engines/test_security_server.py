@@ -1,4 +1,6 @@
-"""The bundled server against callers that mean no good: refused with 4xx, alive, and its weights as they were."""
+"""The bundled server against callers that mean no good: refused with 4xx, alive, and its
+weights as they were.
+"""
 
 from __future__ import annotations
 
@@ -187,7 +189,9 @@ def test_requests_with_wrong_values(target: Target) -> None:
 
 
 def test_manifests_with_wrong_values(target: Target) -> None:
-    """Each ends the sync at the latest at its commit; the engine is STALE until a good one, and never half new."""
+    """Each ends the sync at the latest at its commit; the engine is STALE until a good one, and
+    never half new.
+    """
     served = target.engine.get_served_version()
     assert served is not None
     target.engine.begin_weight_update(served + 1)
@@ -291,7 +295,9 @@ def test_tokens_that_are_none(target: Target, given: str) -> None:
 
 
 def test_web_pages_cannot_call_it(target: Target) -> None:
-    """A page of another site names itself as the origin, or has its own name lead to 127.0.0.1 (DNS rebinding)."""
+    """A page of another site names itself as the origin, or has its own name lead to 127.0.0.1
+    (DNS rebinding).
+    """
     body = json.dumps(GOOD).encode()
     for headers in (
         {"Origin": "http://evil.example"},

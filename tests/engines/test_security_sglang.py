@@ -1,4 +1,6 @@
-"""Stock SGLang as it is started here: nothing but health checks without the key, and the key stays where it belongs."""
+"""Stock SGLang as it is started here: nothing but health checks without the key, and the key stays
+where it belongs.
+"""
 
 from __future__ import annotations
 
@@ -97,7 +99,8 @@ def test_every_verb_but_health_needs_the_key(servers: EngineServers) -> None:
 
 
 def test_the_key_is_in_private_files_only(servers: EngineServers) -> None:
-    token, process = servers.addresses[0].token, servers.processes[0]
+    token = servers.addresses[0].token
+    process = servers.processes[0]
     holders = {
         path.name
         for path in process.log.parent.iterdir()

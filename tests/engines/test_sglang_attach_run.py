@@ -1,4 +1,6 @@
-"""Runs that attach to stock SGLang, from the command line: used, given back, taken after a run that was killed."""
+"""Runs that attach to stock SGLang, from the command line: used, given back, taken after a run
+that was killed.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,9 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    """Of a copy of the model that is gone once the server is up: what it serves must be asked of itself."""
+    """Of a copy of the model that is gone once the server is up: what it serves must be
+    asked of itself.
+    """
     folder = tmp_path_factory.mktemp("served")
     shutil.copytree(MODEL, folder / "model")
     command = [
@@ -190,7 +194,9 @@ def test_a_run_without_a_common_transfer_directory(served: Served, tmp_path: Pat
 
 
 def test_a_server_with_another_model_or_weight_type(served: Served, tmp_path: Path) -> None:
-    """Its model directory cannot be read any more: the loader inside of it tells, and its refusal of a token."""
+    """Its model directory cannot be read any more: the loader inside of it tells, and its
+    refusal of a token.
+    """
     tiny_qwen3(1).save_pretrained(tmp_path / "other")
     transfer = Path("/dev/shm") / f"rlhf-megatron-test-{os.getpid()}"
     transfer.mkdir(mode=0o700)
@@ -266,7 +272,8 @@ def test_the_printed_command_starts_a_server_to_attach_to(tmp_path: Path) -> Non
             start_new_session=True,
         )
     try:
-        url, deadline = f"http://127.0.0.1:{port}", time.monotonic() + STARTUP_S
+        url = f"http://127.0.0.1:{port}"
+        deadline = time.monotonic() + STARTUP_S
         while not is_healthy(url):
             assert process.poll() is None and time.monotonic() < deadline, (
                 tmp_path / "log"

@@ -1,4 +1,5 @@
-"""What stands in the ranks of stock SGLang's own models, put together: every layout, and faults planted in one rank.
+"""What stands in the ranks of stock SGLang's own models, put together: every layout, and faults
+planted in one rank.
 
 One process builds all of them, rank by rank (sglang_ranks.py): no server, no process groups.
 """
@@ -144,7 +145,9 @@ RIGHT = {
     "deepseek_v3, experts on two ranks of four": case("deepseek_v3", 4, 8, ep=2),
     "glm4_moe, the shared expert is one more": case("glm4_moe", 4, 2, dtype="bfloat16"),
 }
-ATTENTION, MLP, EXPERT = f"{LAYER}.self_attn", f"{LAYER}.mlp", f"{LAYER}.mlp.experts.5"
+ATTENTION = f"{LAYER}.self_attn"
+MLP = f"{LAYER}.mlp"
+EXPERT = f"{LAYER}.mlp.experts.5"
 Q_AND_K = [f"{ATTENTION}.q_proj.weight", f"{ATTENTION}.k_proj.weight"]
 OF_EXPERT = [f"{EXPERT}.{part}_proj.weight" for part in ("gate", "up", "down")]
 WRONG: dict[str, tuple[Any, int, list[str]]] = {
@@ -392,7 +395,8 @@ def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(
     """Bit for bit by receipt; each rank takes what stands in it, and that is what the plan says."""
     found = results[name]
     print(f"{name}: {found['seconds']} s of CPU time, moved {found['moved']}")
-    trainer, num_senders = SHARDS[name][0]["trainer"], SHARDS[name][1]
+    trainer = SHARDS[name][0]["trainer"]
+    num_senders = SHARDS[name][1]
     assert found["equal"] and all(found["as_stock"]) and found["num_senders"] == num_senders
     assert (found["num_parts"] > 0) == (
         trainer.get("tp", 1) > 1
@@ -401,7 +405,9 @@ def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(
 
 
 def test_a_bias_that_a_second_rank_adds_is_named(results: dict[str, dict[str, Any]]) -> None:
-    """Ranks that share an expert of GPT-OSS add up what they compute, so only one of them may have its last bias."""
+    """Ranks that share an expert of GPT-OSS add up what they compute, so only one of them may have
+    its last bias.
+    """
     assert results["GPT-OSS, tp2 ep2 to tp2"]["added_twice"] == [
         [],
         [f"{LAYER}.mlp.experts.0.down_proj_bias"],

@@ -1,7 +1,9 @@
-"""Receipts of real servers at tp-size 2: what stands is what was sent, also after the session; one wrong rank is named.
+"""Receipts of real servers at tp-size 2: what stands is what was sent, also after the session; one
+wrong rank is named.
 
-On a CPU SGLang pads heads, expert columns and the vocabulary that two ranks cannot share evenly, so these models have
-all of that. Faults are given to one rank by SGLang's own update call, which has a payload for each.
+On a CPU SGLang pads heads, expert columns and the vocabulary that two ranks cannot share evenly, so
+these models have all of that. Faults are given to one rank by SGLang's own update call, which has a
+payload for each.
 """
 
 from __future__ import annotations
@@ -152,7 +154,8 @@ def server(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp(request.param)
-    model, transfer = folder / "model", folder / "transfer"
+    model = folder / "model"
+    transfer = folder / "transfer"
     for path in (model, transfer):
         path.mkdir()
     (model / "config.json").write_text(json.dumps(MODELS[request.param]))
@@ -265,7 +268,8 @@ def test_one_wrong_rank_is_refused(server: Server, name: str) -> None:
     family, rank, wrong = PLANTED[name]
     if family != server.family:
         pytest.skip(f"planted in {family}")
-    weights, old = server.weights(3), server.weights(4)
+    weights = server.weights(3)
+    old = server.weights(4)
     server.sync(old)
     given = dict(weights)
     if name == "an expert left out":
@@ -277,7 +281,8 @@ def test_one_wrong_rank_is_refused(server: Server, name: str) -> None:
     elif name == "q and k swapped":
         given |= {Q_AND_K[0]: weights[Q_AND_K[1]], Q_AND_K[1]: weights[Q_AND_K[0]]}
     elif name == "a stale rank":
-        given, wrong = {"model.norm.weight": old["model.norm.weight"]}, list(weights)
+        given = {"model.norm.weight": old["model.norm.weight"]}
+        wrong = list(weights)
     else:
         given[wrong[0]] = flipped(weights[wrong[0]])
     server.give([given, weights] if rank == 0 else [weights, given])

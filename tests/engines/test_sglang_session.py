@@ -1,7 +1,8 @@
-"""Generation over weight syncs on stock SGLang, by the balancer and through sglang-router: every key once, and every
-token from the weights that it says, by transformers' log-probs.
+"""Generation over weight syncs on stock SGLang, by the balancer and through sglang-router: every
+key once, and every token from the weights that it says, by transformers' log-probs.
 
-`python -m pytest -s tests/engines/test_sglang_session.py -k every_token` prints how log-probs fit the versions.
+`python -m pytest -s tests/engines/test_sglang_session.py -k every_token` prints how log-probs
+fit the versions.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def work_of(num_keys: int, first: int = 0, longest: int = 120, num_samples: int 
     """Every second key has a greedy sample beside its group."""
     work = {}
     for key in range(first, first + num_keys):
-        prompt, length = (1 + key % 30, 2, 3 + key % 7), longest // 2 + (37 * key) % (longest // 2)
+        prompt = (1 + key % 30, 2, 3 + key % 7)
+        length = longest // 2 + (37 * key) % (longest // 2)
         work[key] = [
             request(
                 prompt,
@@ -68,8 +70,9 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[EngineSe
 def test_every_token_is_of_the_version_that_it_says(
     servers: tuple[EngineServers, Path], router: bool, tmp_path: Path
 ) -> None:
-    """Three syncs while groups are generated, the second one fails on engine0; an evaluation; then all that runs is
-    given up, which frees the engines."""
+    """Three syncs while groups are generated, the second one fails on engine0; an evaluation; then
+    all that runs is given up, which frees the engines.
+    """
     balancer = (
         SGLangRouterBalancer(prepare_router(str(sglang_python()), {}, tmp_path, 60.0), 0)
         if router
@@ -83,7 +86,8 @@ def test_every_token_is_of_the_version_that_it_says(
         balancer=balancer,
     )
     rig.sync()
-    first, work = rig.version, work_of(16)
+    first = rig.version
+    work = work_of(16)
     with rig.fleet.open_session() as session:
         assert [member.max_running_samples for member in rig.fleet._supervisor.members] == [
             MAX_RUNNING

@@ -1,7 +1,8 @@
-"""Fleets of stock SGLang: what goes wrong with requests and servers costs time, but no sample is lost, doubled or old.
+"""Fleets of stock SGLang: what goes wrong with requests and servers costs time, but no sample is
+lost, doubled or old.
 
-Every sample is compared with the one of a call that nobody disturbed (its seed decides), and its log-probs with those
-of transformers on the weights of the current version.
+Every sample is compared with the one of a call that nobody disturbed (its seed decides), and its
+log-probs with those of transformers on the weights of the current version.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = [pytest.mark.long, pytest.mark.sglang, needs_sglang]
 TEXT = tuple(range(2, 30))
-# No two begin alike; the first end long before the last, so that what is done when they come hits the others.
+# No two begin alike; the first end long before the last, so that what is done when they come
+# hits the others.
 REQUESTS = [request((i + 1, *TEXT), tuple(range(10 * i, 10 * i + 4)), 8 + 16 * i) for i in range(8)]
 SHORT = [replace(asked, params=replace(asked.params, max_new_tokens=8)) for asked in REQUESTS]
 Groups = list[list[GeneratedSample]]
@@ -163,8 +165,10 @@ class Rig:
                 assert sample.policy_version == self.version
 
     def until_all_serve(self, fleet: EngineFleet, expected: Groups, num_resynced: int = 0) -> None:
-        """A server that is started again can come too late to be needed in the call that lost it, and one that had
-        given all its samples is missed by the next call. `num_resynced`: engines that must have got weights anew."""
+        """A server that is started again can come too late to be needed in the call that lost it,
+        and one that had given all its samples is missed by the next call. `num_resynced`: engines
+        that must have got weights anew.
+        """
         for _ in range(200):
             if len(fleet.live_engines) == len(fleet.engines) and len(self.resynced) >= num_resynced:
                 return
@@ -217,7 +221,9 @@ def test_faults_of_requests(two: Rig) -> None:
 
 
 def test_a_killed_server_and_a_stopped_scheduler_are_replaced(two: Rig) -> None:
-    """SIGKILL to one server, SIGSTOP to the other's process that holds the model: its HTTP side goes on answering."""
+    """SIGKILL to one server, SIGSTOP to the other's process that holds the model: its HTTP side
+    goes on answering.
+    """
     fleet = two.fleet()
     expected = two.undisturbed(fleet)
     first, second = two.servers.processes
@@ -240,8 +246,9 @@ def test_a_killed_server_and_a_stopped_scheduler_are_replaced(two: Rig) -> None:
 
 
 def test_the_same_through_sglang_router(two: Rig) -> None:
-    """Groups stay together, faults of one engine come back to the fleet, and one that is killed and started again has
-    another address, which the router is told before anything is sent to it."""
+    """Groups stay together, faults of one engine come back to the fleet, and one that is killed and
+    started again has another address, which the router is told before anything is sent to it.
+    """
     process = prepare_router(str(sglang_python()), {}, two.folder, 60.0)
     router = SGLangRouterBalancer(
         process, max_restarts=1, health_interval_s=1.0, health_timeout_s=15.0
@@ -274,11 +281,13 @@ def test_the_same_through_sglang_router(two: Rig) -> None:
 
 
 def test_replicas_with_tensor_parallelism(tmp_path: Path) -> None:
-    """A group's samples share their prompt, by the balancer and through the router: one of them computes it, the others
-    find all but its last token. Then a rank of one server hangs: it is replaced as a whole, and gets the weights."""
+    """A group's samples share their prompt, by the balancer and through the router: one of them
+    computes it, the others find all but its last token. Then a rank of one server hangs: it is
+    replaced as a whole, and gets the weights.
+    """
     with ExitStack() as stack:
-        # Seeds would take the prefix cache away on a CPU. One at a time: samples that are computed in one batch do not
-        # find one another in the cache.
+        # Seeds would take the prefix cache away on a CPU. One at a time: samples that are computed
+        # in one batch do not find one another in the cache.
         settings = {"enable_deterministic_inference": False, "max_running_requests": 1}
         rig = Rig(tmp_path, stack, SHORT, request_s=240.0, tp_size=2, **settings)
         assert [address.tp_size for address in rig.servers.addresses] == [2, 2]

@@ -1,6 +1,8 @@
-"""Planted faults of a weight sync, on every kind of engine: refused, the tensor named, and no token from such weights.
+"""Planted faults of a weight sync, on every kind of engine: refused, the tensor named, and no token
+from such weights.
 
-Trainer (Megatron), engine (a server process) and syncs are those of a run; a proxy between them does the damage.
+Trainer (Megatron), engine (a server process) and syncs are those of a run; a proxy between them
+does the damage.
 """
 
 from __future__ import annotations
@@ -141,7 +143,8 @@ PLANTED = {
 def test_a_planted_fault_is_refused_until_a_full_sync(
     rig: Rig, name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    engine, version = rig.fleet.engines[0], rig.sync.policy_version
+    engine = rig.fleet.engines[0]
+    version = rig.sync.policy_version
     change_weights(rig.group, seed=version)
     fault = PLANTED[name]
     rig.plan(replace(fault, nth=rig.proxy.num_buckets + fault.nth, times=ALWAYS))
@@ -176,7 +179,9 @@ def test_a_planted_fault_is_refused_until_a_full_sync(
 
 @each_kind
 def test_an_engine_is_mended_before_it_serves(rig: Rig) -> None:
-    """A fault that does not come again: the next generate gives the weights once more, and only then asks."""
+    """A fault that does not come again: the next generate gives the weights once more, and
+    only then asks.
+    """
     change_weights(rig.group, seed=200)
     rig.plan(ProxyFault("swap_names", nth=rig.proxy.num_buckets + 2))
     rig.sync()
@@ -240,8 +245,9 @@ def test_a_resync_gives_the_same_version_again(rig: Rig) -> None:
 
 @each_kind
 def test_faults_of_requests_lose_double_and_age_no_sample(rig: Rig) -> None:
-    """A connection that breaks before or in the answer, an answer that is 500 or says that it is of the version before,
-    a request that comes twice or late."""
+    """A connection that breaks before or in the answer, an answer that is 500 or says that it is of
+    the version before, a request that comes twice or late.
+    """
     expected = rig.fleet.generate(REQUESTS)
     for kind in ("reset", "old_version", "duplicate", "delay", "cut", "error"):
         rig.plan(ProxyFault(kind, "/generate", nth=rig.proxy.passed["/generate"] + 1, seconds=0.2))
@@ -283,7 +289,9 @@ def test_an_engine_that_never_answers_a_commit_is_set_aside(
 def test_one_engine_that_fails_leaves_the_others_to_commit(
     two: tuple[EngineServers, Path], group: InlineWorkerGroup, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """engine0 gets a damaged bucket, then it is killed in one, for good; engine1 goes on, and so does the trainer."""
+    """engine0 gets a damaged bucket, then it is killed in one, for good; engine1 goes on, and so
+    does the trainer.
+    """
     servers, transfer = two
     with FaultProxy(servers.addresses[0], transfer, kill_engine=servers.processes[0].stop) as proxy:
         engines = [LocalEngine(proxy.address, 20.0), LocalEngine(servers.addresses[1])]

@@ -1,5 +1,5 @@
-"""Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2, experts also at ep-size 2: what
-stands is what was sent.
+"""Every weight transport from every trainer layout to stock SGLang at tp-size 1 and 2, experts also
+at ep-size 2: what stands is what was sent.
 
 Real ranks of Megatron and FSDP2, real servers, the verbs and the transaction of a run. `python -m
 benchmarks.sync_matrix` runs it and keeps the bytes that moved.
@@ -296,7 +296,8 @@ def test_what_stands_in_sglang_is_what_was_exported(
         0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1
     )  # it would show other weights
 
-    axes, tp_size = LAYOUTS[layout], server.engine.address.tp_size
+    axes = LAYOUTS[layout]
+    tp_size = server.engine.address.tp_size
     table = make_weight_table(config, axes.get("tp", 1))
     whole = sum(4 * prod(hf.shape) for rule in table for hf in rule.hf_tensors)
     same = sum(
@@ -334,8 +335,11 @@ def test_what_stands_in_sglang_is_what_was_exported(
 def test_one_sync_serves_engines_with_and_without_dp_attention(
     dist_pool: DistPool, transport: WeightTransport, tmp_path: Path
 ) -> None:
-    """One engine is a single rank. In the other, of two ranks, attention stands in both and each expert in one."""
-    name, folders = "qwen3_moe", [tmp_path / folder for folder in ("plain", "dp", "transfer")]
+    """One engine is a single rank. In the other, of two ranks, attention stands in both and each
+    expert in one.
+    """
+    name = "qwen3_moe"
+    folders = [tmp_path / folder for folder in ("plain", "dp", "transfer")]
     for folder in folders:
         folder.mkdir()
     *homes, transfer = folders

@@ -1,5 +1,6 @@
-"""FP8 rollouts on real engines: what stands in them is what `quantise_to_fp8` makes of the trainer's weights, and they compute
-with the numbers that this stands for."""
+"""FP8 rollouts on real engines: what stands in them is what `quantise_to_fp8` makes of the
+trainer's weights, and they compute with the numbers that this stands for.
+"""
 
 from __future__ import annotations
 
@@ -96,9 +97,12 @@ def weights_of(group: InlineWorkerGroup) -> dict[str, Tensor]:
 def check(
     sync: WeightSync, weights: dict[str, Tensor], model: Path, dtype: torch.dtype, bar: float
 ) -> None:
-    """By digests of blocks and scales, and by the log-probs of what is sampled, which plain weights do not have."""
+    """By digests of blocks and scales, and by the log-probs of what is sampled, which plain
+    weights do not have.
+    """
     (engine,) = sync.fleet.live_engines
-    expected, numbers = dict[str, Tensor](), dict[str, Tensor]()
+    expected = dict[str, Tensor]()
+    numbers = dict[str, Tensor]()
     for name, plain in weights.items():
         own = plain.to(dtype)
         expected[name] = numbers[name] = own
@@ -110,7 +114,8 @@ def check(
     }
     apart, plain_apart = (largest_difference(sync, model, given) for given in (numbers, weights))
     print(
-        f"log-probs: {apart:.3g} from those of the numbers that stand, {plain_apart:.3g} from those of plain weights"
+        f"log-probs: {apart:.3g} from those of the numbers that stand, {plain_apart:.3g} from"
+        " those of plain weights"
     )
     assert apart <= bar < 0.5 * plain_apart, (apart, plain_apart)
 
@@ -118,7 +123,8 @@ def check(
 def largest_difference(sync: WeightSync, model: Path, weights: dict[str, Tensor]) -> float:
     """Between log-probs of the engine and of transformers with these weights, in float32."""
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    target, fused = dict(reference.named_parameters()), dict[str, list[Tensor]]()
+    target = dict(reference.named_parameters())
+    fused = dict[str, list[Tensor]]()
     with torch.no_grad():
         for name, values in weights.items():
             if ".experts." not in name:
@@ -138,7 +144,9 @@ def largest_difference(sync: WeightSync, model: Path, weights: dict[str, Tensor]
 
 @pytest.mark.parametrize("has_experts", [False, pytest.param(True, marks=pytest.mark.long)])
 def test_the_bundled_engine(tmp_path: Path, has_experts: bool) -> None:
-    """Shard to shard from memory and over a process group; a block that changes on the way is named."""
+    """Shard to shard from memory and over a process group; a block that changes on
+    the way is named.
+    """
     model = write_model(tmp_path / "model", has_experts)
     transfer = tmp_path / "transfer"
     transfer.mkdir()
@@ -166,7 +174,9 @@ def test_the_bundled_engine(tmp_path: Path, has_experts: bool) -> None:
 @needs_sglang
 @pytest.mark.parametrize("transport", ["tensor", "process_group"])
 def test_stock_sglang_at_tp2(tmp_path: Path, transport: WeightTransport) -> None:
-    """Its own FP8 layers and loader; the products are those of tools/sglang_cpu, since SGLang's need AMX kernels."""
+    """Its own FP8 layers and loader; the products are those of tools/sglang_cpu, since SGLang's
+    need AMX kernels.
+    """
     model = write_model(tmp_path / "model", has_experts=False)
     transfer = tmp_path / "transfer"
     transfer.mkdir()

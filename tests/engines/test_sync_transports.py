@@ -1,6 +1,8 @@
-"""Whole weight syncs by every transport, with and without faults: refused, left out, mended by the next one.
+"""Whole weight syncs by every transport, with and without faults: refused, left out, mended
+by the next one.
 
-Trainer, engines and syncs are those of a run; the damage is done between a transport and its engine.
+Trainer, engines and syncs are those of a run; the damage is done between a transport
+and its engine.
 """
 
 from __future__ import annotations
@@ -70,7 +72,9 @@ def group(model: Path) -> Iterator[InlineWorkerGroup]:
 
 @dataclass
 class Damage:
-    """What happens to the nth bucket of the next sync. Stands between the transports and their engines."""
+    """What happens to the nth bucket of the next sync. Stands between the transports and
+    their engines.
+    """
 
     kind: str = ""
     nth: int = 0
@@ -78,7 +82,8 @@ class Damage:
     seen: list[BucketManifest] = field(default_factory=list)
 
     def plan(self, kind: str = "", nth: int = 2) -> None:
-        self.kind, self.nth = kind, nth
+        self.kind = kind
+        self.nth = nth
         self.seen.clear()
 
 
@@ -141,7 +146,9 @@ class Rig:
     version: int = 0
 
     def syncing(self, transport: WeightTransport, has_loader: bool = True) -> WeightSync:
-        """A sync of a fresh fleet, with other weights than the engine has. Without its loader it is probed."""
+        """A sync of a fresh fleet, with other weights than the engine has. Without its
+        loader it is probed.
+        """
         change_weights(self.group, seed=self.version)
         address = replace(self.servers.addresses[0], has_loader=has_loader)
         fleet = EngineFleet([connect_engine(address, self.transfer)], 60.0, 0)
@@ -250,7 +257,9 @@ def rig(
 
 @pytest.mark.parametrize("transport", [pytest.param(name, marks=on_sglang) for name in TRANSPORTS])
 def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None:
-    """Of the same process and server: the group is kept, old versions of files go; and the same version again."""
+    """Of the same process and server: the group is kept, old versions of files go; and the same
+    version again.
+    """
     rig.damage.plan()
     sync = rig.syncing(transport)
     groups = rig.group._host._roles["host"]._groups._groups  # type: ignore[union-attr, attr-defined]
@@ -280,7 +289,9 @@ def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None
 def test_a_server_without_the_loader_of_the_run(
     rig: Rig, transport: WeightTransport, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """SGLang's plain update calls bring the weights; what is lost on the way is found by the probe that follows."""
+    """SGLang's plain update calls bring the weights; what is lost on the way is found by the
+    probe that follows.
+    """
     rig.damage.plan()
     sync = rig.syncing(transport, has_loader=False)
     metrics = rig.sync(sync)

@@ -250,7 +250,7 @@ def check_offload(
         actor.update(shard, plan, 1.0, "sft")  # moments that are not zero
         log_probs = actor.log_probs(shard, plan, 1.0).log_probs
         tensors = [
-            tensor for _, tensor in actor.export()
+            tensor for _, tensor in actor.export_shards()
         ] + actor.backend.optimizer.list_state_tensors()
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
         kept = [tensor.detach().to("cpu", copy=True) for tensor in tensors]
@@ -294,7 +294,7 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
     ):
         engine.begin_weight_update(1)
         report = deliver_weights(
-            actor.export(),
+            actor.export_shards(),
             world,
             EngineProcessGroups(),
             version=1,

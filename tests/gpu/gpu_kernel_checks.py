@@ -330,7 +330,7 @@ def check_main_grad(
             "a second gradient"
         )
         found = weight.main_grad.detach().clone()
-        backend = actor.head.report().backend
+        backend = actor.head.make_report().backend
     figures = {"main_grad_error": relative_error(found[: gradient.shape[0]], gradient)}
     assert figures["main_grad_error"] <= (1e-4 if dtype == torch.float32 else 0.06), (
         figures,

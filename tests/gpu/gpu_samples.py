@@ -36,7 +36,10 @@ def sampled_batch(prompts: list[tuple[int, ...]], groups: list[list[Any]]) -> tu
     """What an engine sampled as a TokenBatch, and the log-probs that it reported, [T]."""
     from rlhf_megatron.data.batch import TokenBatch, compute_offsets
 
-    token_ids, mask, log_probs, lengths = [], [], [], []
+    token_ids = []
+    mask = []
+    log_probs = []
+    lengths = []
     for prompt, group in zip(prompts, groups, strict=True):
         for sample in group:
             token_ids += [*prompt, *sample.token_ids]
@@ -85,7 +88,9 @@ def reference_log_probs(weights: dict[str, Tensor], batch: Any) -> Tensor:
 
 
 def make_value_batch(values: Tensor) -> Any:
-    """`make_batch` with returns, and old values that differ from `values`, so that some are clipped."""
+    """`make_batch` with returns, and old values that differ from `values`, so that
+    some are clipped.
+    """
     from rlhf_megatron.data.batch import ValueMiniBatch
 
     batch = make_batch()
@@ -125,9 +130,12 @@ def reference_values(weights: dict[str, Tensor], batch: Any) -> Tensor:
 
 
 def value_loss(values: Tensor, batch: Any) -> Tensor:
-    """The larger one of the squared distances to the returns, free and clipped around the old values; halved."""
+    """The larger one of the squared distances to the returns, free and clipped around the old
+    values; halved.
+    """
     moved = (values - batch.old_values).clamp(-VALUE_CLIP, VALUE_CLIP)
-    free, clipped = (values - batch.returns) ** 2, (batch.old_values + moved - batch.returns) ** 2
+    free = (values - batch.returns) ** 2
+    clipped = (batch.old_values + moved - batch.returns) ** 2
     return (0.5 * torch.maximum(free, clipped) * batch.loss_weights).sum()
 
 
@@ -156,8 +164,9 @@ def attention_by_document(
     sinks: Tensor | None = None,
     window: int | None = None,
 ) -> Tensor:
-    """[T, heads, d] each -> [T, heads, d]. `sinks` [heads]: logits in the softmax for no key; `window`: tokens that
-    each sees, itself with them."""
+    """[T, heads, d] each -> [T, heads, d]. `sinks` [heads]: logits in the softmax for no key;
+    `window`: tokens that each sees, itself with them.
+    """
     parts = []
     for pieces in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         if sinks is not None:
@@ -183,5 +192,6 @@ def attention_by_document(
 
 def relative_error(value: Tensor, truth: Tensor) -> float:
     """L2 norm of the difference over the L2 norm of `truth`."""
-    value, truth = value.detach().double().cpu(), truth.detach().double()
+    value = value.detach().double().cpu()
+    truth = truth.detach().double()
     return float((value - truth).norm() / truth.norm())

@@ -1,4 +1,5 @@
-"""A Qwen3 decoder written out in plain torch, one document at a time: what the device is compared with.
+"""A Qwen3 decoder written out in plain torch, one document at a time: what the device is
+compared with.
 
 Needs neither megatron nor transformers, and runs in the type of the weights that it is given.
 """
@@ -24,7 +25,8 @@ CONFIG: dict[str, Any] = {
     "head_dim": 64,
     "hidden_act": "silu",
     "max_position_embeddings": 512,
-    "initializer_range": 0.06,  # logits of deviation 1: distributions that are neither flat nor certain
+    # logits of deviation 1: distributions that are neither flat nor certain
+    "initializer_range": 0.06,
     "rms_norm_eps": 1e-6,
     "rope_theta": 10000.0,
     "attention_bias": False,
@@ -94,6 +96,7 @@ def _turn(x: Tensor, config: Mapping[str, Any]) -> Tensor:
     half = config["head_dim"] // 2
     steps = torch.arange(half, dtype=torch.float64) / half
     angles = torch.arange(x.shape[1], dtype=torch.float64)[:, None] / config["rope_theta"] ** steps
-    cos, sin = angles.cos().to(x.dtype), angles.sin().to(x.dtype)
+    cos = angles.cos().to(x.dtype)
+    sin = angles.sin().to(x.dtype)
     first, second = x.split(half, -1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)

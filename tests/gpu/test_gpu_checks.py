@@ -1,4 +1,6 @@
-"""gpu_checks.py on CUDA in bfloat16; and on the CPU in both types, so that the same lines are held there too."""
+"""gpu_checks.py on CUDA in bfloat16; and on the CPU in both types, so that the same lines are
+held there too.
+"""
 
 from __future__ import annotations
 

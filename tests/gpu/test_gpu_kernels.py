@@ -1,4 +1,6 @@
-"""gpu_kernel_checks.py on CUDA; and on the CPU, without Triton, so that its lines are held there too."""
+"""gpu_kernel_checks.py on CUDA; and on the CPU, without Triton, so that its lines are
+held there too.
+"""
 
 from __future__ import annotations
 

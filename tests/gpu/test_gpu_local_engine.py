@@ -1,4 +1,6 @@
-"""The bundled engine on a GPU: memory that is released is the device's again; cuts and pauses are those of the CPU."""
+"""The bundled engine on a GPU: memory that is released is the device's again; cuts and pauses are
+those of the CPU.
+"""
 
 from __future__ import annotations
 
@@ -86,10 +88,8 @@ def test_kept_sets_are_those_of_the_cpu(device: str) -> None:
     probs = (torch.randn(len(KINDS), 20_000) * 2).softmax(-1)
     probs = (probs * 2**20).round() / 2**20  # many equal ones, and sums that are exact in any order
     params = [SamplingParams(1, **kind) for kind in KINDS]
-    here, there = (
-        ProbabilityCuts.from_params(params, torch.device("cpu")),
-        ProbabilityCuts.from_params(params, torch.device(device)),
-    )
+    here = ProbabilityCuts.from_params(params, torch.device("cpu"))
+    there = ProbabilityCuts.from_params(params, torch.device(device))
     expected = here.zero_cut_probs(probs)
     assert torch.equal(there.zero_cut_probs(probs.to(device)).cpu(), expected)
     assert 0 < expected[0].count_nonzero() < probs[0].count_nonzero() and torch.equal(

@@ -1,4 +1,6 @@
-"""Buckets in device memory: another process opens them by CUDA IPC; two GPUs broadcast them by NCCL."""
+"""Buckets in device memory: another process opens them by CUDA IPC; two GPUs
+broadcast them by NCCL.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +31,11 @@ import sys, torch, torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 address, port, name = sys.argv[1], sys.argv[2], sys.argv[3]
 torch.cuda.set_device(1)
-store, rank, world = next(c10d.rendezvous(f"tcp://{address}:{port}", 1, 2, timeout=c10d.default_pg_timeout))
+store, rank, world = next(c10d.rendezvous(f"tcp://{address}:{port}", 1, 2, \
+timeout=c10d.default_pg_timeout))
 store = c10d.PrefixStore(name, store)
-group, _ = c10d._new_process_group_helper(world, rank, [], c10d.Backend("nccl"), store, group_name=name,
+group, _ = c10d._new_process_group_helper(world, rank, [], c10d.Backend("nccl"), store, \
+group_name=name,
     backend_options=None, timeout=c10d.default_pg_timeout)
 c10d._world.pg_group_ranks[group] = {0: 0, 1: 1}
 found = torch.empty(int(sys.argv[4]), dtype=torch.uint8, device="cuda")
@@ -49,7 +53,8 @@ def child(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 @pytest.mark.gpu
 def test_memory_that_cannot_be_page_locked_ends_no_later_kernel() -> None:
-    device, memory = torch.device("cuda", 0), torch.zeros(1 << 20)
+    device = torch.device("cuda", 0)
+    memory = torch.zeros(1 << 20)
     assert device_sharing.page_lock_memory(memory, device)
     assert not device_sharing.page_lock_memory(memory, device), "it is locked already"
     assert torch.ones(4, device=device).sum().item() == 4
@@ -63,7 +68,9 @@ def test_another_process_reads_each_bucket_where_it_lies() -> None:
     if not device_sharing.can_share_device_memory(device):
         pytest.skip("memory of this device cannot be shared")
     assert device_sharing.get_device_id(device) in device_sharing.list_device_ids()
-    reader, answers, expected = child(READER), [], []
+    reader = child(READER)
+    answers = []
+    expected = []
 
     def deliver(manifest: BucketManifest, bucket: torch.Tensor) -> None:
         assert reader.stdin is not None and reader.stdout is not None

@@ -1,10 +1,13 @@
-"""The part of stock SGLang that takes broadcasts, alone: small enough to start at once, and to fail on demand.
+"""The part of stock SGLang that takes broadcasts, alone: small enough to start at once, and to
+fail on demand.
 
-    python tests/support/broadcast_engine.py DIRECTORY        # prints its port; one tensor-parallel rank
+    python tests/support/broadcast_engine.py DIRECTORY        # prints its port; one
+        tensor-parallel rank
 
-It works on one request at a time, as SGLang's scheduler does, joins groups as its `init_custom_process_group` does, and
-receives a bucket as its "flattened_bucket" format says. POST /fault {"kind", "nth"} plans what happens to the nth
-bucket from then on: "die" in the middle, "refuse" it, "hang" before taking it. GET /log tells what it did.
+It works on one request at a time, as SGLang's scheduler does, joins groups as its
+`init_custom_process_group` does, and receives a bucket as its "flattened_bucket" format says. POST
+/fault {"kind", "nth"} plans what happens to the nth bucket from then on: "die" in the middle,
+"refuse" it, "hang" before taking it. GET /log tells what it did.
 """
 
 from __future__ import annotations
@@ -41,7 +44,9 @@ class Engine:
         self.fault: dict[str, Any] = {}
 
     def init_weights_update_group(self, request: dict[str, Any]) -> str:
-        rank, world, name = request["rank_offset"], request["world_size"], request["group_name"]
+        rank = request["rank_offset"]
+        world = request["world_size"]
+        name = request["group_name"]
         init_method = f"tcp://{request['master_address']}:{request['master_port']}"
         store, rank, world = next(
             c10d.rendezvous(init_method, rank, world, timeout=c10d.default_pg_timeout)
@@ -135,9 +140,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return
         start = time.time()
         try:
-            message, is_done = getattr(self.engine, verb)(request), True
+            message = getattr(self.engine, verb)(request)
+            is_done = True
         except Exception as error:
-            message, is_done = f"{type(error).__name__}: {error}", False
+            message = f"{type(error).__name__}: {error}"
+            is_done = False
         group = request.get("group_name", "")
         self.engine.log.append(
             {"verb": verb, "group": group, "start": start, "end": time.time(), "good": is_done}

@@ -62,7 +62,9 @@ class Skipped:
 
 
 def corrected(config: RunConfig, batch: TrainBatch) -> TrainBatch:
-    """With the columns of the rollout correction that the controller makes, where the configuration has one."""
+    """With the columns of the rollout correction that the controller makes, where the
+    configuration has one.
+    """
     section = config.algorithm.rollout_correction
     noise = torch.randn(batch.num_tokens, generator=torch.Generator().manual_seed(1))
     if section != type(section)():
@@ -79,13 +81,16 @@ def corrected(config: RunConfig, batch: TrainBatch) -> TrainBatch:
 
 
 def skipped_updates(world: World, config: RunConfig, run_dir: Path) -> Skipped:
-    """Three steps whose sample 5 has an advantage without bound, in one of two mini-batches; replays of the first."""
+    """Three steps whose sample 5 has an advantage without bound, in one of two mini-batches;
+    replays of the first.
+    """
     batch = corrected(config, small_batch())
     advantages = batch.advantages.clone()
     advantages[int(batch.offsets[6]) - 1] = torch.inf
     bad = replace(batch, advantages=advantages)
     notes: list[str] = []
-    metrics, error = [], ""
+    metrics = []
+    error = ""
     skips = NonFiniteSkips(
         config.trainer,
         CapsuleStore(

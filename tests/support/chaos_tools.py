@@ -1,4 +1,6 @@
-"""Run directories and short disturbed runs for the tests of benchmarks/chaos and benchmarks/soak.py."""
+"""Run directories and short disturbed runs for the tests of benchmarks/chaos
+and benchmarks/soak.py.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ SOAK_PROMPTS_BY_STEP = [
 
 
 def soak_rows() -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """(rows of steps, samples) of a run of three steps that nobody disturbed: 16 prompts, 8 samples of each."""
+    """(rows of steps, samples) of a run of three steps that nobody disturbed: 16 prompts, 8
+    samples of each.
+    """
     rows = [
         {"step": step, "policy/version": step + 1.0, "rollout/num_samples": 128.0}
         for step in range(1, 1 + len(SOAK_PROMPTS_BY_STEP))

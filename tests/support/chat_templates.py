@@ -1,4 +1,6 @@
-"""Chat templates in the style of two families, and a small tokenizer that has their control tokens."""
+"""Chat templates in the style of two families,
+and a small tokenizer that has their control tokens.
+"""
 
 import json
 from pathlib import Path
@@ -26,7 +28,8 @@ QWEN = """{%- if tools %}
         {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
     {%- elif message.role == "assistant" %}
         {{- '<|im_start|>' + message.role + '\\n' }}
-        {%- generation %}{{- message.content.split('</think>')[-1].lstrip('\\n') }}{%- endgeneration %}
+        {%- generation %}{{- message.content.split('</think>')[-1].lstrip('\\n') }}{%- \
+endgeneration %}
         {{- '<|im_end|>\\n' }}
     {%- endif %}
 {%- endfor %}
@@ -59,7 +62,8 @@ LLAMA = """{{- bos_token }}
     {%- if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}
         {{- raise_exception('Conversation roles must alternate user/assistant') }}
     {%- endif %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n'+ message['content'] | \
+trim + '<|eot_id|>' }}
 {%- endfor %}
 {%- if add_generation_prompt %}
     {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
@@ -78,7 +82,9 @@ SPECIALS = (
 def write_chat_tokenizer(
     directory: Path, specials: tuple[str, ...] = SPECIALS, **settings: Any
 ) -> Path:
-    """A byte-level tokenizer with the control tokens of both families, that puts <|bos|> in front when asked to."""
+    """A byte-level tokenizer with the control tokens of both families, that puts <|bos|> in front
+    when asked to.
+    """
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

@@ -1,4 +1,6 @@
-"""Cases of test_check_memory.py: what is planned for them, and what the ranks of real actors and critics hold."""
+"""Cases of test_check_memory.py: what is planned for them, and what the ranks of real actors
+and critics hold.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ CASES = (
 
 
 def held(world: World, case: Case) -> dict[str, int]:
-    """Bytes of the tensors that this rank of a real actor or critic holds, counted by their storage."""
+    """Bytes of the tensors that this rank of a real actor or critic holds, counted by
+    their storage.
+    """
     from rlhf_megatron.ranks.workers import data_parallel
 
     data_parallel.DDP_BUCKET_SIZE = case.bucket_size
@@ -107,7 +111,9 @@ def make_worker(world: World, case: Case) -> Any:
     from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
     from rlhf_megatron.weights.weight_source import make_random_source
 
-    hf_config, optim, megatron = HF_CONFIGS[case.model], OptimConfig(), case.axes.megatron
+    hf_config = HF_CONFIGS[case.model]
+    optim = OptimConfig()
+    megatron = case.axes.megatron
     common = (hf_config, make_random_source(hf_config, 1), world, getattr(torch, case.dtype))
     phases = {"rl": TrainingPhase(optim, 10)}
     backend = MegatronBackend(*common, megatron, case.head)
@@ -124,7 +130,9 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def planned() -> list[list[dict[str, Any]]]:
-    """The plan of every case, by stage; in a process of its own, since it makes worlds and patches megatron-core."""
+    """The plan of every case, by stage; in a process of its own, since it makes worlds and
+    patches megatron-core.
+    """
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
         [sys.executable, __file__], capture_output=True, text=True, timeout=300, env=environment

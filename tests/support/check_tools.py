@@ -1,4 +1,6 @@
-"""`rlhf-megatron check` as a program, for test_check_run.py. As a script: with a mistake planted in it."""
+"""`rlhf-megatron check` as a program, for test_check_run.py. As a script: with a mistake
+planted in it.
+"""
 
 from __future__ import annotations
 

@@ -75,7 +75,9 @@ def overtaken_save(
 
 @contextmanager
 def small_files(num_bytes: int) -> Iterator[None]:
-    """No file of this process can grow past `num_bytes`: a write fails in the middle, as on a full disk."""
+    """No file of this process can grow past `num_bytes`: a write fails in the middle, as
+    on a full disk.
+    """
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
     try:
@@ -87,7 +89,9 @@ def small_files(num_bytes: int) -> Iterator[None]:
 def failing_saves(
     world: World, name: str, state: dict[str, Tensor], batch: MiniBatch, directory: Path
 ) -> dict[str, SaveResult]:
-    """Saves that rank 1, or the first rank at the end, cannot write; then a good one by the same actor."""
+    """Saves that rank 1, or the first rank at the end, cannot write; then a good one by
+    the same actor.
+    """
     actor = make_actor(world, name, state)
     shard, plan = share(world, batch, 40)
 

@@ -1,4 +1,6 @@
-"""What a worker process runs in the tests of the Checkpointer: real roles in one process, real files."""
+"""What a worker process runs in the tests of the Checkpointer: real roles in one
+process, real files.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def make(
 ) -> tuple[RunCheckpointer, Notes]:
     notes = Notes()
     has_frozen_start = needs_reference(config) and config.reference.path is None
-    text, workers = render_config_yaml(config), RoleProxies(group)
+    text = render_config_yaml(config)
+    workers = RoleProxies(group)
     saver = RunCheckpointer(
         config.trainer,
         text,

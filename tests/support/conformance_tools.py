@@ -1,4 +1,6 @@
-"""Engines for the conformance suite. One server of a kind serves all files of the suite; it ends with its last test."""
+"""Engines for the conformance suite. One server of a kind serves all files of the suite; it ends
+with its last test.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +95,8 @@ def with_end(make: Callable[[int], PreTrainedModel], seed: int) -> PreTrainedMod
     return model
 
 
-# On a CPU stock SGLang has no prefix cache while seeds count: the second server has the one and not the other.
+# On a CPU stock SGLang has no prefix cache while seeds count: the second server has the one and
+# not the other.
 Kinds = Mapping[str, tuple[Starter, Callable[[int], PreTrainedModel]]]
 SEEDED: Kinds = {
     "local": (start_local, tiny_qwen3),
@@ -156,7 +159,9 @@ def _use(
 
 
 def _is_used_later(items: list[pytest.Item], path: str, key: tuple[str, str]) -> bool:
-    """By a file after this one. Files of the suite alone are looked at: others have fixtures of the same names."""
+    """By a file after this one. Files of the suite alone are looked at: others have fixtures of
+    the same names.
+    """
     files = list(dict.fromkeys(str(item.path) for item in items))
     later = {
         file
@@ -185,7 +190,9 @@ def sync_weights(server: Server, weights: Mapping[str, Tensor]) -> None:
 
 
 class Call:
-    """One request that runs in a thread. `group` is empty where the engine refused, and `error` says why."""
+    """One request that runs in a thread. `group` is empty where the engine refused, and
+    `error` says why.
+    """
 
     def __init__(self, engine: InferenceEngine, request: GenerateRequest, name: str = "") -> None:
         self.group: list[GeneratedSample] = []
@@ -211,8 +218,10 @@ class Call:
 
 
 def midway(attempt: Callable[[float], tuple[int, T]]) -> T:
-    """The result of the first attempt that met a response in its middle. `attempt(delay)` says where it met it after
-    `delay` seconds (-1: before its first token, 0: midway, 1: after its end): nothing tells how far an engine is."""
+    """The result of the first attempt that met a response in its middle. `attempt(delay)` says
+    where it met it after `delay` seconds (-1: before its first token, 0: midway, 1: after its end):
+    nothing tells how far an engine is.
+    """
     delay = 0.1
     for _ in range(_MIDWAY_TRIES):
         place, result = attempt(delay)

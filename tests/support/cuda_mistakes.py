@@ -1,6 +1,8 @@
-"""Mistakes on device cuda, made on purpose under the rehearsal: prints by name what each was answered with.
+"""Mistakes on device cuda, made on purpose under the rehearsal: prints by name what each was
+answered with.
 
-cuda_mistakes.py numbers | checks | spill | rank FILE 0 or 1 [VARIABLE]"""
+cuda_mistakes.py numbers | checks | spill | rank FILE 0 or 1 [VARIABLE]
+"""
 
 from __future__ import annotations
 
@@ -57,18 +59,18 @@ def copies_and_waits() -> Tensor:
 
 
 def with_copies(has_end: bool = True, has_begin: bool = True) -> None:
-    """A computation before a copy to the host and one after it, in a queue of the package, under torch's sanitizer of
-    streams. `has_begin`, `has_end`: whether the copy waits for the first, and the last for the copy."""
+    """A computation before a copy to the host and one after it, in a queue of the package, under
+    torch's sanitizer of streams. `has_begin`, `has_end`: whether the copy waits for the first, and
+    the last for the copy.
+    """
     from torch.cuda import _sanitizer
 
     from rlhf_megatron.device import CopyQueue, allocate_host_buffer
 
     _sanitizer.enable_cuda_sanitizer()
     try:
-        queue, host = (
-            CopyQueue(torch.device("cuda:0")),
-            allocate_host_buffer(4000, torch.device("cuda:0")),
-        )
+        queue = CopyQueue(torch.device("cuda:0"))
+        host = allocate_host_buffer(4000, torch.device("cuda:0"))
         values = torch.ones(1000, device="cuda").add_(1)
         with queue.copy_after_computation() if has_begin else torch.cuda.stream(queue._stream):
             host.view(torch.float32).copy_(values, non_blocking=True)
@@ -124,7 +126,9 @@ def answers(mistakes: dict[str, Callable[[], object]]) -> dict[str, str]:
 
 
 def differ(file: str, rank: int, lacks: str = "") -> None:
-    """Two ranks of a group: one adds up, the other sends to all. `lacks`: a variable that only one of them has."""
+    """Two ranks of a group: one adds up, the other sends to all. `lacks`: a variable that only
+    one of them has.
+    """
     torch.cuda.set_device(rank)
     if lacks:
         os.environ.update({lacks: "0"} if rank else {})

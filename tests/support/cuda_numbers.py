@@ -65,7 +65,9 @@ def train() -> dict[str, Any]:
 
 
 def packed_attention() -> float:
-    """Relative error of torch's varlen flash attention, forward and backward, against each document in float32."""
+    """Relative error of torch's varlen flash attention, forward and backward, against each
+    document in float32.
+    """
     q, k, v = (torch.randn(7, 4, 8).requires_grad_() for _ in range(3))
     on_device = [t.detach().to("cuda", torch.bfloat16).requires_grad_() for t in (q, k, v)]
     starts = torch.tensor([0, 2, 7], dtype=torch.int32, device="cuda")
@@ -90,7 +92,9 @@ def packed_attention() -> float:
 
 
 def attention_with_sinks(window: int | None) -> float:
-    """Relative error of sinks around that kernel, of outputs and all gradients, against their formula in float32."""
+    """Relative error of sinks around that kernel, of outputs and all gradients, against their
+    formula in float32.
+    """
     from rlhf_megatron.ranks.models.flash_attention import (
         SequenceBorders,
         TorchAttentionPasses,
@@ -126,13 +130,12 @@ def send() -> dict[str, Any]:
     from rlhf_megatron.rollout.local.local_client import LocalEngine
     from rlhf_megatron.rollout.transports.tensor_transport import LocalTensorTransport
 
-    weight, bucket = (
-        torch.randn(8, 16, device="cuda:1"),
-        torch.zeros(4096, dtype=torch.uint8, device="cuda:1"),
-    )
+    weight = torch.randn(8, 16, device="cuda:1")
+    bucket = torch.zeros(4096, dtype=torch.uint8, device="cuda:1")
     bucket[:512].copy_(weight.view(torch.uint8).flatten())
     entry = TensorEntry("weight", "float32", (8, 16), 0, format_digest(digest_tensor(weight)))
-    engine, bodies = LocalEngine(EngineAddress("engine0", "local", "http://127.0.0.1:1", "key")), []
+    engine = LocalEngine(EngineAddress("engine0", "local", "http://127.0.0.1:1", "key"))
+    bodies = []
     answers = SimpleNamespace(
         get=lambda *_: {"devices": list_device_ids()}, post=lambda _, body, __: bodies.append(body)
     )

@@ -1,7 +1,10 @@
-"""Ranks without peers whose trainer has a mistake, under the rehearsal without numbers. Prints what each stage said.
+"""Ranks without peers whose trainer has a mistake, under the rehearsal without numbers. Prints what
+each stage said.
 
-cuda_planted.py                   rotated values that come from the CPU, and from a type that no product takes
-cuda_planted.py LAYOUT FAMILY     a model of Transformer Engine as it is, and with its marks"""
+cuda_planted.py                   rotated values that come from the CPU, and from a type that
+                                  no product takes
+cuda_planted.py LAYOUT FAMILY     a model of Transformer Engine as it is, and with its marks
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Weights shard to shard on device cuda under the rehearsal: two trainer ranks and the two ranks of an engine, each a
-process on one of two devices. Prints what each sync ended with.
+"""Weights shard to shard on device cuda under the rehearsal: two trainer ranks and the two ranks of
+an engine, each a process on one of two devices. Prints what each sync ended with.
 
-cuda_shards.py all DIRECTORY | trainer RANK DIRECTORY URL | engine RANK DIRECTORY"""
+cuda_shards.py all DIRECTORY | trainer RANK DIRECTORY URL | engine RANK DIRECTORY
+"""
 
 from __future__ import annotations
 
@@ -121,13 +122,16 @@ def engine(rank: int, directory: Path) -> None:
 
 
 def trainer(rank: int, directory: Path, url: str) -> None:
-    """Sends other weights each time; all but the first and the last with a mistake on rank 1 or in what it lends."""
+    """Sends other weights each time; all but the first and the last with a mistake on rank 1 or in
+    what it lends.
+    """
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group(
         "nccl", store=dist.FileStore(str(directory / "store"), SIZE), rank=rank, world_size=SIZE
     )
-    layout, transfer = ParallelLayout(SIZE, tp=SIZE), directory / "transfer"
+    layout = ParallelLayout(SIZE, tp=SIZE)
+    transfer = directory / "transfer"
     place = SimpleNamespace(
         layout=layout,
         rank=rank,
@@ -152,10 +156,8 @@ def trainer(rank: int, directory: Path, url: str) -> None:
                 "transfer_dir": transfer,
                 "bucket_bytes": 2048,
             }
-            groups, transport = (
-                EngineProcessGroups(),
-                "process_group" if kind == "links" else "tensor",
-            )
+            groups = EngineProcessGroups()
+            transport = "process_group" if kind == "links" else "tensor"
             report = deliver_weights(
                 export, place, groups, engine_dtype="bfloat16", transport_kind=transport, **how
             )
@@ -178,7 +180,8 @@ class planted:
     """A mistake, for the length of a block."""
 
     def __init__(self, kind: str, rank: int, directory: Path) -> None:
-        self.kind, self.rank = kind, rank
+        self.kind = kind
+        self.rank = rank
         self.is_dead = directory / "is_dead"
         self.real = (
             shard_sender.share_device_memory,

@@ -22,11 +22,15 @@ sys.path.append(str(SUPPORT.parent / "gpu"))
 import gpu_checks  # noqa: E402
 import gpu_samples  # noqa: E402
 
-FEW, MANY = 300, 100  # tokens of a micro-batch: 1 and 4 micro-batches
+# tokens of a micro-batch: 1 and 4 micro-batches
+FEW = 300
+MANY = 100
 
 
 def place() -> str:
-    """ "ranks/workers/sequence_packing.py:batch_of", or "ranks/workers/megatron_optimizer.py:step > core/optimizer/clip_grads.py:norm" """
+    """ "ranks/workers/sequence_packing.py:batch_of", or "ranks/workers/megatron_optimizer.py:step >
+    core/optimizer/clip_grads.py:norm"
+    """
     names = []
     for frame in traceback.extract_stack():
         for package in ("rlhf_megatron", "megatron"):

@@ -1,10 +1,12 @@
-"""Finds on a CPU what would make the host wait for a GPU: reading a number, or a result whose size depends on data.
+"""Finds on a CPU what would make the host wait for a GPU: reading a number, or a result whose size
+depends on data.
 
     with DeviceWaits() as waits:
         loss.backward()
     assert waits.found == []
 
-`Tensor.tolist` reads memory without an operator and is not seen; torch.cuda.set_sync_debug_mode sees all, on a GPU.
+`Tensor.tolist` reads memory without an operator and is not seen; torch.cuda.set_sync_debug_mode
+sees all, on a GPU.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ BY_INDEX = ("index", "index_put_", "index_put")
 
 
 class DeviceWaits(TorchDispatchMode):
-    """`found`: "operator in file of the package, line", in order; "" for the place where none of its files is in it."""
+    """`found`: "operator in file of the package, line", in order; "" for the place where none of
+    its files is in it.
+    """
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,18 +1,23 @@
-"""Warm worker processes for tests with several ranks. Importing megatron-core costs seconds a process: pay it once.
+"""Warm worker processes for tests with several ranks. Importing megatron-core costs seconds a
+process: pay it once.
 
     # tests/dist/test_something.py
-    def job(world: World, scale: float) -> float:      # runs on every rank, in a worker; a plain module-level function
+    def job(world: World, scale: float) -> float:      # runs on every rank, in a worker; a plain
+                                                       module-level function
         ...
-        return value                                    # anything that pickles; tensors on the CPU are fine
+        return value                                    # anything that pickles; tensors on
+                                                        the CPU are fine
 
     @pytest.mark.dist
     def test_something(dist_pool: DistPool) -> None:
-        results = dist_pool.run(job, tp=2, pp=2, dp=1, scale=0.5)     # one result a rank, in rank order
+        results = dist_pool.run(job, tp=2, pp=2, dp=1, scale=0.5)     # one result a
+            rank, in rank order
 
-Each job gets a fresh world: all process groups are made anew, torch's default one too, and ended after it. What a job
-leaves in module globals stays in its worker, so leave nothing. An exception on a rank becomes a `JobError` that names
-the rank's coordinates and carries its traceback; ranks that hang are asked for their stacks and killed at `timeout_s`.
-Workers write to files, live in sessions of their own, die with the test process, and are replaced every 12 jobs.
+Each job gets a fresh world: all process groups are made anew, torch's default one too, and ended
+after it. What a job leaves in module globals stays in its worker, so leave nothing. An exception on
+a rank becomes a `JobError` that names the rank's coordinates and carries its traceback; ranks that
+hang are asked for their stacks and killed at `timeout_s`. Workers write to files, live in sessions
+of their own, die with the test process, and are replaced every 12 jobs.
 """
 
 from __future__ import annotations
@@ -43,7 +48,9 @@ START_S = 180.0  # for a worker to import everything on a busy machine
 
 
 class JobError(RuntimeError):
-    """A job failed, died or ran past its deadline on some rank. `is_clean`: all ranks answered and can work on."""
+    """A job failed, died or ran past its deadline on some rank. `is_clean`: all ranks answered
+    and can work on.
+    """
 
     is_clean = False
 
@@ -81,7 +88,9 @@ class _Worker:
         _write(self._to_worker, struct.pack("!Q", len(data)) + data)
 
     def receive(self) -> Any:
-        """The next message, whose first bytes have arrived. Raises EOFError when the worker is gone."""
+        """The next message, whose first bytes have arrived. Raises EOFError when the
+        worker is gone.
+        """
         (size,) = struct.unpack("!Q", _read(self._from_worker, 8))
         return pickle.loads(_read(self._from_worker, size))
 
@@ -105,8 +114,10 @@ class _Worker:
 
 
 class DistPool:
-    """Runs jobs on as many warm workers as their layout has ranks. Workers are started when first needed. A worker has
-    one rank all its life: torch keeps what it worked out for a mesh, which does not name the process's rank."""
+    """Runs jobs on as many warm workers as their layout has ranks. Workers are started when first
+    needed. A worker has one rank all its life: torch keeps what it worked out for a mesh, which
+    does not name the process's rank.
+    """
 
     def __init__(self, device: Literal["cpu", "cuda"] = "cpu") -> None:
         self._device = device
@@ -133,11 +144,11 @@ class DistPool:
         timeout_s: float = 120.0,
         **arguments: Any,
     ) -> list[Any]:
-        """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order. Raises JobError."""
-        sizes, layers = (
-            (tp, pp, cp, vpp, sequence_parallel, ep, etp),
-            (first_layers, 0, chunk_layers),
-        )
+        """`job(world, **arguments)` on tp * pp * cp * dp ranks: its results in rank order.
+        Raises JobError.
+        """
+        sizes = (tp, pp, cp, vpp, sequence_parallel, ep, etp)
+        layers = (first_layers, 0, chunk_layers)
         layout = ParallelLayout(tp * pp * cp * dp, *sizes, *layers, shares_prompts)
         world_size = layout.world_size
         workers = self._take(world_size)

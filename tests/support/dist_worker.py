@@ -1,4 +1,6 @@
-"""The process behind `dist_pool`: reads jobs, makes the world of each, answers with a result or an error."""
+"""The process behind `dist_pool`: reads jobs, makes the world of each, answers with a
+result or an error.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ def run(job: dict[str, Any]) -> Any:
     from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
     from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-    layout, device = ParallelLayout(**job["layout"]), select_rank_device(job["device"], job["rank"])
+    layout = ParallelLayout(**job["layout"])
+    device = select_rank_device(job["device"], job["rank"])
     dist.init_process_group(
         choose_distributed_backend(device),
         init_method=f"file://{job['init_file']}",

@@ -72,7 +72,9 @@ def processes_with(marker: str) -> list[int]:
 
 
 def wait_for_the_end(marker: str, within_s: float) -> list[int]:
-    """The processes with `marker` that still live after so long; none, as soon as all have ended."""
+    """The processes with `marker` that still live after so long;
+    none, as soon as all have ended.
+    """
     deadline = time.monotonic() + within_s
     while (found := processes_with(marker)) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -80,7 +82,9 @@ def wait_for_the_end(marker: str, within_s: float) -> list[int]:
 
 
 def write_rows(path: Path, num_rows: int, seed: int) -> Path:
-    """Sums as prompts; the label is a digit that a policy soon guesses now and then, so that rewards differ."""
+    """Sums as prompts; the label is a digit that a policy soon guesses now and then, so that
+    rewards differ.
+    """
     draw = random.Random(seed)
     prompts = [f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=" for _ in range(num_rows)]
     rows = [{"prompt": prompt, "answer": draw.choice("0011234")} for prompt in prompts]
@@ -91,12 +95,12 @@ def write_rows(path: Path, num_rows: int, seed: int) -> Path:
 def write_config(
     directory: Path, data: dict[str, Any] | None = None, base: Path = QUICKSTART
 ) -> Path:
-    """`base` with 2 steps of 4 prompts x 4 samples after 3 warm-up steps. The reward reads the first character."""
+    """`base` with 2 steps of 4 prompts x 4 samples after 3 warm-up steps. The reward reads the
+    first character.
+    """
     if data is None:
-        train, val = (
-            write_rows(directory / "train.jsonl", 64, seed=1),
-            write_rows(directory / "val.jsonl", 40, seed=2),
-        )
+        train = write_rows(directory / "train.jsonl", 64, seed=1)
+        val = write_rows(directory / "val.jsonl", 40, seed=2)
         data = {"task": None, "train_files": [str(train)], "val_files": [str(val)]}
     transfer = directory / "transfer"
     transfer.mkdir()
@@ -155,7 +159,9 @@ def train(
     launcher: tuple[str, ...] = (sys.executable, "-m", "rlhf_megatron", "train"),
     env: dict[str, str] | None = None,
 ) -> Finished:
-    """`rlhf-megatron train` in the directory of `config`, until it ends. `launcher`: what stands before the config."""
+    """`rlhf-megatron train` in the directory of `config`, until it ends. `launcher`: what stands
+    before the config.
+    """
     directory = config.parent
     marker = f"{MARKER}={uuid.uuid4().hex}"
     given = {
@@ -199,14 +205,14 @@ def train(
 
 
 def greedy_score(model: Path, rows: Path) -> float:
-    """The share of `rows` whose answer is the first character that transformers' greedy decoding of `model` gives."""
+    """The share of `rows` whose answer is the first character that transformers' greedy decoding of
+    `model` gives.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    policy, tokenizer = (
-        AutoModelForCausalLM.from_pretrained(model),
-        AutoTokenizer.from_pretrained(model),
-    )
+    policy = AutoModelForCausalLM.from_pretrained(model)
+    tokenizer = AutoTokenizer.from_pretrained(model)
     items = [json.loads(line) for line in rows.read_text().splitlines()]
     num_right = 0
     for item in items:

@@ -1,4 +1,5 @@
-"""A program that starts two bundled engines, prints their pids, ends the second with SIGTERM and prints its exit code.
+"""A program that starts two bundled engines, prints their pids, ends the second with SIGTERM and
+prints its exit code.
 
 python tests/support/engine_starter.py MODEL DIRECTORY
 """

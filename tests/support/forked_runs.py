@@ -1,11 +1,13 @@
-"""`rlhf-megatron train` in processes that are forked off one that has imported everything: a whole run takes seconds.
+"""`rlhf-megatron train` in processes that are forked off one that has imported everything: a whole
+run takes seconds.
 
     with ForkServer(tmp_path) as server:
         result = server.train(config, {"trainer.seed": 2}, faults="kill@loop.step_begins:step=3")
 
-A run is the real program with the runtime `inline`, in a session of its own, and ends as a process does: by a code or
-a signal. Its bundled engine is the real server too, forked in place of started; it notes the seed of every sample that
-it is asked for, so that a test can count what was generated twice.
+A run is the real program with the runtime `inline`, in a session of its own, and ends as a process
+does: by a code or a signal. Its bundled engine is the real server too, forked in place of started;
+it notes the seed of every sample that it is asked for, so that a test can count what was
+generated twice.
 """
 
 from __future__ import annotations
@@ -104,7 +106,9 @@ class ForkServer:
         faults: str = "",
         command: str = "train",
     ) -> Attempt:
-        """One process. Faults of a run directory act once, whichever process meets them. `settings`: over SETTINGS."""
+        """One process. Faults of a run directory act once, whichever process meets them.
+        `settings`: over SETTINGS.
+        """
         self._count += 1
         console = self.directory / f"console{self._count}"
         settings = {**SETTINGS, **(settings or {})}
@@ -152,7 +156,9 @@ def asked_seeds(config: Path) -> Counter[int]:
 
 
 class ForkedServer:
-    """Stands for `rollout.fleet.server_process.ServerProcess`: the bundled server in a process that is forked off this one."""
+    """Stands for `rollout.fleet.server_process.ServerProcess`: the bundled server in a process that
+    is forked off this one.
+    """
 
     def __init__(self, name: str, command: list[str], log: Path, env: dict[str, str]) -> None:
         assert command[1:3] == ["-m", "rlhf_megatron.rollout.local.local_server"], command

@@ -1,5 +1,8 @@
-"""A stand-in for the FusedAdam of Transformer Engine and Apex, which run on CUDA only. It keeps to their interface:
-moments by parameter, no step count there but one in each parameter group, made at the first step; float32 only."""
+"""A stand-in for the FusedAdam of Transformer Engine and Apex, which run on CUDA only. It keeps to
+their interface:
+moments by parameter, no step count there but one in each parameter group, made at the first
+step; float32 only.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,9 @@ class FusedAdam(torch.optim.Optimizer):
 
 
 def _update(parameter: Tensor, group: dict[str, Any], mean: Tensor, square: Tensor) -> None:
-    """Kingma and Ba's rule with Loshchilov and Hutter's decay, as the multi-tensor kernel writes it."""
+    """Kingma and Ba's rule with Loshchilov and Hutter's decay, as the multi-tensor
+    kernel writes it.
+    """
     grad = parameter.grad
     assert (
         grad is not None

@@ -1,4 +1,6 @@
-"""What tests of the head share: a problem, a sink, and a mode that records the largest temporary."""
+"""What tests of the head share: a problem, a sink,
+and a mode that records the largest temporary.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def problem(
 
 
 class Sink:
-    """A weight's gradient buffer, as megatron's: `make_autograd_gradient` hands out the weight, or None for a tied one."""
+    """A weight's gradient buffer, as megatron's: `make_autograd_gradient` hands out the weight, or
+    None for a tied one.
+    """
 
     def __init__(
         self, weight_VH: Tensor, dtype: torch.dtype = torch.float32, start: float = 0.0
@@ -50,7 +54,9 @@ class Sink:
 
 
 class LargestFloat(TorchDispatchMode):
-    """Records the most elements of any floating-point tensor that is made inside, views left out."""
+    """Records the most elements of any floating-point tensor that is made
+    inside, views left out.
+    """
 
     def __init__(self) -> None:
         super().__init__()

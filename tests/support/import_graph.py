@@ -36,7 +36,9 @@ def list_modules() -> dict[str, Path]:
 
 @cache
 def read_imports(module: str) -> tuple[ImportedModule, ...]:
-    """What a module imports, other packages included. `from package import module` counts as that module."""
+    """What a module imports, other packages included. `from package import module` counts
+    as that module.
+    """
     tree = ast.parse(list_modules()[module].read_text())
     return tuple(_walk_imports(tree, is_in_function=False, is_for_types=False))
 
@@ -67,7 +69,8 @@ def _walk_imports(
 
 
 def close_over_imports(entry: str, with_functions: bool) -> dict[str, str]:
-    """Every module that `entry` loads -> the module that loads it first. With the packages that they lie in.
+    """Every module that `entry` loads -> the module that loads it first. With the packages
+    that they lie in.
 
     `with_functions`: imports inside functions count, too.
     """

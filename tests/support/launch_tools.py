@@ -19,7 +19,8 @@ from end_to_end_tools import MARKER, overrides, processes_with, wait_for_the_end
 from places import ROOT
 
 TIMEOUT_S = 400.0  # of one run; it takes 10 to 20 s where nothing else does
-# When the tests end, killed or not, so do processes with the mark: the pipe to this shell is closed then.
+# When the tests end, killed or not, so do processes with the mark: the pipe to this shell
+# is closed then.
 WATCH = """trap '' TERM INT HUP
 read -r word && exit
 for again in 1 2 3; do
@@ -34,7 +35,9 @@ NODE_0 = "127.0.0.2"  # not 127.0.0.1: what only listens or looks there is found
 
 
 def environment(marker: str, **more: str) -> dict[str, str]:
-    """Of a started script: nothing of a launcher that runs the tests, and the mark by which to find its processes."""
+    """Of a started script: nothing of a launcher that runs the tests, and the mark by which to find
+    its processes.
+    """
     strange = ("TORCHELASTIC_", "MASTER_", "NNODES", "NODE_RANK", "SLURM_", "GLOO_")
     given = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
     mine = {
@@ -156,8 +159,10 @@ class Nodes:
 
 
 def agent_command(words: Sequence[str], directory: Path, variables: dict[str, str]) -> list[str]:
-    """The command that launch/torchrun.sh becomes: it runs with an "interpreter" that prints what it is given. That
-    command can be forked (warm.py); an interpreter that a shell starts imports everything anew."""
+    """The command that launch/torchrun.sh becomes: it runs with an "interpreter" that prints what
+    it is given. That command can be forked (warm.py); an interpreter that a shell starts imports
+    everything anew.
+    """
     printer = directory / "print_words"
     printer.write_text("#!/bin/sh\nprintf '%s\\0' \"$@\"\n")
     printer.chmod(0o700)
@@ -175,8 +180,11 @@ def start_nodes(
     only_on: Sequence[dict[str, Any]] = ({}, {}),
     **more: str,
 ) -> Nodes:
-    """What launch/torchrun.sh starts, one rank on each of two nodes. `only_on`: settings of one node alone."""
-    directory, marker = config.parent, uuid.uuid4().hex
+    """What launch/torchrun.sh starts, one rank on each of two nodes. `only_on`: settings of
+    one node alone.
+    """
+    directory = config.parent
+    marker = uuid.uuid4().hex
     base = {"NNODES": "2", "NPROC_PER_NODE": "1", "MASTER_ADDR": NODE_0, "MASTER_PORT": str(port)}
     processes = []
     for node, extra in enumerate(only_on):

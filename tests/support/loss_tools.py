@@ -1,4 +1,6 @@
-"""Policy losses as their formulas have them: one sequence at a time, plain numbers, nothing of the package."""
+"""Policy losses as their formulas have them: one sequence at a time, plain numbers, nothing
+of the package.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Response:
-    """The response tokens of one sequence. `fixed`: the log-probs at which stop-gradients stand still."""
+    """The response tokens of one sequence. `fixed`: the log-probs at which
+    stop-gradients stand still.
+    """
 
     log_probs: Sequence[float]
     old: Sequence[float]
@@ -83,7 +87,8 @@ def divergence(r: Response, distance: Callable[[float, float], float], bound: fl
     for new, fixed, old, ratio, a in zip(
         r.log_probs, r.fixed, r.old, r.fixed_ratios, r.advantages, strict=True
     ):
-        p, p_old = math.exp(fixed), math.exp(old)
+        p = math.exp(fixed)
+        p_old = math.exp(old)
         goes_on = p > p_old if a > 0 else p < p_old
         is_out = goes_on and distance(p, p_old) > bound
         losses.append(0.0 if is_out else -a * min(ratio, 20.0) * new)

@@ -1,4 +1,6 @@
-"""Jobs of test_models_*.py: packed batches, and forward and backward through megatron's own schedules."""
+"""Jobs of test_models_*.py: packed batches, and forward and backward through megatron's
+own schedules.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,9 @@ def loaded_model(
 
 @dataclass(frozen=True)
 class Batch:
-    """One rank's share of a micro-batch. Rows: the tokens that have a next token in their document."""
+    """One rank's share of a micro-batch. Rows: the tokens that have a next token
+    in their document.
+    """
 
     ids: Tensor  # [1, T / cp]
     positions: Tensor  # [1, T / cp]
@@ -81,7 +85,9 @@ class Batch:
 def micro_batches(
     layout: ParallelLayout, lengths: list[list[int]], cp_rank: int = 0
 ) -> list[Batch]:
-    """Micro-batches of one length: documents padded as the layout demands, then a tail document that nothing reads."""
+    """Micro-batches of one length: documents padded as the layout demands, then a tail document
+    that nothing reads.
+    """
     generator = torch.Generator().manual_seed(0)
     multiple = layout.document_multiple
     padded = [[-(-n // multiple) * multiple for n in batch] for batch in lengths]
@@ -101,7 +107,11 @@ def _batch(
 ) -> Batch:
     tokens = torch.randint(37, (sum(true),), generator=generator).split(true)
     weights = torch.randn(sum(true) - len(true), generator=generator)
-    ids, targets, numbers, positions, share = [], [], [], [], []
+    ids = []
+    targets = []
+    numbers = []
+    positions = []
+    share = []
     row = start = 0
     for place, length in enumerate(padded):
         document = tokens[place].tolist() if place < len(true) else []
@@ -112,7 +122,8 @@ def _batch(
         numbers += [*range(row, row + num_rows), *[-1] * (length - num_rows)]
         positions += range(length)
         share += [start + at for at in share_of_document(length, layout.cp, cp_rank)]
-        row, start = row + num_rows, start + length
+        row = row + num_rows
+        start = start + length
     here = torch.tensor(numbers)[share]
     rows = (here >= 0).nonzero()[:, 0]
     return Batch(
@@ -129,7 +140,9 @@ def _batch(
 
 
 def share_of_document(length: int, cp: int, cp_rank: int) -> list[int]:
-    """Written out, apart from the package's own arithmetic: the rank-th chunk and its mirror image."""
+    """Written out, apart from the package's own arithmetic:
+    the rank-th chunk and its mirror image.
+    """
     if cp == 1:
         return list(range(length))
     size = length // (2 * cp)
@@ -167,7 +180,9 @@ class _SumGradient(torch.autograd.Function):
 def run(
     world: World, model: MegatronModel, forward_only: bool, lengths: list[list[int]] = LENGTHS
 ) -> list[tuple[Tensor, Tensor]]:
-    """(row numbers, log-probs) of each micro-batch on the last stage; the schedule reads megatron's global groups."""
+    """(row numbers, log-probs) of each micro-batch on the last stage; the schedule reads megatron's
+    global groups.
+    """
     batches = micro_batches(world.layout, lengths, world.coordinates.cp)
     cp_group = world.cp_group if world.layout.cp > 1 else None
 
@@ -214,7 +229,9 @@ def forward_and_backward(
     megatron: MegatronConfig | None = None,
     model_type: str = "qwen3",
 ) -> dict[str, Any]:
-    """What this rank has: log-probs with and without gradient, summed gradients by name, marks of what tp shards."""
+    """What this rank has: log-probs with and without gradient, summed gradients by name, marks of
+    what tp shards.
+    """
     model = loaded_model(hf_config(model_type, is_tied), world, megatron)
     marks = {
         n: getattr(p, "tensor_model_parallel", False)

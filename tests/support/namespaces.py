@@ -1,5 +1,7 @@
-"""Several machines on this one: network namespaces of their own, joined by a bridge. Each has another loopback,
-/dev/shm and host name, so that what should go over the network and does not, does not arrive."""
+"""Several machines on this one: network namespaces of their own, joined by a bridge. Each has
+another loopback, /dev/shm and host name, so that what should go over the network and does not,
+does not arrive.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,8 @@ holders=()
 trap 'kill "${holders[@]}"' EXIT
 for ((n = 0; n < num; n++)); do
     unshare --net --mount --uts bash -c \
-        "mount -t tmpfs tmpfs /dev/shm && hostname machine$n && touch ready$n && exec sleep 3600" & holders+=($!)
+        "mount -t tmpfs tmpfs /dev/shm && hostname machine$n && touch ready$n && exec sleep 3600" \
+& holders+=($!)
 done
 inside() { nsenter --net --mount --uts --target "${holders[$1]}" "${@:2}"; }
 for ((n = 0; n < num; n++)); do
@@ -82,12 +85,14 @@ class Machines(Nodes):
         program: Path = TORCHRUN,
         **variables: str,
     ) -> None:
-        """`settings` has trainer.nnodes; later machines have engines alone, and the last ones begin with `join`.
-        `variables`: of launch/torchrun.sh, or OWN_FILES: a directory in whose place later machines have one of their
-        own."""
+        """`settings` has trainer.nnodes; later machines have engines alone, and the last ones begin
+        with `join`. `variables`: of launch/torchrun.sh, or OWN_FILES: a directory in whose place
+        later machines have one of their own.
+        """
         words: Sequence[str] = [str(program), str(config), *overrides(settings)]
         marker = os.urandom(16).hex()
-        nnodes, each = settings["trainer.nnodes"], settings["trainer.n_gpus_per_node"]
+        nnodes = settings["trainer.nnodes"]
+        each = settings["trainer.n_gpus_per_node"]
         alone = num_machines - num_spares - nnodes
         own = {"NNODES": str(nnodes), "ENGINE_NODES": str(alone), "SPARES": str(num_spares)}
         own["NPROC_PER_NODE"] = str(each)

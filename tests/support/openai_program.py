@@ -1,6 +1,8 @@
-"""`openai_program.py URL KEY sampled|greedy|tools`: OpenAI's own client against a server of ours, where its package is.
+"""`openai_program.py URL KEY sampled|greedy|tools`: OpenAI's own client against a server of ours,
+where its package is.
 
-`tools`: the model behind the server calls add(a=1) for whatever it is asked."""
+`tools`: the model behind the server calls add(a=1) for whatever it is asked.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def call_tools(client: openai.OpenAI, model: str) -> None:
         and call.function.name == "add"
         and json.loads(call.function.arguments) == {"a": 1}
     )
-    names, texts, reasons = [], "", []
+    names = []
+    texts = ""
+    reasons = []
     for chunk in client.chat.completions.create(messages=messages, stream=True, **asked):
         for streamed in chunk.choices:
             names += [part.function.name for part in streamed.delta.tool_calls or ()]
@@ -80,7 +84,8 @@ def talk(client: openai.OpenAI, model: str, temperature: float) -> None:
         client.chat.completions.create(messages=messages, tools=TOOLS, **body).usage.prompt_tokens
         == 8
     )
-    streamed, usage = "", None
+    streamed = ""
+    usage = None
     options = {"stream": True, "stream_options": {"include_usage": True}}
     for chunk in client.chat.completions.create(messages=messages, **options, **body):
         usage = chunk.usage or usage

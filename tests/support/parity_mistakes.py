@@ -1,4 +1,6 @@
-"""Mistakes that trainers have had, planted in worker processes: real functions are replaced for the length of a job."""
+"""Mistakes that trainers have had, planted in worker processes: real functions are replaced for the
+length of a job.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ from rlhf_megatron.ranks.parallel.world import World
 
 
 def run_with(world: World, mistake: str | None, **arguments: Any) -> list[RankResult]:
-    """A job of the worker pool: `run_on_rank` with one of MISTAKES, which is gone from the process afterwards."""
+    """A job of the worker pool: `run_on_rank` with one of MISTAKES, which is gone from the
+    process afterwards.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             (MISTAKES | {planted.__name__: planted for planted in WITH_EXPERTS})[mistake](patch)
@@ -50,7 +54,9 @@ def _mark(patch: pytest.MonkeyPatch, kind: Any, parameter: str, is_summed_over_t
 
 
 def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
-    """Every replica divides by the tokens that it has itself, and the mean is taken over replicas."""
+    """Every replica divides by the tokens that it has itself,
+    and the mean is taken over replicas.
+    """
     from rlhf_megatron.ranks.workers.actor import ActorModel
 
     update = ActorModel.update
@@ -65,7 +71,9 @@ def each_replica_its_own_count(patch: pytest.MonkeyPatch) -> None:
 
 
 def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
-    """At the end of a chunk the label is the next token that this cp rank has, not the next one of the document."""
+    """At the end of a chunk the label is the next token that this cp rank has, not the next one
+    of the document.
+    """
     from rlhf_megatron.ranks.workers import actor, forward_passes, sequence_packing
 
     def shifted(*args: Any, **kwargs: Any) -> sequence_packing.PackedBatch:
@@ -80,7 +88,8 @@ def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
 
 
 def _with_next_of_share(micro: Any) -> Any:
-    positions, tokens = micro.position_ids[0], micro.token_ids[0]
+    positions = micro.position_ids[0]
+    tokens = micro.token_ids[0]
     following = positions.roll(-1)
     is_border = (following != positions + 1) & (following != 0)
     targets: Tensor = torch.where(is_border[micro.rows], tokens.roll(-1)[micro.rows], micro.targets)
@@ -95,7 +104,9 @@ def weight_decay_on_norms(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
-    """After a checkpoint is loaded all parameters share one count of steps, which AdamW raises once a parameter."""
+    """After a checkpoint is loaded all parameters share one count of steps, which AdamW raises
+    once a parameter.
+    """
     from rlhf_megatron.ranks.workers.megatron_optimizer import MegatronStepOptimizer
 
     load = MegatronStepOptimizer.load_state_dict
@@ -111,7 +122,9 @@ def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
 
 
 def head_bias_counted_by_every_tp_rank(patch: pytest.MonkeyPatch) -> None:
-    """Marked as if each tp rank had seen other tokens: what is whole on every rank is summed over them."""
+    """Marked as if each tp rank had seen other tokens: what is whole on every rank is
+    summed over them.
+    """
     from rlhf_megatron.ranks.models.output_heads import ValueHead
 
     _mark(patch, ValueHead, "bias", is_summed_over_tp=True)
@@ -136,7 +149,9 @@ def _with_next_rows(micro: Any) -> Any:
 
 
 def value_weights_divided_again(patch: pytest.MonkeyPatch) -> None:
-    """The weights are over the global count already, and the sum over replicas is taken for a mean."""
+    """The weights are over the global count already,
+    and the sum over replicas is taken for a mean.
+    """
     from rlhf_megatron.ranks.workers.critic import CriticModel
 
     update = CriticModel.update
@@ -150,7 +165,9 @@ def value_weights_divided_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
-    """The head's gather sums gradients over tp, as a split output layer's must: here each rank has all of it."""
+    """The head's gather sums gradients over tp, as a split output layer's must: here each rank
+    has all of it.
+    """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
     from rlhf_megatron.ranks.models import output_heads
@@ -176,17 +193,23 @@ def values_not_held(patch: pytest.MonkeyPatch) -> None:
 
 
 def experts_reduced_as_dense_layers(patch: pytest.MonkeyPatch) -> None:
-    """As megatron-core 0.16 does at ep 1: over dense replicas, though etp is not tp and other ranks hold the same."""
+    """As megatron-core 0.16 does at ep 1: over dense replicas, though etp is not tp and other ranks
+    hold the same.
+    """
     _mark_experts(patch, "allreduce", True)
 
 
 def experts_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    """As megatron-core does with their biases: the tp ranks have other experts, whose gradients are added up."""
+    """As megatron-core does with their biases: the tp ranks have other experts, whose
+    gradients are added up.
+    """
     _mark_experts(patch, "sequence_parallel", True)
 
 
 def experts_counted_on_the_first_tp_rank(patch: pytest.MonkeyPatch) -> None:
-    """As with Transformer Engine's layers at etp 1: the norm of all gradients lacks the experts of other tp ranks."""
+    """As with Transformer Engine's layers at etp 1: the norm of all gradients lacks the experts of
+    other tp ranks.
+    """
     _mark_experts(patch, "tensor_model_parallel", False)
 
 
@@ -220,7 +243,8 @@ def expert_bias_dropped(patch: pytest.MonkeyPatch) -> None:
     forward = TopKRouter.forward
 
     def without(self: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        kept, self.expert_bias = self.expert_bias, torch.zeros_like(self.expert_bias)
+        kept = self.expert_bias
+        self.expert_bias = torch.zeros_like(self.expert_bias)
         try:
             return forward(self, *args, **kwargs)
         finally:
@@ -260,8 +284,9 @@ def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
 
 
 def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
-    """As where megatron-core splits latent attention's down projections: no rank adds up over tp what the heads of the
-    others have of the gradient of the keys' position part."""
+    """As where megatron-core splits latent attention's down projections: no rank adds up over tp
+    what the heads of the others have of the gradient of the keys' position part.
+    """
     from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
     from megatron.core.transformer import multi_latent_attention
 
@@ -322,7 +347,9 @@ def _of_attention(patch: pytest.MonkeyPatch, change: Callable[[Any], None]) -> N
 
 
 def gate_and_up_taken_as_halves(patch: pytest.MonkeyPatch) -> None:
-    """The columns of gate and up stand by turns in GPT-OSS's files, not one half behind the other."""
+    """The columns of gate and up stand by turns in GPT-OSS's files,
+    not one half behind the other.
+    """
     from rlhf_megatron.weights.families import gpt_oss
 
     patch.setattr(gpt_oss, "_apart", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)

@@ -1,4 +1,6 @@
-"""Commands of the program that start engines, in a directory of their own: started, watched, killed, ended."""
+"""Commands of the program that start engines, in a directory of their own: started, watched,
+killed, ended.
+"""
 
 from __future__ import annotations
 
@@ -13,10 +15,9 @@ import psutil
 from end_to_end_tools import MARKER, processes_with, wait_for_the_end
 from places import ROOT
 
-LOCAL, SGLANG = (
-    "rlhf_megatron.rollout.local.local_server",
-    "sglang.launch_server",
-)  # in the commands of engines
+# in the commands of engines
+LOCAL = "rlhf_megatron.rollout.local.local_server"
+SGLANG = "sglang.launch_server"
 
 
 class Job:

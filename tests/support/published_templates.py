@@ -1,5 +1,7 @@
-"""Chat templates of well-known models, typed again: they write what the published ones write for the chats of the
-tests. `test_published_templates` compares them with the published ones where the package trl has them."""
+"""Chat templates of well-known models, typed again: they write what the published ones write for
+the chats of the tests. `test_published_templates` compares them with the published ones where the
+package trl has them.
+"""
 
 import json
 from pathlib import Path
@@ -8,9 +10,11 @@ from chat_templates import write_chat_tokenizer
 
 LLAMA3 = """{% for m in messages %}
     {{- bos_token if loop.first }}
-    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+    {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | \
+trim + '<|eot_id|>' }}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- \
+endif %}"""
 
 LLAMA31 = """{{- bos_token }}
 {%- set has_system = messages[0].role == 'system' %}
@@ -24,7 +28,8 @@ LLAMA31 = """{{- bos_token }}
     {{- '<|start_header_id|>user<|end_header_id|>\\n\\n' }}
     {{- 'Given the following functions, please respond with a JSON for a function call ' }}
     {{- 'with its proper arguments that best answers the given prompt.\\n\\n' }}
-    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}.' }}
+    {{- 'Respond in the format {"name": function name, "parameters": dictionary of argument name \
+and its value}.' }}
     {{- 'Do not use variables.\\n\\n' }}
     {%- for tool in tools %}{{- tool | tojson(indent=4) }}{{- '\\n\\n' }}{%- endfor %}
     {{- ns.rest[0].content | trim + '<|eot_id|>' }}
@@ -34,19 +39,25 @@ LLAMA31 = """{{- bos_token }}
     {%- if m.tool_calls %}
         {%- set call = m.tool_calls[0].function %}
         {{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}
-        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | tojson }}{{- '}<|eot_id|>' }}
+        {{- '{"name": "' + call.name + '", "parameters": ' }}{{- call.arguments | \
+tojson }}{{- '}<|eot_id|>' }}
     {%- elif m.role == 'tool' %}
-        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- m.content | tojson }}{{- '<|eot_id|>' }}
+        {{- '<|start_header_id|>ipython<|end_header_id|>\\n\\n' }}{{- m.content | \
+tojson }}{{- '<|eot_id|>' }}
     {%- else %}
-        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | trim + '<|eot_id|>' }}
+        {{- '<|start_header_id|>' + m.role + '<|end_header_id|>\\n\\n' + m.content | \
+trim + '<|eot_id|>' }}
     {%- endif %}
 {%- endfor %}
-{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- endif %}"""
+{%- if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{%- \
+endif %}"""
 
-TOOLS_OF_QWEN = """# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are provided"""
+TOOLS_OF_QWEN = """# Tools\\n\\nYou may call one or more functions to assist with the user \
+query.\\n\\nYou are provided"""
 TOOLS_OF_QWEN += """ with function signatures within <tools></tools> XML tags:\\n<tools>' }}
     {%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{%- endfor %}
-    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and arguments within """
+    {{- '\\n</tools>\\n\\nFor each function call, return a json object with function name and \
+arguments within """
 TOOLS_OF_QWEN += (
     """<tool_call></tool_call> XML tags:\\n<tool_call>\\n{"name": <function-name>, "arguments": """
 )
@@ -59,7 +70,10 @@ CALL_OF_QWEN = """{{- '<tool_call>\\n{"name": "' + call.function.name + '", "arg
             {{- call.function.arguments | tojson }}{{- '}\\n</tool_call>' }}"""
 CALL_OF_QWEN3 = CALL_OF_QWEN.replace(
     "call.function.arguments | tojson",
-    "call.function.arguments if call.function.arguments is string else call.function.arguments | tojson",
+    (
+        "call.function.arguments if call.function.arguments is string else"
+        " call.function.arguments | tojson"
+    ),
 )
 
 QWEN25 = (
@@ -97,7 +111,8 @@ QWEN3 = (
     + """' }}
 {%- elif own %}{{- '<|im_start|>system\\n' + own + '<|im_end|>\\n' }}{%- endif %}
 {%- set ns = namespace(last=messages | length - 1) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- \
+endfor %}
 {%- for m in messages %}
     {%- if m.role == 'tool' %}"""
     + RESULT_OF_QWEN
@@ -127,7 +142,8 @@ QWEN3 = (
 )
 
 HERMES = (
-    """{{- bos_token }}{{- '<|im_start|>system\\nYou are a function calling AI model. You are provided with function """
+    """{{- bos_token }}{{- '<|im_start|>system\\nYou are a function calling AI model. You are \
+provided with function """
     """signatures within <tools></tools> XML tags. Here are the available tools: <tools> ' }}
 {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' if not loop.last }}{%- endfor %}
 {{- ' </tools><|im_end|>\\n' }}
@@ -155,13 +171,16 @@ MISTRAL = """{{- bos_token }}{%- for m in messages %}
         {{- '[TOOL_CALLS] [' }}
         {%- for call in m.tool_calls %}
             {%- if call.id is not defined or call.id | length != 9 %}
-                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') }}
+                {{- raise_exception('Tool call IDs should be alphanumeric strings with length 9!') \
+}}
             {%- endif %}
-            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{- ', ' if not loop.last }}
+            {{- (call.function | tojson)[:-1] + ', "id": "' + call.id + '"}' }}{{- ', ' if not \
+loop.last }}
         {%- endfor %}
         {{- ']' + eos_token }}
     {%- elif m.role == 'tool' %}
-        {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + '"}[/TOOL_RESULTS]' }}
+        {{- '[TOOL_RESULTS] {"content": ' + m.content + ', "call_id": "' + m.tool_call_id + \
+'"}[/TOOL_RESULTS]' }}
     {%- else %}{{- ' ' + m.content | trim + eos_token }}{%- endif %}
 {%- endfor %}"""
 
@@ -181,7 +200,8 @@ DEEPSEEK_V3 = """{%- set ns = namespace(after_tool=false, has_called=false, has_
         {{- '<｜tool▁calls▁end｜><｜end▁of▁sentence｜>' }}
     {%- elif m.role == 'assistant' %}
         {{- '<｜tool▁outputs▁end｜>' + m.content if ns.after_tool
-            else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}{{- '<｜end▁of▁sentence｜>' }}
+            else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}{{- '<｜end▁of▁sentence｜>' \
+}}
         {%- set ns.after_tool = false %}
     {%- elif m.role == 'tool' %}
         {%- set ns.after_tool = true %}
@@ -199,7 +219,8 @@ DEEPSEEK_R1 = """{%- set ns = namespace(after_tool=false, has_result=false) %}
     {%- if m.role == 'user' %}{%- set ns.after_tool = false %}{{- '<｜User｜>' + m.content }}
     {%- elif m.role == 'assistant' %}
         {{- '<｜tool▁outputs▁end｜>' + m.content if ns.after_tool
-            else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}{{- '<｜end▁of▁sentence｜>' }}
+            else '<｜Assistant｜>' + m.content.split('</think>')[-1] }}{{- '<｜end▁of▁sentence｜>' \
+}}
         {%- set ns.after_tool = false %}
     {%- elif m.role == 'tool' %}
         {%- set ns.after_tool = true %}
@@ -213,15 +234,21 @@ DEEPSEEK_R1 = """{%- set ns = namespace(after_tool=false, has_result=false) %}
 
 GLM45 = """{{- '[gMASK]<sop>' }}
 {%- if tools %}
-    {{- '<|system|>\\n# Tools\\n\\nYou may call one or more functions to assist with the user query.\\n\\nYou are ' }}
+    {{- '<|system|>\\n# Tools\\n\\nYou may call one or more functions to assist with the user \
+query.\\n\\nYou are ' }}
     {{- 'provided with function signatures within <tools></tools> XML tags:\\n<tools>\\n' }}
     {%- for tool in tools %}{{- tool | tojson }}{{- '\\n' }}{%- endfor %}
-    {{- '</tools>\\n\\nFor each function call, output the function name and arguments within the following XML' }}
-    {{- ' format:\\n<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}' }}
-    {{- '</arg_value>\\n<arg_key>{arg-key-2}</arg_key>\\n<arg_value>{arg-value-2}</arg_value>\\n...\\n</tool_call>' }}
+    {{- '</tools>\\n\\nFor each function call, output the function name and arguments within the \
+following XML' }}
+    {{- ' \
+format:\\n<tool_call>{function-name}\\n<arg_key>{arg-key-1}</arg_key>\\n<arg_value>{arg-value-1}' }}
+    {{- \
+'</arg_value>\\n<arg_key>{arg-key-2}</arg_key>\\n<arg_value>{arg-value-2}</arg_value>\
+\\n...\\n</tool_call>' }}
 {%- endif %}
 {%- set ns = namespace(last=-1) %}
-{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- endfor %}
+{%- for m in messages %}{%- if m.role == 'user' %}{%- set ns.last = loop.index0 %}{%- endif %}{%- \
+endfor %}
 {%- for m in messages %}
     {%- if m.role == 'assistant' %}
         {%- set thoughts, content = m.reasoning_content or '', m.content.strip() %}
@@ -229,7 +256,8 @@ GLM45 = """{{- '[gMASK]<sop>' }}
             {%- set thoughts = content.split('</think>')[0].split('<think>')[-1] %}
             {%- set content = content.split('</think>')[-1].strip() %}
         {%- endif %}
-        {{- '<|assistant|>\\n<think>' + (thoughts.strip() if loop.index0 > ns.last else '') + '</think>' }}
+        {{- '<|assistant|>\\n<think>' + (thoughts.strip() if loop.index0 > \
+ns.last else '') + '</think>' }}
         {{- '\\n' + content if content }}
         {%- for call in m.tool_calls or [] %}
             {{- '\\n<tool_call>' + call.function.name + '\\n' }}
@@ -246,15 +274,20 @@ GLM45 = """{{- '[gMASK]<sop>' }}
 {%- endfor %}
 {{- '<|assistant|>' if add_generation_prompt }}"""
 
-GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by OpenAI.\\n' }}
-{{- 'Knowledge cutoff: 2024-06\\nCurrent date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: medium\\n\\n' }}
-{{- '# Valid channels: analysis, commentary, final. Channel must be included for every message.<|end|>' }}
+GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT, a large language model trained by \
+OpenAI.\\n' }}
+{{- 'Knowledge cutoff: 2024-06\\nCurrent date: ' + strftime_now('%Y-%m-%d') + '\\n\\nReasoning: \
+medium\\n\\n' }}
+{{- '# Valid channels: analysis, commentary, final. Channel must be included for every \
+message.<|end|>' }}
 {%- if messages[0].role == 'system' %}
-    {{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + '\\n\\n<|end|>' }}
+    {{- '<|start|>developer<|message|># Instructions\\n\\n' + messages[0].content + \
+'\\n\\n<|end|>' }}
 {%- endif %}
 {%- set ns = namespace(name=none, final=-1) %}
 {%- for m in messages %}
-    {%- if m.role == 'assistant' and 'tool_calls' not in m %}{%- set ns.final = loop.index0 %}{%- endif %}
+    {%- if m.role == 'assistant' and 'tool_calls' not in m %}{%- set ns.final = loop.index0 %}{%- \
+endif %}
 {%- endfor %}
 {%- for m in messages %}
     {%- if m.role == 'user' %}{{- '<|start|>user<|message|>' + m.content + '<|end|>' }}
@@ -262,12 +295,14 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT, a large language mo
         {{- '<|start|>functions.' + ns.name + ' to=assistant<|channel|>commentary<|message|>' }}
         {{- m.content | tojson }}{{- '<|end|>' }}
     {%- elif m.role == 'assistant' %}
-        {%- if m.thinking and (loop.index0 > ns.final if m.tool_calls else loop.last and not add_generation_prompt) %}
+        {%- if m.thinking and (loop.index0 > ns.final if m.tool_calls else loop.last and not \
+add_generation_prompt) %}
             {{- '<|start|>assistant<|channel|>analysis<|message|>' + m.thinking + '<|end|>' }}
         {%- endif %}
         {%- if m.tool_calls %}
             {%- set ns.name = m.tool_calls[0].function.name %}
-            {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary json<|message|>' }}
+            {{- '<|start|>assistant to=functions.' + ns.name + '<|channel|>commentary \
+json<|message|>' }}
             {{- m.tool_calls[0].function.arguments | tojson }}{{- '<|call|>' }}
         {%- else %}
             {{- '<|start|>assistant<|channel|>final<|message|>' + m.content }}
@@ -278,11 +313,13 @@ GPT_OSS = """{{- '<|start|>system<|message|>You are ChatGPT, a large language mo
 {{- '<|start|>assistant' if add_generation_prompt }}"""
 
 PHI3 = """{%- for m in messages %}
-    {{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' if m.role in ('system', 'user', 'assistant') }}
+    {{- '<|' + m.role + '|>\\n' + m.content + '<|end|>\\n' if m.role in ('system', 'user', \
+'assistant') }}
 {%- endfor %}
 {{- '<|assistant|>\\n' if add_generation_prompt else eos_token }}"""
 
-PUBLISHED = {  # name -> (template, stop tokens of generation_config.json, the file that trl has of it)
+# name -> (template, stop tokens of generation_config.json, the file that trl has of it)
+PUBLISHED = {
     "llama3": (LLAMA3, ["<|eot_id|>"], "llama3"),
     "llama31": (LLAMA31, ["<|eot_id|>"], "llama3_1"),
     "qwen25": (QWEN25, ["<|im_end|>"], "qwen2_5"),

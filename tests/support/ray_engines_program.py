@@ -1,4 +1,5 @@
-"""A driver with engines under Ray and no trainer, told what to do line by line; each answer is a line of JSON.
+"""A driver with engines under Ray and no trainer, told what to do line by line; each answer is
+a line of JSON.
 
 python tests/support/ray_engines_program.py MODEL FOLDER NUM_ENGINES
 """

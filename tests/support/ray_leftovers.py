@@ -1,5 +1,6 @@
-"""Processes that a Ray cluster of a test has left. Ray's workers write their title over their environment, so a mark
-there does not find them; but each holds a log file of its cluster open."""
+"""Processes that a Ray cluster of a test has left. Ray's workers write their title over their
+environment, so a mark there does not find them; but each holds a log file of its cluster open.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ def processes_of(marker: str, directory: Path) -> list[int]:
 
 
 def left_over(marker: str, directory: Path, within_s: float) -> list[str]:
-    """Command lines of those that still live then. Agents of a raylet that was killed have longer."""
+    """Command lines of those that still live then.
+    Agents of a raylet that was killed have longer.
+    """
     began = time.monotonic()
     while True:
         lines = [line for pid in processes_of(marker, directory) if (line := _command_line(pid))]

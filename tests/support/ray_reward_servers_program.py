@@ -1,6 +1,8 @@
-"""A driver with the servers of a run's reward model under Ray, and nothing else; one of them is killed, all sleep.
+"""A driver with the servers of a run's reward model under Ray, and nothing else; one of them is
+killed, all sleep.
 
-python tests/support/ray_reward_servers_program.py RUN.yaml FOLDER     (with asked.json: the samples that are scored)
+python tests/support/ray_reward_servers_program.py RUN.yaml FOLDER     (with asked.json: the samples
+    that are scored)
 """
 
 from __future__ import annotations

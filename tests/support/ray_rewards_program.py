@@ -1,4 +1,5 @@
-"""A driver with reward workers under Ray and nothing else: what they say of samples, also when an actor is killed.
+"""A driver with reward workers under Ray and nothing else: what they say of samples, also when an
+actor is killed.
 
 python tests/support/ray_rewards_program.py FOLDER
 """

@@ -1,6 +1,7 @@
 """A Ray cluster that runs as long as a test wants it, for drivers that join it.
 
-python -m ray_tools DIRECTORY MACHINES    (in tests/): makes one, says where on stdout, and ends it when stdin ends
+python -m ray_tools DIRECTORY MACHINES    (in tests/): makes one, says where on stdout, and ends it
+                                          when stdin ends
 
 Its machines are raylets of this one: Ray tells them apart, though all have the address 127.0.0.1.
 """

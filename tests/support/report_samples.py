@@ -114,7 +114,9 @@ def mismatch_line(
 def write_run_dir(
     path: Path, rows: Sequence[Mapping[str, Any]] = (), seed: int = 1, **files: Any
 ) -> Path:
-    """`files`: samples and mismatch as lists of lines, trace as text, summary as an object; each only if given."""
+    """`files`: samples and mismatch as lists of lines, trace as text, summary as an object; each
+    only if given.
+    """
     path.mkdir(parents=True)
     rows = rows or [evaluation_row(0, 0.2, 0.1, 0.3), step_row(1, 0.25), step_row(2, 0.75)]
     write_lines(path / "metrics.jsonl", rows)

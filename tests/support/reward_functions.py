@@ -1,4 +1,6 @@
-"""Functions such as users write, well and badly. Run in worker processes by tests/unit/rewards/test_rewards_pool.py."""
+"""Functions such as users write, well and badly. Run in worker processes
+by tests/unit/rewards/test_rewards_pool.py.
+"""
 
 from __future__ import annotations
 
@@ -94,7 +96,9 @@ def behave(response: str, label: str, extra: dict[str, Any]) -> Any:
 
 
 def daemon(pids: str) -> float:
-    """Forked twice, in a session of its own: no child of the worker, and not in its process group."""
+    """Forked twice, in a session of its own: no child of the worker,
+    and not in its process group.
+    """
     child = os.fork()
     if child == 0:
         os.setsid()

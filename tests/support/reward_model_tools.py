@@ -1,4 +1,6 @@
-"""Toy models that score what a run has sampled, and whether the run has the scores that transformers gives."""
+"""Toy models that score what a run has sampled, and whether the run has the scores that
+transformers gives.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
-TEMPLATE = "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if add_generation_prompt }}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message['content'] }}{% endfor %}{{ '=' if"
+    " add_generation_prompt }}"
+)
 VERDICT = {
     "template": "{prompt}{response}",
     "pattern": r"(\d)",
@@ -26,7 +31,9 @@ VERDICT = {
 
 
 class Scored:
-    """A classifier, or a judge whose verdict is the digit that it writes, behind one SGLang server of a run."""
+    """A classifier, or a judge whose verdict is the digit that it writes, behind one SGLang
+    server of a run.
+    """
 
     def __init__(self, folder: Path, is_judge: bool = False) -> None:
         torch.manual_seed(0)
@@ -34,7 +41,9 @@ class Scored:
         changes = {"initializer_range": 0.1} if is_judge else {"num_labels": 1}
         self.model = kind.from_config(AutoConfig.from_pretrained(MODEL, **changes)).eval()
         self.model.save_pretrained(folder)
-        self.folder, self.is_judge, self.tokenizer = folder, is_judge, load_tokenizer(MODEL)
+        self.folder = folder
+        self.is_judge = is_judge
+        self.tokenizer = load_tokenizer(MODEL)
         spelling = json.loads((MODEL / "tokenizer.json").read_text())
         spelling["model"]["unk_token"] = "<pad>" if is_judge else spelling["model"].get("unk_token")
         (folder / "tokenizer.json").write_text(
@@ -63,7 +72,8 @@ class Scored:
             "rollout.startup_timeout_s": STARTUP_S,
             "trainer.record": True,
             "trainer.deterministic": False,
-            "reward.max_error_rate": 1.0,  # the tokenizer cannot spell <unused20>, which a raw policy samples
+            # the tokenizer cannot spell <unused20>, which a raw policy samples
+            "reward.max_error_rate": 1.0,
             **{f"reward_model.served.{name}": value for name, value in served.items()},
         }
 

@@ -1,4 +1,6 @@
-"""What a worker process runs in the tests of the rollout correction: three recorded steps on one rank, real roles."""
+"""What a worker process runs in the tests of the rollout correction: three recorded steps on one
+rank, real roles.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ from rlhf_megatron.ranks.parallel.world import World
 from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
 from rlhf_megatron.runtime.role_proxies import RoleProxies
 
-GROUPS, GROUP_SIZE, PROMPT, NUM_STEPS = 4, 4, 6, 3
+GROUPS = 4
+GROUP_SIZE = 4
+PROMPT = 6
+NUM_STEPS = 3
 
 
 def config_of(section: dict[str, Any], loss: str, **algorithm: Any) -> RunConfig:
@@ -59,8 +64,9 @@ def config_of(section: dict[str, Any], loss: str, **algorithm: Any) -> RunConfig
 
 
 def rollouts(group: InlineWorkerGroup, step: int) -> ScoredBatch:
-    """Random answers of 1 to 5 tokens. The engine agrees with the trainer in every other sample; else log r is about
-    0.25."""
+    """Random answers of 1 to 5 tokens. The engine agrees with the trainer in every other sample;
+    else log r is about 0.25.
+    """
     generator = torch.Generator().manual_seed(step)
     count = GROUPS * GROUP_SIZE
     lengths = PROMPT + torch.randint(1, 6, (count,), generator=generator)
@@ -94,7 +100,9 @@ def rollouts(group: InlineWorkerGroup, step: int) -> ScoredBatch:
 def three_steps(
     world: World, cases: dict[str, tuple[dict[str, Any], str]], directory: Path
 ) -> dict[str, Any]:
-    """name -> of each step: its metrics, which columns it had, and what of its metrics is not listed or not finite."""
+    """name -> of each step: its metrics, which columns it had, and what of its metrics is not
+    listed or not finite.
+    """
     found = {}
     recorder = RolloutRecorder(directory / "record")
     for name, (section, loss) in cases.items():

@@ -99,8 +99,9 @@ def reference_rows(
     response: tuple[int, ...],
     temperature: float = 1.0,
 ) -> Tensor:
-    """[len(response), vocabulary] log_softmax(logits / temperature) of transformers' own forward pass, before each
-    token of the response."""
+    """[len(response), vocabulary] log_softmax(logits / temperature) of transformers' own forward
+    pass, before each token of the response.
+    """
     ids = torch.tensor([[*prompt, *response]])
     with torch.no_grad():
         rows = (model(ids).logits[0].float() / temperature).log_softmax(-1)
@@ -124,8 +125,9 @@ def reference_rows_over(
     response: tuple[int, ...],
     num_old: int,
 ) -> Tensor:
-    """Rows before the tokens from `num_old` on, where the weights changed after `num_old` tokens and keys and values
-    stayed: the last of these tokens is the first that the new model reads."""
+    """Rows before the tokens from `num_old` on, where the weights changed after `num_old` tokens
+    and keys and values stayed: the last of these tokens is the first that the new model reads.
+    """
     ids = torch.tensor([[*prompt, *response]])
     num_read = len(prompt) + num_old - 1
     with torch.no_grad():
@@ -139,11 +141,14 @@ def picked(rows: Tensor, tokens: Sequence[int]) -> Tensor:
 
 
 def kept(row: Tensor, top_k: int = -1, top_p: float = 1.0, min_p: float = 0.0) -> set[int]:
-    """Tokens that may be drawn from a row of log-probs: among the `top_k` likeliest, those before them having at most
-    `top_p` together, and at least `min_p` times as likely as the likeliest. Each rule looks at the whole row."""
+    """Tokens that may be drawn from a row of log-probs: among the `top_k` likeliest, those before
+    them having at most `top_p` together, and at least `min_p` times as likely as the likeliest.
+    Each rule looks at the whole row.
+    """
     order = row.argsort(descending=True).tolist()
     probs = row.exp().double()
-    found, before = set(), 0.0
+    found = set()
+    before = 0.0
     for rank, token in enumerate(order):
         p = float(probs[token])
         if (top_k < 0 or rank < top_k) and before <= top_p and p >= min_p * float(probs[order[0]]):
@@ -164,7 +169,9 @@ def reference_greedy(
 
 
 def assert_same(got: Sequence[GeneratedSample], expected: Sequence[GeneratedSample]) -> None:
-    """Same tokens, reasons and versions; log-probs within rounding (other batch shapes round otherwise)."""
+    """Same tokens, reasons and versions; log-probs within rounding (other batch shapes
+    round otherwise).
+    """
     for one, other in zip(got, expected, strict=True):
         assert (one.token_ids, one.finish_reason, one.policy_version) == (
             other.token_ids,
@@ -195,7 +202,8 @@ def write_buckets(
     size = -(-len(names) // num_buckets)
     manifests = []
     for bucket in range(num_buckets):
-        raw, entries = b"", []
+        raw = b""
+        entries = []
         for name in names[bucket * size : (bucket + 1) * size]:
             tensor = weights[name].contiguous()
             dtype = str(tensor.dtype).removeprefix("torch.")

@@ -1,4 +1,6 @@
-"""Actors whose routing is replayed, on the ranks of a layout; what parity's own job does, with routes."""
+"""Actors whose routing is replayed, on the ranks of a layout; what parity's own job
+does, with routes.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ def told_by_engine(
     directory: Path,
     planted: int = 0,
 ) -> list[RankResult]:
-    """R3: every pass meets batch["routes"]. `planted`: each token gets the route of the token so many before it."""
+    """R3: every pass meets batch["routes"]. `planted`: each token gets the route of the token so
+    many before it.
+    """
     columns = dict(batch)
     routes = columns.pop("routes")
     names = write_routes(directory, routes.roll(planted, 0), batch["offsets"])
@@ -68,8 +72,9 @@ def told_by_engine(
 
 @dataclass(frozen=True)
 class Recorded(ActorSubject):
-    """R2: the routes of `before` are recorded, then the actor becomes another model; log-probs are not asked for the
-    samples by name, so that they record nothing."""
+    """R2: the routes of `before` are recorded, then the actor becomes another model; log-probs are
+    not asked for the samples by name, so that they record nothing.
+    """
 
     before: dict[str, Tensor] = field(default_factory=dict)
     batch: TrainBatch | None = None

@@ -1,4 +1,6 @@
-"""Toy runs (runtime_toy.py) under torchrun or Ray, for tests: started, awaited, and nothing of them left."""
+"""Toy runs (runtime_toy.py) under torchrun or Ray, for tests: started, awaited, and
+nothing of them left.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,9 @@ class Run:
         return (self.directory / "logs" / f"rank{rank}.log").read_text()
 
     def assert_no_orphans(self, num_processes: int, within_s: float = 10.0) -> None:
-        """`num_processes`: hosts and the controller; what they have started is looked for as well."""
+        """`num_processes`: hosts and the controller;
+        what they have started is looked for as well.
+        """
         assert len(self.pids()) == num_processes, self.pids()
         deadline = time.monotonic() + within_s
         while left := processes_with(self.marker):
@@ -75,8 +79,9 @@ Start = Callable[[str, str], Run]
 def toy_runs(
     directory: Path, launcher: str = "launch", more: Mapping[str, str] | None = None
 ) -> Iterator[Start]:
-    """start(scenario, pools) starts a run in `directory`; at the end all its processes are killed. `more`: environment
-    variables of it."""
+    """start(scenario, pools) starts a run in `directory`; at the end all its processes are killed.
+    `more`: environment variables of it.
+    """
     runs: list[Run] = []
 
     def start(scenario: str, pools: str) -> Run:

@@ -1,10 +1,13 @@
-"""A program for the tests of the launchers: hosts with toy roles, and a controller that runs one scenario.
+"""A program for the tests of the launchers: hosts with toy roles, and a controller that
+runs one scenario.
 
 python -m runtime_toy launch SCENARIO POOLS DIRECTORY     (in tests/), under torchrun
-python -m runtime_toy ray SCENARIO POOLS DIRECTORY        under Ray, in the cluster RAY_ADDRESS or one of its own
+python -m runtime_toy ray SCENARIO POOLS DIRECTORY        under Ray, in the cluster RAY_ADDRESS or
+                                                          one of its own
 
-POOLS: ranks, tp and pp of the actor's pool, as "4,1,2"; with one for the critic "2,2,1+2,1,1". The actor's pool has the
-role "toy"; the critic's, or the actor's where there is none, the role "critic".
+POOLS: ranks, tp and pp of the actor's pool, as "4,1,2"; with one for the critic "2,2,1+2,1,1". The
+actor's pool has the role "toy"; the critic's, or the actor's where there is none, the
+role "critic".
 """
 
 import json
@@ -60,7 +63,9 @@ class Toy:
         return TokenLogProbs(batch.token_ids * scale)
 
     def update(self, batch: TokenBatch, plan: ReplicaPlan) -> UpdateResult:
-        """The loss is the sum of this replica's tokens; the norm, the sum over the pool's ranks of 1 + their number."""
+        """The loss is the sum of this replica's tokens; the norm, the sum over the pool's ranks of
+        1 + their number.
+        """
         self.num_calls += 1
         norm = torch.tensor(1.0 + self.pool.rank)
         dist.all_reduce(norm)
@@ -70,10 +75,15 @@ class Toy:
 
     def place(self, note: str) -> str:
         self.num_calls += 1
-        return f"{self.pool.rank_label} {note} {self.num_calls} of rank {os.environ.get('RANK', self.pool.rank)}"
+        return (
+            f"{self.pool.rank_label} {note} {self.num_calls} of"
+            f" rank {os.environ.get('RANK', self.pool.rank)}"
+        )
 
     def meet(self, mine: str, other: str) -> int:
-        """Returns when the ranks of another call are in it as well: that of `other`, which waits for `mine`."""
+        """Returns when the ranks of another call are in it as well: that of `other`, which
+        waits for `mine`.
+        """
         self.num_calls += 1
         (self.directory / f"{mine}{self.pool.rank}").touch()
         deadline = time.monotonic() + MEET_TIMEOUT_S
@@ -180,7 +190,9 @@ def kill_the_critic(group: RoutedWorkerGroup) -> dict[str, object]:
 
 
 def stop_between_calls(group: RoutedWorkerGroup, directory: Path, stop: StopRequest) -> int:
-    """What a loop does: it looks at `stop` between calls, and "saves" on the hosts before it ends."""
+    """What a loop does: it looks at `stop` between calls,
+    and "saves" on the hosts before it ends.
+    """
     (directory / "ready").touch()
     while not stop.is_requested:
         group.broadcast_call("toy.nap", seconds=1.0).result()
@@ -190,7 +202,9 @@ def stop_between_calls(group: RoutedWorkerGroup, directory: Path, stop: StopRequ
 
 
 def late_stage(group: RoutedWorkerGroup, directory: Path) -> int:
-    """Rank 0 waits in a collective, rank 1 sleeps, rank 2's process is stopped; the calls themselves have a minute."""
+    """Rank 0 waits in a collective, rank 1 sleeps, rank 2's process is stopped; the calls
+    themselves have a minute.
+    """
     with StageWatchdog(60.0, {"update": 1.5}, directory) as watchdog:
         watchdog.set_report_sources(group, lambda: ["12:00:00 engine0 generate: 0.25 s"])
         with watchdog("score"):
@@ -300,7 +314,8 @@ def under_ray(
 
 def main(command: str, scenario: str, pools_text: str, directory: str) -> int:
     arguments = [scenario, pools_text, directory]
-    pools, place = pools_of_text(pools_text), Path(directory)
+    pools = pools_of_text(pools_text)
+    place = Path(directory)
     call_s = CALL_TIMEOUT_S if scenario in ("hang", "late_critic") else 600
     deadlines = RunDeadlines(startup_s=300, call_s=call_s, stop_s=STOP_GRACE_S.get(scenario, 600.0))
     if command == "launch":

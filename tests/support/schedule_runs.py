@@ -1,4 +1,6 @@
-"""A run of a schedule without time: a ledger, and somebody who decides which of the possible events comes next."""
+"""A run of a schedule without time: a ledger, and somebody who decides which of the possible
+events comes next.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ Possible = tuple[EventName, int]  # what may happen next; the group's number, or
 
 @dataclass
 class Run:
-    """`choose` picks the next event. `can_lose`: rewards of a group may tell that it has no signal."""
+    """`choose` picks the next event. `can_lose`:
+    rewards of a group may tell that it has no signal.
+    """
 
     schedule: Schedule
     flow: GroupFlow
@@ -81,7 +85,8 @@ class Run:
 
     def ask(self) -> None:
         """As `Schedule` says."""
-        flow, schedule = self.flow, self.schedule
+        flow = self.flow
+        schedule = self.schedule
         self._drop_stale()
         if not flow.is_training and (numbers := schedule.select_batch(flow)) is not None:
             self._take(numbers)
@@ -98,7 +103,8 @@ class Run:
         assert not schedule.select_groups_to_annotate(flow)
 
     def _drop_stale(self) -> None:
-        flow, schedule = self.flow, self.schedule
+        flow = self.flow
+        schedule = self.schedule
         for number in schedule.find_stale_groups(flow):
             assert flow.compute_lag(flow.groups_in_flight[number]) > schedule.max_lag
             self.num_stale += 1

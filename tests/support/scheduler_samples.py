@@ -6,7 +6,9 @@ from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, add_columns
 
 
 def train_batch(num_samples: int = 10) -> TrainBatch:
-    """Sample i has 1 prompt token and i + 1 response tokens, all with id 100 + i and advantage i."""
+    """Sample i has 1 prompt token and i + 1 response tokens,
+    all with id 100 + i and advantage i.
+    """
     lengths = torch.arange(num_samples) + 2
     owner = torch.arange(num_samples).repeat_interleave(lengths)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])

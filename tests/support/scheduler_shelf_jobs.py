@@ -1,4 +1,6 @@
-"""Recorded steps trained in a world that is up already: controller and host on every rank, in lockstep."""
+"""Recorded steps trained in a world that is up already: controller and host on every
+rank, in lockstep.
+"""
 
 from __future__ import annotations
 
@@ -35,11 +37,15 @@ class Trained:
 
 
 class LockstepGroup:
-    """A WorkerGroup of one replica for a controller that runs on each of its ranks: all make the same calls."""
+    """A WorkerGroup of one replica for a controller that runs on each of its ranks: all make
+    the same calls.
+    """
 
     def __init__(self, world: World, built: dict[str, Any]) -> None:
         assert world.layout.dp == 1
-        self.layout, self.built, self.world = world.layout, built, world
+        self.layout = world.layout
+        self.built = built
+        self.world = world
         self.layouts = {ACTOR: self.layout}
 
     def scatter(

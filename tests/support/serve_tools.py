@@ -24,7 +24,10 @@ from sglang_tools import CPU_ARGUMENTS, CPU_ENV, STARTUP_S, sglang_python
 from rlhf_megatron.data.tokenizer import Tokenizer
 
 MODEL = ROOT / "examples" / "quickstart" / "warm_model"
-TEMPLATE = "{% if tools %}{{ tools | length }}*{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}="
+TEMPLATE = (
+    "{% if tools %}{{ tools | length }}*{% endif %}{% for m in messages %}{{ m.content"
+    " }}{% endfor %}="
+)
 KEY = "a key for clients"
 SMALL = (
     "trainer.device=cpu",
@@ -78,7 +81,8 @@ class Client:
     """A server's address and key."""
 
     def __init__(self, url: str, key: str = KEY) -> None:
-        self.url, self.key = url, key
+        self.url = url
+        self.key = key
         self._pool = urllib3.PoolManager(maxsize=64)
 
     def send(
@@ -131,7 +135,9 @@ class Client:
 
 @contextmanager
 def served(directory: Path, *words: str, model: Path | None = None) -> Iterator[tuple[Job, Client]]:
-    """A server with the key KEY; it has ended with code 0 behind the block. `model`: None, a copy with a template."""
+    """A server with the key KEY; it has ended with code 0 behind the block. `model`: None, a copy
+    with a template.
+    """
     if model is None and "--follow" not in words:
         model = directory / "model"
         shutil.copytree(MODEL, model)
@@ -163,7 +169,9 @@ def names_of(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 class Load:
-    """Clients that ask, each again and again, until the block ends; `answers` and `errors` of all."""
+    """Clients that ask, each again and again, until the block ends;
+    `answers` and `errors` of all.
+    """
 
     def __init__(self, asks: list[Callable[[int], Any]]) -> None:
         """`asks`: of each client, called with the number of its request."""

@@ -8,9 +8,12 @@ from pathlib import Path
 
 
 def records(path: Path) -> Iterator[bytes]:
-    """Of a .wandb or .swanlab file: a header of 7 bytes, and LevelDB's blocks of 32 KiB with chunks (checksum, length,
-    kind)."""
-    data, position, pending = path.read_bytes(), 7, b""
+    """Of a .wandb or .swanlab file: a header of 7 bytes, and LevelDB's blocks of 32 KiB with chunks
+    (checksum, length, kind).
+    """
+    data = path.read_bytes()
+    position = 7
+    pending = b""
     while position + 7 <= len(data):
         room = 32768 - position % 32768
         if room < 7:

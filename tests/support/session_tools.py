@@ -1,5 +1,6 @@
-"""Sessions under test: servers whose weights of version v are `tiny_qwen3(v)`, a thread that polls, and the proof of
-each token's version by log-probs of transformers."""
+"""Sessions under test: servers whose weights of version v are `tiny_qwen3(v)`, a thread that polls,
+and the proof of each token's version by log-probs of transformers.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +89,9 @@ class Rig:
     def sync(
         self, spoil: str = "", hold_s: float = 0.0, meanwhile: Callable[[], None] = lambda: None
     ) -> None:
-        """All engines to the next version; the one named `spoil` gets a damaged bucket. It takes `hold_s` at least."""
+        """All engines to the next version; the one named `spoil` gets a damaged bucket. It takes
+        `hold_s` at least.
+        """
         with self.fleet.hold_exclusively():
             self.fleet.begin_weight_update(self.version + 1)
             time.sleep(hold_s)
@@ -205,10 +208,10 @@ class Proof:
             f"{count} of {number}" for number, count in sorted(self.num_spans.items())
         )
         return (
-            f"{self.num_samples} samples, {self.num_tokens} tokens, samples by versions in them: {spans};"
-            f" largest |difference| under the right version {self.right:.1e}; under other versions"
-            f" {self.num_wrong_fits / max(1, self.num_pairs):.2%} of the tokens fit within {FITS:g}, and the span that"
-            f" fits best is off by {self.wrong:.2f}"
+            f"{self.num_samples} samples, {self.num_tokens} tokens, samples by versions in them:"
+            f" {spans}; largest |difference| under the right version {self.right:.1e}; under other"
+            f" versions {self.num_wrong_fits / max(1, self.num_pairs):.2%} of the tokens fit"
+            f" within {FITS:g}, and the span that fits best is off by {self.wrong:.2f}"
         )
 
 

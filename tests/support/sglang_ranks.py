@@ -1,9 +1,12 @@
-"""Whole models of stock SGLang, one tp rank after the other in one process: what their `load_weights` leaves in them.
+"""Whole models of stock SGLang, one tp rank after the other in one process: what their
+`load_weights` leaves in them.
 
-  .venv-sglang/bin/python tests/support/sglang_ranks.py DIRECTORY < cases.json  # with the environment of sglang_tools
+  .venv-sglang/bin/python tests/support/sglang_ranks.py DIRECTORY < cases.json
+      # with the environment of sglang_tools
 
-Ranks are told their place without process groups, which a model needs to compute but not to hold weights. So layouts
-can be had that two processes on a CPU do not show: many ranks, replicated heads, expert parallelism.
+Ranks are told their place without process groups, which a model needs to compute but not to hold
+weights. So layouts can be had that two processes on a CPU do not show: many ranks, replicated
+heads, expert parallelism.
 """
 
 from __future__ import annotations
@@ -42,7 +45,11 @@ from rlhf_megatron.weights.shard_plan import EngineLayout, iterate_transfers, pl
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 from rlhf_megatron.weights.weight_table import WeightRule, split_tensor
 
-HEADS, HEAD_DIM, HIDDEN, LAYERS, EXPERTS = 8, 16, 128, 2, 8
+HEADS = 8
+HEAD_DIM = 16
+HIDDEN = 128
+LAYERS = 2
+EXPERTS = 8
 
 
 def weights_of(case: dict[str, Any], seed: int) -> dict[str, Tensor]:
@@ -97,7 +104,9 @@ def of_table(config: dict[str, Any], dtype: str) -> dict[str, Tensor]:
 
 
 def as_stored(case: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What files have, and SGLang loads by itself: the experts of a layer of GPT-OSS as one tensor."""
+    """What files have, and SGLang loads by itself:
+    the experts of a layer of GPT-OSS as one tensor.
+    """
     if case["family"] != "gpt_oss":
         return weights
     found: dict[str, Tensor] = {}
@@ -192,7 +201,9 @@ def in_blocks(case: dict[str, Any]) -> Any:
 
 
 def as_on_a_gpu() -> None:
-    """On a CPU SGLang pads heads and rows that it cannot deal out; on others it replicates and refuses."""
+    """On a CPU SGLang pads heads and rows that it cannot deal out; on others it
+    replicates and refuses.
+    """
     import sglang.srt.layers.linear
     import sglang.srt.layers.moe.fused_moe_triton.layer
     import sglang.srt.layers.vocab_parallel_embedding
@@ -206,10 +217,12 @@ def as_on_a_gpu() -> None:
 
 
 def buckets_of(weights: dict[str, Tensor], count: int) -> list[BucketManifest]:
-    names, manifests = list(weights), []
+    names = list(weights)
+    manifests = []
     size = -(-len(names) // count)
     for number in range(count):
-        entries, offset = [], 0
+        entries = []
+        offset = 0
         for name in names[number * size : (number + 1) * size]:
             tensor = weights[name]
             dtype = str(tensor.dtype).removeprefix("torch.")
@@ -239,8 +252,9 @@ def as_sent(case: dict[str, Any], weights: dict[str, Tensor]) -> dict[str, Tenso
 def sent_by_shards(
     case: dict[str, Any], weights: dict[str, Tensor]
 ) -> tuple[list[tuple[BucketManifest, Tensor]], Any]:
-    """What a trainer of the case's layout sends shard to shard: buckets with their memory, all ranks' one after the
-    other; and who sends what."""
+    """What a trainer of the case's layout sends shard to shard: buckets with their memory, all
+    ranks' one after the other; and who sends what.
+    """
     table = make_engine_table(table_of(case), case["dtype"], case.get("quantization"))
     layout = ParallelLayout(**case["trainer"])
     shares = plan_send_shares(table, layout)
@@ -275,7 +289,9 @@ def sent_by_shards(
 
 
 def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load every rank with parts of tensors, and with whole ones, which gives the seconds to compare."""
+    """Load every rank with parts of tensors, and with whole ones, which gives the
+    seconds to compare.
+    """
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(case["config"]))
     weights = weights_of(case, 1)
@@ -283,7 +299,8 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     weights = as_sent(case, weights)
     found: list[list[dict[str, Any]]] = [[] for _ in sent]
     seconds = {"shards": 0.0, "whole": 0.0}
-    is_as_stock, added_twice = [], []
+    is_as_stock = []
+    added_twice = []
     stored = as_stored(case, weights)
     can_load = (
         case["family"] != "gpt_oss" or case.get("ep", 1) == 1
@@ -372,10 +389,13 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
 
 
 def run(case: dict[str, Any], directory: Path) -> dict[str, Any]:
-    """Load every rank, with the fault of the case planted in one of them, and check its receipts."""
+    """Load every rank, with the fault of the case planted in one of them,
+    and check its receipts.
+    """
     directory.mkdir(parents=True)
     (directory / "config.json").write_text(json.dumps(case["config"]))
-    weights, fault = weights_of(case, 1), case.get("fault", {})
+    weights = weights_of(case, 1)
+    fault = case.get("fault", {})
     manifests = buckets_of(weights, 5)
     found: list[list[dict[str, Any]]] = [[] for _ in manifests]
     compared: list[list[dict[str, Any]]] = [[] for _ in manifests]

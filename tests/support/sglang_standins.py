@@ -1,7 +1,8 @@
 """Layers with the class names, attributes and parameter layouts of SGLang's, for one tp rank.
 
-They slice by themselves, by the rule that heads, rows, columns and experts are dealt out evenly in the order of ranks.
-SGLang's own layers are held against the same expectations in test_sglang_layers.py.
+They slice by themselves, by the rule that heads, rows, columns and experts are dealt out evenly in
+the order of ranks. SGLang's own layers are held against the same expectations
+in test_sglang_layers.py.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ class UnquantizedFusedMoEMethod:
 class Layer(nn.Module):
     def __init__(self, rank: int, size: int) -> None:
         super().__init__()
-        self.tp_rank, self.tp_size = rank, size
+        self.tp_rank = rank
+        self.tp_size = size
         self.quant_method: object = UnquantizedLinearMethod()
 
     def hold(self, **parameters: Tensor) -> None:
@@ -109,21 +111,24 @@ class FusedMoE(nn.Module):
         self.layer_id = 0
         self.num_experts = self._num_global_routed = len(experts)
         self.num_fused_shared_experts = 0
-        self.moe_tp_size, self.moe_ep_size = size // ep_size, ep_size
+        self.moe_tp_size = size // ep_size
+        self.moe_ep_size = ep_size
         self.moe_ep_rank, self.moe_tp_rank = divmod(rank, self.moe_tp_size)
         self.num_local_experts = len(experts) // ep_size
         self.use_triton_kernels = changes.get("use_triton_kernels", False)
         self.use_flashinfer_trtllm_moe = changes.get("use_flashinfer_trtllm_moe", False)
         self.use_padded_loading = changes.get("use_padded_loading", False)
         own = experts[self.moe_ep_rank * self.num_local_experts :][: self.num_local_experts]
-        part, parts = self.moe_tp_rank, self.moe_tp_size
+        part = self.moe_tp_rank
+        parts = self.moe_tp_size
         order = (1, 0) if self.use_flashinfer_trtllm_moe else (0, 1)
         w13 = torch.stack(
             [torch.cat([expert[i].chunk(parts)[part] for i in order]) for expert in own]
         )
         w2 = torch.stack([expert[2].chunk(parts, 1)[part] for expert in own])
         if self.use_triton_kernels:
-            w13, w2 = w13.transpose(1, 2).contiguous(), w2.transpose(1, 2).contiguous()
+            w13 = w13.transpose(1, 2).contiguous()
+            w2 = w2.transpose(1, 2).contiguous()
         for name, value in (("w13_weight", w13), ("w2_weight", w2)):
             self.register_parameter(name, nn.Parameter(value.clone()))
 

@@ -39,5 +39,8 @@ def sglang_python() -> Path:
 
 needs_sglang = pytest.mark.skipif(
     not sglang_python().exists(),
-    reason=f"needs stock SGLang: no {sglang_python()}; `make sglang-cpu`, or set RLHF_MEGATRON_SGLANG_PYTHON",
+    reason=(
+        f"needs stock SGLang: no {sglang_python()}; `make sglang-cpu`, or"
+        " set RLHF_MEGATRON_SGLANG_PYTHON"
+    ),
 )

@@ -1,6 +1,8 @@
-"""A run whose engines, rewards and trainer only sleep: the real loop, supplies, session and fleet, for the simulator.
+"""A run whose engines, rewards and trainer only sleep: the real loop, supplies, session and fleet,
+for the simulator.
 
-Engines make a token of each response at a time, tick by tick, in real time; the simulator never sees a token.
+Engines make a token of each response at a time, tick by tick, in real time; the simulator
+never sees a token.
 """
 
 from __future__ import annotations
@@ -53,7 +55,10 @@ from rlhf_megatron.rollout.engine_interface import (
 from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
 from rlhf_megatron.rollout.rollout_requests import build_generate_requests, collect_rollout_batch
 
-PROMPT_TOKENS, NUM_PROMPTS, TOKEN, FIRST_ID = 2, 100, 3, 2
+PROMPT_TOKENS = 2
+NUM_PROMPTS = 100
+TOKEN = 3
+FIRST_ID = 2
 
 
 @dataclass(eq=False)
@@ -67,7 +72,9 @@ class Row:
 
 
 class SleepingEngine:
-    """An `Engine`. `seconds_a_token[n]`: a tick with n responses; as many slots as it has entries behind the first."""
+    """An `Engine`. `seconds_a_token[n]`: a tick with n responses; as many slots as it has entries
+    behind the first.
+    """
 
     def __init__(
         self, number: int, seconds_a_token: Sequence[float], workload: SimulatedWorkload
@@ -115,7 +122,8 @@ class SleepingEngine:
 
     def commit_update(self, version: int) -> None:
         with self._changed:
-            self._served, self._is_paused = version, False
+            self._served = version
+            self._is_paused = False
             self._changed.notify_all()
 
     def version(self) -> int | None:
@@ -134,7 +142,9 @@ class SleepingEngine:
         return self._workload.draw_response_lengths(low - FIRST_ID + 10 * (high - FIRST_ID))
 
     def _decode(self) -> None:
-        """What comes during a tick takes part from the next one on. A tick that a pause cuts short goes on after it."""
+        """What comes during a tick takes part from the next one on. A tick that a pause cuts short
+        goes on after it.
+        """
         due = time.monotonic()
         with self._changed:
             while not self._is_closed:
@@ -276,11 +286,10 @@ def sleep_through(
         for number in range(plan.num_engines)
     ]
     fleet = EngineFleet(engines, 600.0, 0)
-    stages, events = SleepingStages(plan, workload, fleet), list[FlowEvent]()
-    flow, schedule = (
-        GroupFlow(plan.batch_size, plan.last_step, served_version=1),
-        load_schedule(section),
-    )
+    stages = SleepingStages(plan, workload, fleet)
+    events = list[FlowEvent]()
+    flow = GroupFlow(plan.batch_size, plan.last_step, served_version=1)
+    schedule = load_schedule(section)
     watch = Stopwatch()
     if isinstance(schedule, SynchronousSchedule):
         supply: Any = WatchedForeground(stages, flow, schedule, on_events=events.extend)

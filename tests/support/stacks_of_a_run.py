@@ -1,7 +1,8 @@
 """The program with a profile hook: python tests/support/stacks_of_a_run.py train CONFIG ...
 
-Writes to the file that STACKS names, as JSON: for each function in `WATCHED`, the longest way from the loop to it as
-"file function" of every call in the package, in order. Calls in other libraries are left out.
+Writes to the file that STACKS names, as JSON: for each function in `WATCHED`, the longest way from
+the loop to it as "file function" of every call in the package, in order. Calls in other
+libraries are left out.
 """
 
 from __future__ import annotations

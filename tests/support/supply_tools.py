@@ -41,8 +41,9 @@ NUM_SAMPLES = 2
 
 
 class HeldSession:
-    """A group ends when the test says so, or at once. Its first token is of the version at its submission, and the
-    second of the version at its end."""
+    """A group ends when the test says so, or at once. Its first token is of the version at its
+    submission, and the second of the version at its end.
+    """
 
     def __init__(self, is_free: bool = False) -> None:
         self.is_free = is_free
@@ -77,7 +78,8 @@ class HeldSession:
             if self.error is not None:
                 raise self.error
             self._condition.wait_for(lambda: self._ended, 0.02)
-            ended, self._ended = self._ended, []
+            ended = self._ended
+            self._ended = []
             return [(key, self._samples(key)) for key in ended if key in self._running]
 
     def abort(self, keys: Sequence[int]) -> None:
@@ -103,8 +105,9 @@ class HeldSession:
             self._condition.notify_all()
 
     def end_one(self, choose: Callable[[list[int]], int]) -> None:
-        """One of those that run now and have not ended. No other thread takes the chosen one back meanwhile: it would
-        be awaited in vain."""
+        """One of those that run now and have not ended. No other thread takes the chosen one back
+        meanwhile: it would be awaited in vain.
+        """
         with self._condition:
             if running := sorted(self._running.keys() - self._ended):
                 self._ended.append(choose(running))
@@ -202,8 +205,10 @@ class Bench:
             or GroupScorer(TOKENIZER, right_or_wrong, filters),
             annotate_samples=self._annotate,
         )
-        batch_size, found = settings.pop("batch_size", 2), settings.get("found")
-        steps_done, last_step = settings.pop("steps_done", 0), settings.pop("last_step", 5)
+        batch_size = settings.pop("batch_size", 2)
+        found = settings.get("found")
+        steps_done = settings.pop("steps_done", 0)
+        last_step = settings.pop("last_step", 5)
         num_drawn = settings.pop("num_drawn", 0 if found is None else found.num_drawn)
         self.supply = BackgroundSupply(
             GroupFlow(batch_size, last_step, self.version, steps_done, num_drawn),
@@ -251,7 +256,8 @@ def until(is_true: Callable[[], object]) -> None:
 @contextmanager
 def in_thread(run: Callable[[], object]) -> Iterator[threading.Event]:
     """`run` beside the block; the event: it has ended. It must have when the block ends."""
-    is_over, errors = threading.Event(), []
+    is_over = threading.Event()
+    errors = []
 
     def guarded() -> None:
         try:

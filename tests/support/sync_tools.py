@@ -69,7 +69,9 @@ def change_weights(group: InlineWorkerGroup, seed: int) -> None:
 
 @dataclass
 class Rig:
-    """One engine behind a proxy, alone in a fleet, and the syncs that give it the trainer's weights."""
+    """One engine behind a proxy, alone in a fleet, and the syncs that give it the
+    trainer's weights.
+    """
 
     kind: str
     group: InlineWorkerGroup
@@ -86,7 +88,8 @@ class Rig:
 
 
 def probe_of(config: RunConfig, group: InlineWorkerGroup) -> EngineWeightProbe:
-    length, budget = config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu
+    length = config.data.max_response_length
+    budget = config.actor.ppo_max_token_len_per_gpu
     return EngineWeightProbe(
         config.checks,
         config.is_float32_throughout,

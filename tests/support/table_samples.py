@@ -1,4 +1,6 @@
-"""Small model configurations whose dimensions all differ, for tests of tables and conversions, and random weights."""
+"""Small model configurations whose dimensions all differ, for tests of tables and conversions, and
+random weights.
+"""
 
 from dataclasses import dataclass
 from typing import Any

@@ -1,16 +1,21 @@
-"""A warm process in which Triton kernels run on the CPU: `TRITON_INTERPRET=1` before anything imports triton.
+"""A warm process in which Triton kernels run on the CPU: `TRITON_INTERPRET=1` before anything
+imports triton.
 
     # tests/unit/kernels/test_something.py
-    def job(num_rows: int) -> float:                    # runs in the process; a plain module-level function
-        from rlhf_megatron.ranks.kernels import some_triton   # here, not at the top of the test file
+    def job(num_rows: int) -> float:                    # runs in the process; a plain
+                                                        module-level function
+        from rlhf_megatron.ranks.kernels import some_triton   # here, not at the top
+            of the test file
         ...
-        return value                                    # anything that pickles; checks may also be made in here
+        return value                                    # anything that pickles; checks may also
+                                                        be made in here
 
     def test_something(triton_interpreter: TritonInterpreter) -> None:
         assert triton_interpreter.run(job, num_rows=3) == ...
 
-The variable must not be set in the process of the tests: it is read when a kernel is made, and what else imports triton
-there (megatron-core) would get interpreted kernels, on CUDA too. The process ends with the one that started it.
+The variable must not be set in the process of the tests: it is read when a kernel is made, and what
+else imports triton there (megatron-core) would get interpreted kernels, on CUDA too. The process
+ends with the one that started it.
 """
 
 from __future__ import annotations
@@ -36,7 +41,9 @@ class TritonInterpreter:
     def run(
         self, job: Callable[..., Any], *args: Any, timeout_s: float = 120.0, **kwargs: Any
     ) -> Any:
-        """What `job` returns in the process. Raises AssertionError with the job's traceback where it raised."""
+        """What `job` returns in the process. Raises AssertionError with the job's traceback
+        where it raised.
+        """
         if self._process is None:
             self._start()
             timeout_s += START_S

@@ -1,4 +1,6 @@
-"""Configurations of verl as its users have them: a printed PPO job, and a script that starts GRPO."""
+"""Configurations of verl as its users have them:
+a printed PPO job, and a script that starts GRPO.
+"""
 
 PPO_YAML = """
 hydra: {run: {dir: outputs}}
@@ -18,7 +20,8 @@ actor_rollout_ref:
     use_remove_padding: true
     use_fused_kernels: false
     fused_kernel_options: {impl_backend: torch}
-    lora: {type: lora, merge: false, rank: 0, alpha: 32, dropout: 0.0, target_modules: [linear_qkv, linear_proj]}
+    lora: {type: lora, merge: false, rank: 0, alpha: 32, dropout: 0.0, target_modules: \
+[linear_qkv, linear_proj]}
     mtp: {enable: false, mtp_loss_scaling_factor: 0.1, num_speculative_tokens: 1}
   actor:
     strategy: megatron
@@ -34,7 +37,8 @@ actor_rollout_ref:
     clip_ratio_c: 5.0
     tau_pos: 1.0
     tau_neg: 1.05
-    policy_loss: {loss_mode: vanilla, clip_cov_ratio: 0.0002, clip_cov_lb: 1.0, clip_cov_ub: 5.0, ppo_kl_coef: 0.1}
+    policy_loss: {loss_mode: vanilla, clip_cov_ratio: 0.0002, clip_cov_lb: 1.0, clip_cov_ub: 5.0, \
+ppo_kl_coef: 0.1}
     loss_agg_mode: seq-mean-token-mean
     loss_scale_factor: null
     entropy_coeff: 0.001
@@ -46,7 +50,8 @@ actor_rollout_ref:
     data_loader_seed: 42
     use_torch_compile: true
     checkpoint:
-      {save_contents: [model, optimizer, extra, hf_model], load_contents: "${.save_contents}", async_save: true}
+      {save_contents: [model, optimizer, extra, hf_model], load_contents: "${.save_contents}", \
+async_save: true}
     router_replay: {mode: disabled, record_file: null, replay_file: null}
     profiler: {tool: null, enable: false, tool_config: {npu: {level: level0, analysis: true}}}
     optim:
@@ -100,9 +105,12 @@ actor_rollout_ref:
     log_prob_max_token_len_per_gpu: 24576
     megatron:
       param_offload: true
-      tensor_model_parallel_size: ${oc.select:actor_rollout_ref.actor.megatron.tensor_model_parallel_size,1}
-      pipeline_model_parallel_size: ${oc.select:actor_rollout_ref.actor.megatron.pipeline_model_parallel_size,1}
-      override_transformer_config: ${oc.select:actor_rollout_ref.actor.megatron.override_transformer_config,{}}
+      tensor_model_parallel_size: \
+${oc.select:actor_rollout_ref.actor.megatron.tensor_model_parallel_size,1}
+      pipeline_model_parallel_size: \
+${oc.select:actor_rollout_ref.actor.megatron.pipeline_model_parallel_size,1}
+      override_transformer_config: \
+${oc.select:actor_rollout_ref.actor.megatron.override_transformer_config,{}}
   rollout:
     name: sglang
     mode: async
@@ -128,7 +136,8 @@ actor_rollout_ref:
     engine_kwargs: {vllm: {}, sglang: {attention_backend: fa3}}
     val_kwargs: {top_k: -1, top_p: 0.7, temperature: 0.6, n: 4, do_sample: true}
     multi_turn: {enable: false, max_parallel_calls: 1, format: hermes}
-    agent: {num_workers: 8, default_agent_loop: single_turn_agent, custom_async_server: {path: null, name: null}}
+    agent: {num_workers: 8, default_agent_loop: single_turn_agent, custom_async_server: {path: \
+null, name: null}}
     checkpoint_engine: {backend: naive, update_weights_bucket_megabytes: 2048, engine_kwargs: {}}
     prometheus: {enable: false, port: 9090}
     trace: {backend: null, token2text: false}
@@ -159,10 +168,13 @@ critic:
   enable: null
   strategy: megatron
   rollout_n: ${oc.select:actor_rollout_ref.rollout.n,1}
-  model: {path: /models/critic, tokenizer_path: "${oc.select:actor_rollout_ref.model.path,null}", external_lib: null}
+  model: {path: /models/critic, tokenizer_path: "${oc.select:actor_rollout_ref.model.path,null}", \
+external_lib: null}
   optim:
-    {lr: 1.0e-05, lr_warmup_steps: 4, lr_decay_style: constant, weight_decay: 0.01, betas: [0.9, 0.999], clip_grad: 1.0}
-  megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: true, seed: 1234}
+    {lr: 1.0e-05, lr_warmup_steps: 4, lr_decay_style: constant, weight_decay: 0.01, betas: [0.9, \
+0.999], clip_grad: 1.0}
+  megatron: {tensor_model_parallel_size: 2, pipeline_model_parallel_size: 2, sequence_parallel: \
+true, seed: 1234}
   ppo_mini_batch_size: 128
   use_dynamic_bsz: true
   ppo_max_token_len_per_gpu: 32768
@@ -172,7 +184,8 @@ critic:
   cliprange_value: 0.2
   loss_agg_mode: token-mean
 reward_model:
-  {enable: false, reward_manager: naive, model: {path: /models/rm}, sandbox_fusion: {url: null, max_concurrent: 64}}
+  {enable: false, reward_manager: naive, model: {path: /models/rm}, sandbox_fusion: {url: null, \
+max_concurrent: 64}}
 custom_reward_function: {path: rewards/score.py, name: compute, reward_kwargs: {strict: true}}
 algorithm:
   adv_estimator: gae
@@ -184,7 +197,8 @@ algorithm:
   kl_ctrl: {type: adaptive, kl_coef: 0.02, horizon: 20000, target_kl: 0.05}
   use_pf_ppo: false
   pf_ppo: {reweight_method: pow, weight_pow: 2.0}
-  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, bypass_mode: false}
+  rollout_correction: {rollout_is: null, rollout_is_threshold: 2.0, rollout_rs: null, bypass_mode: \
+false}
 trainer:
   balance_batch: true
   total_epochs: 30
@@ -204,7 +218,8 @@ trainer:
   max_critic_ckpt_to_keep: 3
   rollout_data_dir: null
   device: cuda
-global_profiler: {tool: null, save_path: outputs/profile, global_tool_config: {nsys: {discrete: false}}}
+global_profiler: {tool: null, save_path: outputs/profile, global_tool_config: {nsys: {discrete: \
+false}}}
 transfer_queue: {enable: false}
 ray_kwargs: {ray_init: {num_cpus: null}, timeline_json_file: null}
 """
@@ -234,7 +249,8 @@ PPO_BY_HAND = {
     "actor.megatron.recompute_granularity": "selective",
     "actor.megatron.recompute_modules": ["core_attn", "mlp"],
     "actor.optim.lr": 2e-6,
-    "actor.optim.lr_warmup_steps": 80,  # 0.05 x 200 = 10 steps of the loop; each has 256 / 64 x 2 = 8 optimizer steps
+    # 0.05 x 200 = 10 steps of the loop; each has 256 / 64 x 2 = 8 optimizer steps
+    "actor.optim.lr_warmup_steps": 80,
     "actor.optim.lr_decay_style": "cosine",
     "actor.optim.min_lr": 2e-7,
     "actor.optim.weight_decay": 0.1,
@@ -253,7 +269,8 @@ PPO_BY_HAND = {
     "actor.shuffle": True,
     "critic.path": "/models/critic",
     "critic.optim.lr": 1e-5,
-    "critic.optim.lr_warmup_steps": 8,  # 4 steps of the loop, each with 256 / 128 x 1 = 2 optimizer steps
+    # 4 steps of the loop, each with 256 / 128 x 1 = 2 optimizer steps
+    "critic.optim.lr_warmup_steps": 8,
     "critic.optim.lr_decay_style": "constant",
     "critic.optim.weight_decay": 0.01,
     "critic.optim.betas": [0.9, 0.999],

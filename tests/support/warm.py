@@ -1,13 +1,16 @@
-"""Python programs of this project as processes that are forked off one that has imported everything.
+"""Python programs of this project as processes that are forked off one that has
+imported everything.
 
     warm.install()                                    # in conftest.py, on a machine without CUDA
-    subprocess.Popen([sys.executable, "-m", "rlhf_megatron", "train", ...])      # forked; its ranks and engines too
+    subprocess.Popen([sys.executable, "-m", "rlhf_megatron", "train", ...])
+        # forked; its ranks and engines too
 
-Importing megatron-core and transformers costs 5 CPU seconds a process, a fork 0.02. The processes are the real ones
-otherwise: children of their starter with the command line, environment, files, session and signals that they would
-have had. They are never forked off their starter, whose state they would inherit, but off a template that has imported
-modules and done nothing else: that of the tests, or the copy of it that a forked program gets when it begins.
-A command that is not known (another interpreter, another PYTHONPATH, a shell) starts as ever; so does any in `cold()`.
+Importing megatron-core and transformers costs 5 CPU seconds a process, a fork 0.02. The processes
+are the real ones otherwise: children of their starter with the command line, environment, files,
+session and signals that they would have had. They are never forked off their starter, whose state
+they would inherit, but off a template that has imported modules and done nothing else: that of the
+tests, or the copy of it that a forked program gets when it begins. A command that is not known
+(another interpreter, another PYTHONPATH, a shell) starts as ever; so does any in `cold()`.
 """
 
 from __future__ import annotations
@@ -39,12 +42,17 @@ from rlhf_megatron.runtime.torchrun.forked_ranks import run_and_exit
 
 SUPPORT = Path(__file__).resolve().parent
 ROOT = SUPPORT.parents[1]
-PR_SET_PDEATHSIG, PR_SET_MM, PR_SET_CHILD_SUBREAPER = 1, 35, 36
-MM_ARG_END, MM_ENV_END = 9, 11
+PR_SET_PDEATHSIG = 1
+PR_SET_MM = 35
+PR_SET_CHILD_SUBREAPER = 36
+MM_ARG_END = 9
+MM_ENV_END = 11
 ROOM = 32768  # bytes for the command line of a forked process, and as many for its environment
 HIGH = 700  # descriptors from here on are free
-TOY, WORKER = "runtime_toy", "dist_worker"
-AGENT, ENGINE = "rlhf_megatron.runtime.torchrun.agent", "rlhf_megatron.rollout.local.local_server"
+TOY = "runtime_toy"
+WORKER = "dist_worker"
+AGENT = "rlhf_megatron.runtime.torchrun.agent"
+ENGINE = "rlhf_megatron.rollout.local.local_server"
 MODULES = ("rlhf_megatron", AGENT, ENGINE, TOY)
 SCRIPTS = (
     *(
@@ -104,7 +112,9 @@ _is_cold = False
 
 
 def install() -> None:
-    """From now on this process forks what it can. Its template is started when it is first needed."""
+    """From now on this process forks what it can.
+    Its template is started when it is first needed.
+    """
     global _template
     if sys.platform == "linux" and "RLHF_MEGATRON_COLD" not in os.environ:
         os.environ["RLHF_MEGATRON_FORKS"] = "0"  # launchers do not fork by themselves
@@ -121,9 +131,12 @@ def renew() -> None:
 
 @contextlib.contextmanager
 def cold() -> Iterator[None]:
-    """A process that this one starts in the meantime begins with an interpreter of its own, and so do all of its."""
+    """A process that this one starts in the meantime begins with an interpreter of its own, and so
+    do all of its.
+    """
     global _is_cold
-    before, _is_cold = _is_cold, True
+    before = _is_cold
+    _is_cold = True
     try:
         yield
     finally:
@@ -211,7 +224,8 @@ def program_of(words: Sequence[str]) -> list[str] | None:
     if not words or words[0] != sys.executable:
         return None
     words = words[2:] if words[1:2] == ["-u"] else words[1:]
-    # Workers of Ray are told the place of their driver, whose libraries start threads: it begins with an interpreter.
+    # Workers of Ray are told the place of their driver, whose libraries start threads: it begins
+    # with an interpreter.
     is_of_ray = words[1:3] == [TOY, "ray"] or 'trainer.runtime="ray"' in words
     is_module = words[:1] == ["-m"] and words[1] in MODULES and not is_of_ray
     is_script = bool(words) and Path(words[0]) in [SUPPORT / name for name in SCRIPTS]
@@ -250,7 +264,9 @@ class _Template:
 
 
 def _first_template() -> socket.socket:
-    """Beginning with an interpreter, and with room for other command lines and environments than its own."""
+    """Beginning with an interpreter, and with room for other command lines and
+    environments than its own.
+    """
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in (ours, theirs):
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4 * ROOM)
@@ -299,7 +315,9 @@ def _serve(connection: socket.socket, starter: int) -> NoReturn:
 def _become(
     request: dict[str, Any], received: Sequence[int], connection: socket.socket
 ) -> int | str | None:
-    """In the new process: everything that exec would do, then the program. Returns what it exits with."""
+    """In the new process: everything that exec would do, then the program. Returns what
+    it exits with.
+    """
     global _template
     program = program_of(request["words"])
     assert program is not None
@@ -336,7 +354,9 @@ def _become(
 
 
 def _await_word() -> None:
-    """As a shell that waits for its `ChildReaper` (rollout/fleet/server_process.py): a line, then nothing more to read."""
+    """As a shell that waits for its `ChildReaper` (rollout/fleet/server_process.py): a line, then
+    nothing more to read.
+    """
     while (byte := os.read(0, 1)) != b"\n":
         if not byte:
             os._exit(1)
@@ -409,7 +429,9 @@ def _execute(program: Sequence[str]) -> int | str | None:
     sys.stdout.reconfigure(write_through=is_unbuffered, line_buffering=os.isatty(1))
     sys.stderr = open(2, "w", closefd=False, errors="backslashreplace")  # noqa: SIM115
     sys.stderr.reconfigure(line_buffering=True, write_through=is_unbuffered)
-    sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
+    sys.__stdin__ = sys.stdin  # type: ignore[misc]
+    sys.__stdout__ = sys.stdout  # type: ignore[misc]
+    sys.__stderr__ = sys.stderr  # type: ignore[misc]
     is_module = program[0] == "-m"
     if is_module:
         is_package = importlib.util.find_spec(program[1]).submodule_search_locations is not None  # type: ignore[union-attr]

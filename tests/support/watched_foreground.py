@@ -1,4 +1,6 @@
-"""A run in the foreground that keeps a Flow, so that its events can be compared, and asks the schedule each time."""
+"""A run in the foreground that keeps a Flow, so that its events can be compared, and asks the
+schedule each time.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class WatchedForeground(ForegroundSupply):
         on_events: Callable[[Sequence[FlowEvent]], None],
     ) -> None:
         super().__init__(_Told(stages, self))  # type: ignore[arg-type]
-        self._flow, self._schedule, self._on_events = flow, schedule, on_events
+        self._flow = flow
+        self._schedule = schedule
+        self._on_events = on_events
         self._next_number = stages.num_drawn
         stages.on_generated = self._generated
 
@@ -66,7 +70,8 @@ class _Told:
     """The stages, and what `watched` makes of them."""
 
     def __init__(self, stages: Any, watched: WatchedForeground) -> None:
-        self._stages, self._watched = stages, watched
+        self._stages = stages
+        self._watched = watched
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stages, name)

@@ -44,7 +44,8 @@ def make_critic(
     hf_config: dict[str, Any] | None = None,
     fsdp: FSDPConfig | None = None,
 ) -> Any:
-    """`source`: of weights. `hf_config`: in place of that of `name`. `fsdp`: settings of that backend; None: Megatron.
+    """`source`: of weights. `hf_config`: in place of that of `name`. `fsdp`: settings of that
+    backend; None: Megatron.
 
     `bucket_size`: parameters of a gradient bucket, for small models to have several.
     """
@@ -54,7 +55,8 @@ def make_critic(
     from rlhf_megatron.ranks.workers.trained_model import TrainingPhase
     from rlhf_megatron.weights.value_model import add_value_head
 
-    phases, settings = {"rl": TrainingPhase(config.optim, 100)}, megatron_of(world, megatron or {})
+    phases = {"rl": TrainingPhase(config.optim, 100)}
+    settings = megatron_of(world, megatron or {})
     data_parallel.DDP_BUCKET_SIZE = bucket_size
     try:
         first = add_value_head(source, config.value_head_init_std, SEED)
@@ -84,8 +86,9 @@ def train_critic(
     save_after: int | None = None,
     fsdp: FSDPConfig | None = None,
 ) -> CriticResult:
-    """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
-    after `save_after` steps."""
+    """Values, then optimizer steps on one mini-batch. `directory`: load from it first, or save to
+    it at the end, or after `save_after` steps.
+    """
     with pytest.MonkeyPatch.context() as patch:
         if mistake is not None:
             MISTAKES[mistake](patch)
@@ -122,7 +125,9 @@ def head_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
 
 
 def body_summed_over_tp(patch: pytest.MonkeyPatch) -> None:
-    """The hidden states' gradient is summed over tp on its way back, though it is complete on each rank."""
+    """The hidden states' gradient is summed over tp on its way back, though it is
+    complete on each rank.
+    """
     from rlhf_megatron.ranks.models import output_heads
 
     gather = output_heads.gather_from_sequence_parallel_region
@@ -149,7 +154,8 @@ def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
 
 class _Frozen:
     def __init__(self, head: Any) -> None:
-        self.weight, self.bias = head.weight.detach(), head.bias.detach()
+        self.weight = head.weight.detach()
+        self.bias = head.bias.detach()
         self.sequence_parallel = head.sequence_parallel
 
 
@@ -184,7 +190,9 @@ def score(
     batch: TokenBatch,
     fsdp: FSDPConfig | None = None,
 ) -> tuple[CriticValues | None, ReplicaPlan]:
-    """The scores of a frozen model that is in host memory between its calls; of the second of two."""
+    """The scores of a frozen model that is in host memory between its calls;
+    of the second of two.
+    """
     from rlhf_megatron.ranks.workers.frozen_model import FrozenRewardModel
     from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend
     from rlhf_megatron.ranks.workers.megatron_backend import MegatronBackend

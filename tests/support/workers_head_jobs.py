@@ -1,4 +1,6 @@
-"""What runs on every rank in the tests of the head: gradients by either way, and backends that are wrong."""
+"""What runs on every rank in the tests of the head: gradients by either way, and backends
+that are wrong.
+"""
 
 from __future__ import annotations
 
@@ -119,7 +121,9 @@ class Allocations(TorchDispatchMode):
 
 @contextmanager
 def way(kind: str) -> Iterator[None]:
-    """ "sink": as it is. "autograd": as without main_grad. "poisoned": the stand-in is full of NaN."""
+    """ "sink": as it is. "autograd": as without main_grad.
+    "poisoned": the stand-in is full of NaN.
+    """
     from rlhf_megatron.ranks.workers import log_prob_head
     from rlhf_megatron.ranks.workers import log_prob_head as main_grad
 
@@ -212,7 +216,8 @@ def run_checked(
     on_tp_rank: int = 0,
     is_triton_taken: bool = False,
 ) -> CheckedRun:
-    """Log-probs, then forward and backward. `mistake`: in place of the tile operations of that tp rank.
+    """Log-probs, then forward and backward. `mistake`: in place of the tile operations
+    of that tp rank.
 
     `is_triton_taken`: triton is chosen although it does not run on this device.
     """
@@ -249,12 +254,15 @@ class _Records(logging.Handler):
 
 
 def head_peak(world: World | None, shape: HeadCallShape, num_parts: int) -> int:
-    """Bytes that the allocator had out at most in a forward and backward pass of the head, its inputs not counted.
+    """Bytes that the allocator had out at most in a forward and backward pass of the head, its
+    inputs not counted.
 
-    `world`: whose tensor-parallel ranks share the vocabulary, and the sequence where `num_parts` is above 1.
+    `world`: whose tensor-parallel ranks share the vocabulary, and the sequence where
+    `num_parts` is above 1.
     """
     generator = torch.Generator().manual_seed(0)
-    num_tokens, hidden_size = shape.num_tokens // num_parts, shape.hidden_size
+    num_tokens = shape.num_tokens // num_parts
+    hidden_size = shape.hidden_size
     hidden = (
         torch.randn(num_tokens, hidden_size, generator=generator).to(shape.dtype).requires_grad_()
     )

@@ -1,4 +1,6 @@
-"""What runs on every rank in the tests of the workers; results are put together in the test process."""
+"""What runs on every rank in the tests of the workers; results are put together in
+the test process.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +136,9 @@ def share(world: World, batch: Batch, token_budget: int) -> tuple[Batch, Replica
 def shards(
     worker: Any, head: HeadKind = "vocabulary"
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """(gradients, weights) of this rank. All ranks: a distributed optimizer's gradients are put together."""
+    """(gradients, weights) of this rank. All ranks: a distributed optimizer's gradients
+    are put together.
+    """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
     from rlhf_megatron.ranks.workers.optimizer_state import iterate_parameter_states
 
@@ -195,8 +199,10 @@ def train(
     save_after: int | None = None,
     in_rows: bool = False,
 ) -> RankResult:
-    """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save to it at the end, or
-    after `save_after` steps. `in_rows`: documents as of a family under FSDP2 that cannot be packed."""
+    """Log-probs, then optimizer steps on one mini-batch. `directory`: load from it first, or save
+    to it at the end, or after `save_after` steps. `in_rows`: documents as of a family under FSDP2
+    that cannot be packed.
+    """
     actor = make_actor(
         world, name, state, config, dtype, megatron=megatron, bucket_size=bucket_size
     )
@@ -229,7 +235,9 @@ def whole(
     kind: str,
     head: HeadKind = "vocabulary",
 ) -> dict[str, Tensor]:
-    """HF name -> full tensor, from the first of `copies` (dp x cp) sets of shards. `kind`: "grads" or "weights"."""
+    """HF name -> full tensor, from the first of `copies` (dp x cp) sets of shards. `kind`:
+    "grads" or "weights".
+    """
     full = {}
     for rule in make_weight_table(reference.HF_CONFIGS[name], tp, head=head):
         holders = [getattr(r, kind) for r in results if rule.megatron_name in getattr(r, kind)]

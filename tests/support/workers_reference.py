@@ -1,4 +1,6 @@
-"""Three optimizer steps in plain transformers and torch, unsharded: what the workers are held to."""
+"""Three optimizer steps in plain transformers and torch, unsharded:
+what the workers are held to.
+"""
 
 from __future__ import annotations
 
@@ -32,16 +34,26 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     "llama": {**COMMON, "model_type": "llama", "tie_word_embeddings": False},
 }
 TEMPERATURE = 0.8
-# A larger epsilon than usual: at 1e-8 the first step is the sign of the gradient, which rounding decides near zero.
-LR, EPS, WEIGHT_DECAY, BETAS, CLIP = 2e-4, 1e-5, 0.1, (0.9, 0.95), 1.0
-CLIP_LOW, CLIP_HIGH, CLIP_C = 0.2, 0.28, 3.0
-KL_COEF, ENTROPY_COEFF = 0.05, 0.01
+# A larger epsilon than usual: at 1e-8 the first step is the sign of the gradient, which rounding
+# decides near zero.
+LR = 2e-4
+EPS = 1e-5
+WEIGHT_DECAY = 0.1
+BETAS = (0.9, 0.95)
+CLIP = 1.0
+CLIP_LOW = 0.2
+CLIP_HIGH = 0.28
+CLIP_C = 3.0
+KL_COEF = 0.05
+ENTROPY_COEFF = 0.01
 VALUE_CLIP = 0.5
 STEPS = 3
 
 
 def make_model(name: str) -> torch.nn.Module:
-    """A random transformers model with weights large enough that no two tokens look alike. float32."""
+    """A random transformers model with weights large enough that no two tokens
+    look alike. float32.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
     raw = {key: value for key, value in HF_CONFIGS[name].items() if key != "model_type"}
@@ -62,7 +74,9 @@ def make_model(name: str) -> torch.nn.Module:
 
 
 def make_batch(num_samples: int = 12, seed: int = 7) -> MiniBatch:
-    """Ragged samples of 3 to 14 tokens with prompts of 1 to 5, random advantages, token-mean weights."""
+    """Ragged samples of 3 to 14 tokens with prompts of 1 to 5, random advantages,
+    token-mean weights.
+    """
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, 15, (num_samples,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -98,7 +112,9 @@ def columns_of(batch: TokenBatch) -> dict[str, Tensor]:
 def token_columns(
     model: torch.nn.Module, batch: TokenBatch, make: Callable[[Tensor, Tensor], dict[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Columns [T], zero outside of the response mask. `make`: log-probs [B, L, V] of what follows, and that [B, L]."""
+    """Columns [T], zero outside of the response mask. `make`: log-probs [B, L, V] of what follows,
+    and that [B, L].
+    """
     ids_BL, is_token_BL = padded(columns_of(batch), range(len(batch)))
     log_p = (model(ids_BL).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
     found = make(log_p, ids_BL[:, 1:])
@@ -123,14 +139,18 @@ def token_log_probs(model: torch.nn.Module, batch: MiniBatch) -> tuple[Tensor, T
 
 
 def token_sum_squares(model: torch.nn.Module, batch: MiniBatch) -> Tensor:
-    """[T]: sum over the vocabulary of the squared probabilities at response tokens, zero elsewhere."""
+    """[T]: sum over the vocabulary of the squared probabilities at response
+    tokens, zero elsewhere.
+    """
     return token_columns(
         model, batch, lambda log_p, ids: {"squares": log_p.exp().square().sum(-1)}
     )["squares"]
 
 
 def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
-    """`batch` with an old policy and a reference that are `log_probs` and noise, so that some ratios are clipped."""
+    """`batch` with an old policy and a reference that are `log_probs` and noise, so that some
+    ratios are clipped.
+    """
     generator = torch.Generator().manual_seed(3)
     noise = 0.3 * torch.randn(2, log_probs.numel(), generator=generator)
     old, ref = (log_probs.float()[None] + noise) * batch.response_mask
@@ -138,7 +158,8 @@ def with_past(batch: MiniBatch, log_probs: Tensor) -> MiniBatch:
 
 
 def policy_token_loss(log_probs: Tensor, entropies: Tensor, batch: MiniBatch) -> Tensor:
-    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus, from the papers.
+    """[T]: PPO with clip-higher and dual clip, k3 KL against the reference, entropy bonus,
+    from the papers.
 
     The bound on k3 is the field's.
     """
@@ -164,7 +185,9 @@ def make_value_model(name: str) -> ValueModel:
 
 
 def make_value_batch(values: Tensor) -> ValueMiniBatch:
-    """The samples of `make_batch` with random returns, and old values that are `values` and noise: some are clipped."""
+    """The samples of `make_batch` with random returns, and old values that are `values` and noise:
+    some are clipped.
+    """
     batch = make_batch()
     generator = torch.Generator().manual_seed(4)
     noise, returns = torch.randn(2, values.numel(), generator=generator) * batch.response_mask
@@ -246,10 +269,13 @@ def _steps(
 def in_float32(
     make: Callable[[], torch.nn.Module], run: Callable[[torch.nn.Module], list[Step]]
 ) -> list[list[Step]]:
-    """`run` of the float32 model that `make` makes, in each order of its hidden units: draws of float32's own error."""
+    """`run` of the float32 model that `make` makes, in each order of its hidden units: draws of
+    float32's own error.
+    """
     draws = []
     for order in orders(COMMON["hidden_size"]):
-        model, back = make(), order.argsort()
+        model = make()
+        back = order.argsort()
         model.load_state_dict(renumbered(model.state_dict(), order))
         draws.append(
             [
@@ -274,7 +300,8 @@ def in_units(
     exact: Step,
     draws: Sequence[list[Step]],
 ) -> dict[str, float]:
-    """Errors of gradients and updates against float64, in units of float32's own; the worst tensor of each.
+    """Errors of gradients and updates against float64, in units of float32's own; the worst
+    tensor of each.
 
     By tensor: where weights are near 1, the rounding of their type hides all else.
     """
@@ -294,7 +321,9 @@ def in_units(
 
 
 def unit_of_tokens(exact: Step, draws: Sequence[list[Step]]) -> float:
-    """Float32's own error of what the model predicts, before the first step: the largest of all tokens."""
+    """Float32's own error of what the model predicts, before the first step: the largest
+    of all tokens.
+    """
     return max(
         1e-6, scale(float((draw[0].predicted - exact.predicted).abs().max()) for draw in draws)
     )

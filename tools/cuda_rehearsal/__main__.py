@@ -1,9 +1,12 @@
-"""With the interpreter that has torch's CUDA build: whole runs on device cuda without a GPU, or one command.
+"""With the interpreter that has torch's CUDA build: whole runs on device cuda without a GPU, \
+or one command.
 
-.venv-cuda/bin/python -m tools.cuda_rehearsal                            # all runs, each against the CPU
+.venv-cuda/bin/python -m tools.cuda_rehearsal                            # all runs, each
+    against the CPU
 .venv-cuda/bin/python -m tools.cuda_rehearsal --cases "pp2,tp2 pp2"      # some of them
 .venv-cuda/bin/python -m tools.cuda_rehearsal --on-gpus --jobs 4         # on the machine's own GPUs
-.venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts            # one rank of each layout, without numbers
+.venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts            # one rank of each layout,
+    without numbers
 .venv-cuda/bin/python -m tools.cuda_rehearsal --devices 2 -- .venv-cuda/bin/python my_script.py
 """
 

@@ -9,20 +9,22 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_megatron"
 KINDS = ("cuda", "cpu")
-ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "num_devices")
+ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "count_devices")
 # Text and arithmetic about devices, or a setting of another program: nothing is computed on one there.
 APART = (
     "cli/",
-    "verl/",
+    "jobs/from_verl/",
     "config/",
-    "proof/",
-    "simulator/",
+    "controller/preflight.py",
+    "controller/scheduler/run_replay.py",
+    "planning/",
     "ranks/parallel/cpu_platform.py",
     "ranks/kernels/head_memory.py",
 )
 APART += (
     "runtime/torchrun/machine_servers.py",
 )  # devices of servers, from numbers alone, with unit tests
+NOT_APART = ("config/cuda_environment.py",)  # sets up the devices of this process
 TAKEN = Path(__file__).with_name(
     "branches.txt"
 )  # those that the last rehearsal of all cases has come to
@@ -32,17 +34,17 @@ _NO_PACKAGE = (
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang on GPUs: the case `servers` comes here, where 8.6 GB of it are installed"
 EXCUSED: dict[str, str] = {
-    "weights/quantised_weights.py:to_fp8": "takes more numbers at once on a GPU, by the same formula",
-    "jobs/generation/model_source.py:_engine": "chooses stock SGLang where it sees a GPU, for files without a configuration",
-    "ranks/models/layer_specs.py:_experts_under_its_names": _NO_PACKAGE,
-    "ranks/models/fused_kernel_choice.py:choose_adam": _NO_PACKAGE,
-    "device.py:backend": _STOCK,
+    "weights/quantised_weights.py:quantise_to_fp8": "takes more numbers at once on a GPU, by the same formula",
+    "jobs/generation/model_source.py:_make_engine_overrides": "chooses stock SGLang where it sees a GPU, for files without a configuration",
+    "ranks/models/layer_specs.py:_make_grouped_experts_spec": _NO_PACKAGE,
+    "ranks/models/fused_kernel_choice.py:choose_adam_kernel": _NO_PACKAGE,
+    "device.py:choose_distributed_backend": _STOCK,
     "ranks/parallel/weight_grad.py:wgrad_gemm_accum_fp32": _NO_TRACE,
-    "rollout/fleet/engine_setup.py:EngineSetup.machine": _STOCK,
-    "rollout/sglang/attached_engines.py:_of_settings": _STOCK,
-    "rollout/sglang/sglang_environment.py:on_cpu": _STOCK,
-    "rollout/transports/tensor_transport.py:SGLangTensorTransport.deliver": _STOCK,
-    "runtime/ray/ray_driver.py:_devices": "Ray counts devices by itself, and finds none of the null library's",
+    "rollout/fleet/engine_setup.py:EngineSetup.make_machine_gpus": _STOCK,
+    "rollout/sglang/attached_engines.py:_find_settings_problems": _STOCK,
+    "rollout/sglang/sglang_environment.py:runs_on_cpu": _STOCK,
+    "rollout/transports/tensor_transport.py:SGLangTensorTransport.deliver_bucket": _STOCK,
+    "runtime/ray/ray_driver.py:_count_devices": "Ray counts devices by itself, and finds none of the null library's",
 }
 
 
@@ -51,7 +53,7 @@ def device_branches() -> set[str]:
     found = set()
     for path in sorted(PACKAGE.rglob("*.py")):
         name = str(path.relative_to(PACKAGE))
-        if not name.startswith(APART):
+        if name in NOT_APART or not name.startswith(APART):
             found |= {f"{name}:{function}" for function in _asking(ast.parse(path.read_text()), "")}
     return found
 

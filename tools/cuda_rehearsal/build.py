@@ -1,5 +1,7 @@
-"""Compiles the null CUDA library and the host's kernels against the torch of the interpreter that runs it, into a
-folder named after what they are made of; a second build takes what stands there. Needs gcc, g++ and nm."""
+"""Compiles the null CUDA library and the host's kernels against the torch of the interpreter that
+runs it, into a folder named after what they are made of; a second build takes what stands there.
+Needs gcc, g++ and nm.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def missing_tools() -> str:
 
 
 def build(cache: Path) -> Path:
-    """Returns the folder with libcuda.so.1 and host_kernels.so. Takes a minute or two where it must compile."""
+    """Returns the folder with libcuda.so.1 and host_kernels.so. Takes a minute or two where
+    it must compile.
+    """
     import torch
 
     sources = sorted([*HERE.glob("null/*.[ch]"), HERE / "host/kernels.cpp", Path(__file__)])

@@ -1,6 +1,9 @@
-"""Whole runs on device cuda with right numbers, each against a run of the same configuration on one rank of the CPU.
+"""Whole runs on device cuda with right numbers, each against a run of the same configuration on one
+rank of the CPU.
 
-A layout changes no figure beyond rounding, so one run on the CPU serves all layouts of a configuration."""
+A layout changes no figure beyond rounding, so one run on the CPU serves all layouts of
+a configuration.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,8 @@ TP, PP, CP, EP = (
     f"actor.megatron.{axis}_parallel_size"
     for axis in ("tensor_model", "pipeline_model", "context", "expert_model")
 )
-# Two steps of 8 prompts x 4 samples in two mini-batches of several micro-batches. Samples are drawn and batched the
-# same way on every device, and all of them are written down.
+# Two steps of 8 prompts x 4 samples in two mini-batches of several micro-batches. Samples are drawn
+# and batched the same way on every device, and all of them are written down.
 SHORT = {
     "actor.megatron.sequence_parallel": False,
     "actor.mini_batch_size": 16,
@@ -28,7 +31,8 @@ SHORT = {
     "trainer.deterministic": True,
     "trainer.save_last": "none",
 }
-EXPERTS = {  # from random weights: three supervised steps first, and an entropy bonus, so that each step learns
+# from random weights: three supervised steps first, and an entropy bonus, so that each step learns
+EXPERTS = {
     "warmup.max_steps": 3,
     "warmup.batch_size": 16,
     "warmup.test_freq": 3,
@@ -62,7 +66,9 @@ class Case:
 
 @dataclass(frozen=True)
 class Program:
-    """Checks numbers of its own on device cuda, and fails where one is wrong. `words` follow "python -m"."""
+    """Checks numbers of its own on device cuda, and fails where one is wrong. `words`
+    follow "python -m".
+    """
 
     name: str
     words: str  # {folder}: of the runs
@@ -115,7 +121,10 @@ CASES = (
     Case("latent tp2 ep2", "latent", 2, {TP: 2, EP: 2, "actor.megatron.sequence_parallel": True}),
     Case("asynchronous", "async", 1, {"trainer.deterministic": False}, is_compared=False),
 )
-PARITY = "benchmarks.parity --device cuda --max-ranks 2 --in-turns --out {folder}/parity.json --dumps {folder}/parity"
+PARITY = (
+    "benchmarks.parity --device cuda --max-ranks 2 --in-turns --out {folder}/parity.json"
+    " --dumps {folder}/parity"
+)
 PROGRAMS = (
     Program("parity", PARITY, 2),
     Program("triton", "tools.cuda_rehearsal.interpreted"),

@@ -25,8 +25,10 @@ def python_path(*places: Path) -> str:
 def environment(
     built: Path, has_numbers: bool, num_devices: int, is_alone: bool = False
 ) -> dict[str, str]:
-    """`built`: what build.py made. `has_numbers`: the host computes each kernel, and one that it does not is an error;
-    else kernels do nothing, and torch's own CUDA kernels check what they are given. `is_alone`: NCCL has no peers."""
+    """`built`: what build.py made. `has_numbers`: the host computes each kernel, and one that it
+    does not is an error; else kernels do nothing, and torch's own CUDA kernels check what they are
+    given. `is_alone`: NCCL has no peers.
+    """
     return {
         **on_cpu(),
         **({BRANCHES_ENV: os.environ[BRANCHES_ENV]} if BRANCHES_ENV in os.environ else {}),

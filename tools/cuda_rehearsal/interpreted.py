@@ -1,7 +1,9 @@
-"""The Triton kernels on device cuda, their programs run by Triton's interpreter: head and policy loss against float64,
-and an actor that takes both against the plain model. No run takes interpreted kernels; that rule is lifted here.
+"""The Triton kernels on device cuda, their programs run by Triton's interpreter: head and policy
+loss against float64, and an actor that takes both against the plain model. No run takes interpreted
+kernels; that rule is lifted here.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --cases triton"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --cases triton
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,8 @@ CHECKS: dict[str, tuple[Callable[[], Figures], tuple[str, ...]]] = {
 
 def main() -> int:
     """Prints what each check measured."""
-    ops, loss = log_prob_triton.TritonTileOps, policy_row_loss_triton
+    ops = log_prob_triton.TritonTileOps
+    loss = policy_row_loss_triton
     with ExitStack() as patches:
         patches.enter_context(
             mock.patch.object(log_prob_triton, "is_triton_interpreted", return_value=False)

@@ -1,4 +1,6 @@
-"""Runs cases on device cuda with right numbers and compares them with the CPU, figure by figure, sample by sample."""
+"""Runs cases on device cuda with right numbers and compares them with the CPU, figure by figure,
+sample by sample.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from tools.cuda_rehearsal.environment import REPOSITORY, environment, on_cpu
 
 TIMEOUT_S = 3600.0  # of one run, on a busy machine
 # Float32's rounding; figures that are differences of equal numbers are 1e-7 on both sides.
-RELATIVE, ABSOLUTE = 1e-4, 1e-5
+RELATIVE = 1e-4
+ABSOLUTE = 1e-5
 # Not of the model: time, memory, and how work was spread.
 NOT_COMPARED = (
     "timing",
@@ -42,7 +45,9 @@ class RunFailedError(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a case. `problems`: none where it passed. `largest`: the largest relative difference of a figure."""
+    """Of a case. `problems`: none where it passed. `largest`: the largest relative
+    difference of a figure.
+    """
 
     name: str
     is_compared: bool
@@ -71,7 +76,9 @@ def run_case(case: Case, folder: Path, built: Path | None, num_steps: int) -> Pa
 
 
 def settings_of(case: Case, folder: Path) -> dict[str, Any]:
-    """All settings of a case beside its configuration. `folder`: where the case that it resumes has run."""
+    """All settings of a case beside its configuration. `folder`: where the case that it
+    resumes has run.
+    """
     own: dict[str, Any] = {"trainer.device": "cuda"}
     if case.resumes:
         source = folder / _directory(case.resumes) / "checkpoints" / "step_000001"
@@ -86,7 +93,9 @@ def settings_of(case: Case, folder: Path) -> dict[str, Any]:
 
 
 def differences(found: Path, expected: Path, is_resumed: bool = False) -> list[str]:
-    """What differs between two runs, in words. `is_resumed`: `found` has only what comes after the first step."""
+    """What differs between two runs, in words. `is_resumed`: `found` has only what comes after
+    the first step.
+    """
     problems = []
     for kind in KINDS:
         here, there = ({row["step"]: row for row in _rows(run, kind)} for run in (found, expected))
@@ -106,7 +115,8 @@ def _unlike(here: Mapping[str, Any], there: Mapping[str, Any]) -> list[str]:
     for key in sorted(here.keys() | there.keys()):
         if key.startswith(NOT_COMPARED):
             continue
-        a, b = here.get(key), there.get(key)
+        a = here.get(key)
+        b = there.get(key)
         if isinstance(a, float) and isinstance(b, float):
             if math.isclose(a, b, rel_tol=RELATIVE, abs_tol=ABSOLUTE):
                 continue
@@ -190,7 +200,9 @@ def _samples(run: Path) -> dict[tuple[Any, ...], int]:
 
 
 def largest_difference(found: Path, expected: Path) -> float:
-    """The largest relative difference of a compared figure of the steps; below ABSOLUTE counts as none."""
+    """The largest relative difference of a compared figure of the steps; below ABSOLUTE
+    counts as none.
+    """
     there = {row["step"]: row for row in _rows(expected, "step")}
     pairs = [
         (value, there[row["step"]][key])
@@ -210,8 +222,9 @@ def rehearse(
     num_steps: int = 2,
     num_jobs: int = 1,
 ) -> list[Outcome]:
-    """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own GPUs, without
-    programs."""
+    """Run all, `num_jobs` at a time, and print a line each. `built`: None for the machine's own
+    GPUs, without programs.
+    """
     cases = [one for one in chosen if isinstance(one, Case)]
     compared = list(dict.fromkeys(case.baseline for case in cases if case.is_compared))
     with ThreadPoolExecutor(num_jobs) as jobs:
@@ -238,7 +251,8 @@ def _outcome(
     baseline: Future[Path] | None,
 ) -> Outcome:
     """`resumed` and `baseline` were submitted before it: no job waits for a later one."""
-    start, largest = time.monotonic(), 0.0
+    start = time.monotonic()
+    largest = 0.0
     try:
         if resumed is not None:
             resumed.result()
@@ -262,7 +276,8 @@ def _outcome(
 
 
 def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
-    start, problems = time.monotonic(), []
+    start = time.monotonic()
+    problems = []
     try:
         run_program(program, folder, built)
     except (RunFailedError, subprocess.TimeoutExpired) as error:

@@ -1,8 +1,10 @@
-"""Stock SGLang's server on device cuda, up to its weights: launch arguments, memory saver, and whole weight syncs from
-an actor on device cuda, with receipts of what stands in it. Nothing is generated: its kernels have no form for a CPU.
+"""Stock SGLang's server on device cuda, up to its weights: launch arguments, memory saver, and
+whole weight syncs from an actor on device cuda, with receipts of what stands in it. Nothing is
+generated: its kernels have no form for a CPU.
 
     make .venv-sglang-cuda/.installed                                # 8.6 GB
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --cases servers"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --cases servers
+"""
 
 from __future__ import annotations
 
@@ -149,7 +151,8 @@ def main() -> int:
         (transfer := folder / "transfer").mkdir()
         start = time.monotonic()
         with start_sglang_engines(
-            MODEL, 1, folder, python=str(PYTHON), transfer_dir=transfer, dtype="float32", arguments=ARGUMENTS, env=env,
+            MODEL, 1, folder, python=str(PYTHON), transfer_dir=transfer, dtype="float32",
+            arguments=ARGUMENTS, env=env,
             startup_timeout_s=600.0,
         ) as servers:  # fmt: skip
             (address,) = servers.addresses
@@ -163,7 +166,8 @@ def main() -> int:
             print("memory released and resumed", flush=True)
             sync(group, address, transfer, "tensor", version)
     print(
-        "what stands in stock SGLang is what the actor has, by IPC, NCCL, files, and after its memory was released"
+        "what stands in stock SGLang is what the actor has, by IPC, NCCL, files, and after its"
+        " memory was released"
     )
     return 0
 

@@ -1,4 +1,6 @@
-"""What has to be different for stock SGLang 0.5.21 to start on a CPU without AMX. Each change names its reason."""
+"""What has to be different for stock SGLang 0.5.21 to start on a CPU without AMX. Each change
+names its reason.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,9 @@ import triton_stub
 
 
 class _DeclareVisionOps:
-    """torchvision's wheel cannot load its CUDA-linked library beside the CPU torch and then fails to register a fake of
-    `torchvision::nms`; declaring the schema first lets the import proceed."""
+    """torchvision's wheel cannot load its CUDA-linked library beside the CPU torch and then fails
+    to register a fake of `torchvision::nms`; declaring the schema first lets the import proceed.
+    """
 
     done = False
 
@@ -52,14 +55,17 @@ class _AfterImport:
 
 
 def _allow_seeds_with_torch_attention(module: Any) -> None:
-    """`sampling_seed` counts only in deterministic mode, which refuses the torch_native attention backend by name."""
+    """`sampling_seed` counts only in deterministic mode, which refuses the torch_native attention
+    backend by name.
+    """
     if "torch_native" not in module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES:
         module.DETERMINISTIC_ATTENTION_BACKEND_CHOICES.append("torch_native")
 
 
 def _allow_seeds_with_latent_attention(module: Any) -> None:
-    """For latent attention deterministic mode refuses all backends but those that keep the prefix cache. torch_native
-    passes as one of them here, and loses the cache as with other models."""
+    """For latent attention deterministic mode refuses all backends but those that keep the prefix
+    cache. torch_native passes as one of them here, and loses the cache as with other models.
+    """
     check = module.handle_deterministic_inference
 
     @functools.wraps(check)
@@ -81,7 +87,9 @@ def _allow_seeds_with_latent_attention(module: Any) -> None:
 
 
 def _no_batch_invariant_kernels(module: Any) -> None:
-    """Deterministic mode installs Triton matmuls; without them seeds hold, but batch invariance is not promised."""
+    """Deterministic mode installs Triton matmuls; without them seeds hold, but batch invariance
+    is not promised.
+    """
     module.enable_batch_invariant_mode = lambda *args, **kwargs: None
 
 
@@ -99,8 +107,9 @@ def _no_cuda_host_register(module: Any) -> None:
 
 
 def _absorbed_latent_attention(module: Any) -> None:
-    """torch_native reads keys and values from the cache, where latent attention keeps its narrow vectors: only the path
-    that computes with these can run, in prefill too."""
+    """torch_native reads keys and values from the cache, where latent attention keeps its narrow
+    vectors: only the path that computes with these can run, in prefill too.
+    """
     module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
@@ -116,8 +125,9 @@ def _plain_positions_of_latent_attention(module: Any) -> None:
 
 
 def _experts_of_other_ranks(module: Any) -> None:
-    """The experts of a CPU without AMX take a token's expert on another rank, which is -1, for an index. Such a choice
-    weighs nothing here."""
+    """The experts of a CPU without AMX take a token's expert on another rank, which is -1, for an
+    index. Such a choice weighs nothing here.
+    """
     whole = module.moe_forward_native
 
     def moe_forward_native(layer: Any, x: Any, topk_output: Any, config: Any) -> Any:
@@ -135,14 +145,16 @@ def _experts_of_other_ranks(module: Any) -> None:
 
 
 def _fill_of_padded_rows(module: Any) -> None:
-    """Under DP attention a batch is padded to the longest of all ranks; torch_native does not say how long the rows
-    are that are added."""
+    """Under DP attention a batch is padded to the longest of all ranks; torch_native does not say
+    how long the rows are that are added.
+    """
     module.TorchNativeAttnBackend.get_cpu_graph_seq_len_fill_value = lambda self: 1
 
 
 def _fp8_in_plain_numbers(module: Any) -> None:
-    """Matrices in FP8 blocks need AMX kernels on a CPU. Here they are kept as on a GPU, and each product takes the
-    numbers that they stand for."""
+    """Matrices in FP8 blocks need AMX kernels on a CPU. Here they are kept as on a GPU, and each
+    product takes the numbers that they stand for.
+    """
     import torch
 
     def plain(
@@ -169,7 +181,9 @@ def apply() -> None:
                 "sglang.srt.arg_groups.choices": _allow_seeds_with_torch_attention,
                 "sglang.srt.utils.weight_checker": _no_cuda_synchronize,
                 "sglang.srt.mem_cache.pool_host.common": _no_cuda_host_register,
-                "sglang.srt.models.deepseek_common.attention_backend_handler": _absorbed_latent_attention,
+                (
+                    "sglang.srt.models.deepseek_common.attention_backend_handler"
+                ): _absorbed_latent_attention,
                 "sglang.srt.layers.attention.torch_native_backend": _fill_of_padded_rows,
                 "sglang.srt.layers.moe.fused_moe_native": _experts_of_other_ranks,
                 "sglang.srt.layers.quantization.fp8": _fp8_in_plain_numbers,

@@ -1,4 +1,6 @@
-"""Advantage estimators by name (`algorithm.adv_estimator`). Every module of this package registers itself."""
+"""Advantage estimators by name (`algorithm.adv_estimator`). Every module of this package
+registers itself.
+"""
 
 from __future__ import annotations
 

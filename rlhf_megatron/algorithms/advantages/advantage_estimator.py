@@ -1,10 +1,11 @@
-"""What an advantage estimator is: a pure function of a step's rewards. A new estimator is one new file here.
+"""What an advantage estimator is: a pure function of a step's rewards. A new estimator is one
+new file here.
 
     @ADV_ESTIMATORS.register("grpo", GRPOParams, needs=("rewards", "group_ids"))
     def grpo(inputs: AdvantageInputs, params: GRPOParams) -> AdvantageOutputs: ...
 
-`needs` names batch columns. All estimators treat a sample of masked status alike (advantage 0, left out of every
-statistic) and so a group with one sample left (no baseline, advantage 0).
+`needs` names batch columns. All estimators treat a sample of masked status alike (advantage 0, left
+out of every statistic) and so a group with one sample left (no baseline, advantage 0).
 """
 
 # B samples, T packed tokens
@@ -27,7 +28,8 @@ from rlhf_megatron.registry import Registry
 class AdvantageInputs:
     """Columns of a whole step; sample i owns tokens offsets[i] : offsets[i + 1]."""
 
-    rewards_B: Tensor  # float32, scores; undefined where not valid. An estimator of whole samples reads sample_rewards
+    # float32, scores; undefined where not valid. An estimator of whole samples reads sample_rewards
+    rewards_B: Tensor
     group_ids_B: Tensor  # int64; the samples of one prompt share it
     is_valid_B: Tensor  # bool; False: masked status
     response_mask_T: Tensor  # bool
@@ -58,7 +60,9 @@ class AdvantageOutputs:
 
 @dataclass(frozen=True)
 class RewardKeys:
-    """The property `reward_keys` of the parameters of an estimator that needs "reward_parts" in place of rewards."""
+    """The property `reward_keys` of the parameters of an estimator that needs "reward_parts" in
+    place of rewards.
+    """
 
     setting: str  # the parameter with the names
     names: tuple[str, ...]  # parts of the reward that it reads
@@ -70,11 +74,11 @@ ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def compute_sample_rewards(inputs: AdvantageInputs) -> Tensor:
-    """[B] float64: what a whole sample earned; 0 where not valid. The one way by which KL in the reward reaches
-    estimators of whole samples.
+    """[B] float64: what a whole sample earned; 0 where not valid. The one way by which KL in the
+    reward reaches estimators of whole samples.
 
-    The sum of a sample's token rewards where there are any, else its score. A response without tokens had nowhere to
-    put its score, and no KL to pay: it has its score.
+    The sum of a sample's token rewards where there are any, else its score. A response without
+    tokens had nowhere to put its score, and no KL to pay: it has its score.
     """
     rewards_B = inputs.rewards_B.to(torch.float64)
     if inputs.token_rewards_T is not None:
@@ -90,8 +94,9 @@ GroupEstimator = Callable[[Tensor, PromptGroups, AdvantageInputs, Any], Tensor]
 def register_group_estimator(
     name: str, params: type | None = None
 ) -> Callable[[GroupEstimator], AdvantageEstimator]:
-    """Decorator of an estimator of whole samples: (`compute_sample_rewards`, groups, inputs, parameters) -> [B] advantages. All
-    response tokens of a sample get its own."""
+    """Decorator of an estimator of whole samples: (`compute_sample_rewards`, groups, inputs,
+    parameters) -> [B] advantages. All response tokens of a sample get its own.
+    """
 
     def register_estimator(estimate: GroupEstimator) -> AdvantageEstimator:
         @functools.wraps(estimate)
@@ -122,7 +127,8 @@ def count_response_tokens(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
     """[B] int64: True entries of each sample. No column a token is made of the mask."""
     if response_mask_T.device.type != "cpu":
         return torch.searchsorted(find_true_positions(response_mask_T), offsets).diff()
-    mask, borders = response_mask_T.numpy(), pairwise(offsets.tolist())
+    mask = response_mask_T.numpy()
+    borders = pairwise(offsets.tolist())
     return torch.tensor(
         [int(np.count_nonzero(mask[start:stop])) for start, stop in borders], dtype=torch.int64
     )
@@ -139,5 +145,6 @@ def repeat_per_sample_length(column_B: Tensor, lengths_B: Tensor) -> Tensor:
     """[B] -> [sum of lengths]: each sample's entry as often as its length says."""
     if column_B.device.type != "cpu":
         return column_B.repeat_interleave(lengths_B)
-    # numpy copies runs, where torch gathers by an index of every token: 50 times as fast at 2000 tokens a sample.
+    # numpy copies runs, where torch gathers by an index of every token: 50 times as fast at 2000
+    # tokens a sample.
     return torch.from_numpy(np.repeat(column_B.numpy(), lengths_B.numpy()))

@@ -1,20 +1,22 @@
 """Generalized advantage estimation: a critic's values as the baseline of each token.
 
-"High-Dimensional Continuous Control Using Generalized Advantage Estimation" (arXiv 1506.02438, equation 16). With the
-response tokens of a sample numbered 0 .. n - 1, and nothing after the last one (V_n = 0, A_n = 0):
+"High-Dimensional Continuous Control Using Generalized Advantage Estimation" (arXiv 1506.02438,
+equation 16). With the response tokens of a sample numbered 0 .. n - 1, and nothing after the last
+one (V_n = 0, A_n = 0):
 
     delta_t = r_t + gamma V_{t+1} - V_t
     A_t     = delta_t + gamma lam A_{t+1}
     return  = A_t + V_t                         made before whitening
 
-A token inside a response that the policy did not sample (a tool's output, mask False) is no time step: V and A pass it
-unchanged, and a reward on it does not count.
+A token inside a response that the policy did not sample (a tool's output, mask False) is no time
+step: V and A pass it unchanged, and a reward on it does not count.
 
-A sample of masked status trains nothing: its advantages are 0 and its returns are its values. That makes its value
-loss 0 only until the critic's first optimizer step, so **the caller must give its tokens a value-loss weight of 0**.
+A sample of masked status trains nothing: its advantages are 0 and its returns are its values. That
+makes its value loss 0 only until the critic's first optimizer step, so **the caller must give its
+tokens a value-loss weight of 0**.
 
-The step's samples are worked on in parts that stay in a cache; memory is where the time goes. The columns are the
-controller's, on the CPU.
+The step's samples are worked on in parts that stay in a cache; memory is where the time goes. The
+columns are the controller's, on the CPU.
 """
 
 # B samples, T packed tokens, N response tokens of valid samples (of a part)
@@ -89,10 +91,11 @@ class _SamplePart:
 
 @ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"), scope="sample")
 def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
-    """Advantages (whitened over the step where `params.whiten`) and returns, both 0 outside of the response mask.
+    """Advantages (whitened over the step where `params.whiten`) and returns, both 0 outside of the
+    response mask.
 
-    Metric critic/vf_explained_var = 1 - Var(returns - values) / Var(returns) over the response tokens of valid
-    samples; left out where the returns do not vary.
+    Metric critic/vf_explained_var = 1 - Var(returns - values) / Var(returns) over the response
+    tokens of valid samples; left out where the returns do not vary.
     """
     assert inputs.token_rewards_T is not None and inputs.values_T is not None, (
         "gae needs token_rewards and values"
@@ -102,7 +105,9 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
         torch.zeros(values_T.shape, device=values_T.device) for _ in range(2)
     )
     sums = torch.empty(values_T.numel() + 1, dtype=torch.float64, device=values_T.device)
-    of_advantages, of_returns, num_done = RunningMoments(), RunningMoments(), 0
+    of_advantages = RunningMoments()
+    of_returns = RunningMoments()
+    num_done = 0
     for part in _iterate_sample_parts(inputs):
         if part.has_invalid:
             masked_T = ~inputs.response_mask_T[part.tokens]
@@ -129,7 +134,8 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
 
 
 def _iterate_sample_parts(inputs: AdvantageInputs) -> Iterator[_SamplePart]:
-    offsets, num_samples = inputs.offsets, inputs.offsets.numel() - 1
+    offsets = inputs.offsets
+    num_samples = inputs.offsets.numel() - 1
     has_invalid = not bool(inputs.is_valid_B.all())
     first = 0
     while first < num_samples:
@@ -164,10 +170,11 @@ def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, ga
 def _write_whitened_advantages(
     advantages_T: Tensor, sums: Tensor, moments: RunningMoments, inputs: AdvantageInputs
 ) -> None:
-    """Write the advantages, whitened to mean 0 and (unbiased) variance 1. Fewer than 2 entries have no variance and
-    stay as they are.
+    """Write the advantages, whitened to mean 0 and (unbiased) variance 1. Fewer than 2 entries have
+    no variance and stay as they are.
     """
-    mean, scale = moments.mean, (moments.variance + WHITEN_EPSILON) ** -0.5
+    mean = moments.mean
+    scale = (moments.variance + WHITEN_EPSILON) ** -0.5
     num_done = 0
     for part in _iterate_sample_parts(inputs):
         column_N = sums[num_done : num_done + part.num_trained]

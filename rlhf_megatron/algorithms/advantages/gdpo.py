@@ -1,9 +1,11 @@
 """Several rewards, each normalised in its group before they are added up.
 
-"GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization" (arXiv 2601.05242).
-Normalising the sum, as GRPO does, gives different mixes of rewards one advantage. With reward parts k of weight w_k
+"GDPO: Group reward-Decoupled Normalization Policy Optimization for Multi-reward RL Optimization"
+(arXiv 2601.05242). Normalising the sum, as GRPO does, gives different mixes of rewards one
+advantage. With reward parts k of weight w_k
 
-    A = whiten(sum over k of w_k (r_k - mean_g,k) / (std_g,k + eps))        over the response tokens of the step
+    A = whiten(sum over k of w_k (r_k - mean_g,k) / (std_g,k + eps))        over the response tokens
+        of the step
 """
 
 # B samples
@@ -36,15 +38,17 @@ class GDPOParams:
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
-        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        keys = self.gdpo_reward_keys
+        weights = self.gdpo_reward_weights
         if not keys or len(set(keys)) != len(keys):
             raise ValueError(
-                f"gdpo_reward_keys ({list(keys)}) must be distinct names, at least one; name reward parts."
+                f"gdpo_reward_keys ({list(keys)}) must be distinct names, at least one; name"
+                " reward parts."
             )
         if weights and len(weights) != len(keys):
             raise ValueError(
-                f"gdpo_reward_weights ({list(weights)}) must be one a key ({len(keys)}: {', '.join(keys)}); add or"
-                " remove some, or leave them out for 1 each."
+                f"gdpo_reward_weights ({list(weights)}) must be one a key ({len(keys)}:"
+                f" {', '.join(keys)}); add or remove some, or leave them out for 1 each."
             )
         if weights and not (all(map(isfinite, weights)) and any(weights)):
             raise ValueError(
@@ -63,9 +67,10 @@ class GDPOParams:
 def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
     """One advantage a sample, on all its response tokens.
 
-    A part that a sample does not have (another data source's) adds 0 to it and is out of that part's statistics. A
-    group with one valid sample is in no statistic, and 0. Metrics gdpo/<key>/{mean,std,max,min} of each part. Raises
-    ValueError for a name/part that its reward does not return.
+    A part that a sample does not have (another data source's) adds 0 to it and is out of that
+    part's statistics. A group with one valid sample is in no statistic, and 0. Metrics
+    gdpo/<key>/{mean,std,max,min} of each part. Raises ValueError for a name/part that its reward
+    does not return.
     """
     metrics: dict[str, float] = {}
     total_B = torch.zeros(
@@ -112,7 +117,8 @@ def _select_reward_part(inputs: AdvantageInputs, reward_key: str) -> Tensor | No
     if part and reward in inputs.reward_parts:
         known = ", ".join(sorted(inputs.reward_parts))
         raise ValueError(
-            f"gdpo_reward_keys has {reward_key!r}, but reward {reward!r} returned no part {part!r} for any sample of this"
-            f" step; let it return that for every sample, or use one of {known}."
+            f"gdpo_reward_keys has {reward_key!r}, but reward {reward!r} returned no part {part!r}"
+            " for any sample of this step; let it return that for every sample, or use one"
+            f" of {known}."
         )
     return None

@@ -4,8 +4,8 @@
 
     A = alpha (r - mean_g) / f_norm        alpha = N / (N - M)
 
-of N valid samples of the step, M are in groups of equal rewards (all right or all wrong): their gradient is 0, and
-without alpha they would shrink the mean over all of them.
+of N valid samples of the step, M are in groups of equal rewards (all right or all wrong): their
+gradient is 0, and without alpha they would shrink the mean over all of them.
 """
 
 # B samples
@@ -37,7 +37,9 @@ class GPGParams:
 def gpg(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GPGParams
 ) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
+    equal rewards.
+    """
     teaches_B = inputs.is_valid_B & groups.have_differing_entries(rewards_B)[groups.index_B]
     alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)
     return alpha * groups.compute_advantages(rewards_B) / params.f_norm

@@ -1,8 +1,8 @@
 """Group-relative advantages: a sample's reward against the other samples of its prompt.
 
-GRPO, "DeepSeekMath" (arXiv 2402.03300, section 4.1.2): A = (r - mean_g) / (std_g + eps). Without the division it is
-Dr. GRPO, "Understanding R1-Zero-Like Training" (arXiv 2503.20783). The standard deviation is the unbiased one, as in
-the field's implementations; the paper does not say.
+GRPO, "DeepSeekMath" (arXiv 2402.03300, section 4.1.2): A = (r - mean_g) / (std_g + eps). Without
+the division it is Dr. GRPO, "Understanding R1-Zero-Like Training" (arXiv 2503.20783). The standard
+deviation is the unbiased one, as in the field's implementations; the paper does not say.
 """
 
 # B samples
@@ -35,7 +35,9 @@ class GRPOParams:
 def grpo(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
 ) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
+    equal rewards.
+    """
     return groups.compute_advantages(
         rewards_B, params.epsilon if params.norm_adv_by_std_in_grpo else None
     )

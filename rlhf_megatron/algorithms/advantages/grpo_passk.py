@@ -1,11 +1,12 @@
 """Pass@k: only the best sample of a prompt is rewarded, by its lead over the second best.
 
-"Optimizing Language Models for Inference Time Objectives using Reinforcement Learning" (arXiv 2503.19595), the
-leave-one-out advantage of the objective E[max over the k samples of a group]:
+"Optimizing Language Models for Inference Time Objectives using Reinforcement Learning" (arXiv
+2503.19595), the leave-one-out advantage of the objective E[max over the k samples of a group]:
 
     A = (r_best - r_second) / (std_g + eps)        the best sample of group g; all others 0
 
-The paper has no division; the field's implementations divide as GRPO does, and switch it off the same way.
+The paper has no division; the field's implementations divide as GRPO does, and switch it
+off the same way.
 """
 
 # B samples
@@ -25,7 +26,9 @@ from rlhf_megatron.lazy import Tensor
 def grpo_passk(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
 ) -> Tensor:
-    """Exactly 0 in a group with one valid sample, and where several samples are the best: none of them leads."""
+    """Exactly 0 in a group with one valid sample, and where several samples are the best: none
+    of them leads.
+    """
     best_G, second_G = groups.find_top_two(rewards_B)
     has_lead_G = (groups.count_valid_samples() > 1) & (best_G > second_G)
     lead_G = best_G - second_G

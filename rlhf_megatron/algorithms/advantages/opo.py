@@ -1,7 +1,9 @@
-"""On-policy optimisation with the optimal baseline: rewards against a mean weighted by response length.
+"""On-policy optimisation with the optimal baseline: rewards against a mean weighted by
+response length.
 
-"On-Policy RL with Optimal Reward Baseline" (arXiv 2505.23585). The baseline of least variance weighs a
-reward by the squared norm of its sample's gradient, which is taken to grow with the length n of the response:
+"On-Policy RL with Optimal Reward Baseline" (arXiv 2505.23585). The baseline of least variance
+weighs a reward by the squared norm of its sample's gradient, which is taken to grow with the length
+n of the response:
 
     A = r - (sum over group g of n r) / (sum over group g of n)
 """
@@ -21,7 +23,9 @@ from rlhf_megatron.lazy import Tensor
 
 @register_group_estimator("opo")
 def opo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of equal rewards."""
+    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
+    equal rewards.
+    """
     lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
     centered_B = groups.compute_advantages(
         rewards_B

@@ -1,20 +1,24 @@
-"""A baseline for each position of the response: rewards to go of the group, weighted by how much gradient came before.
+"""A baseline for each position of the response: rewards to go of the group, weighted by how much
+gradient came before.
 
-"The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv 2602.07078). With G_t the rewards to go
-of a sample, pi the probabilities of the trainer's policy at the start of the update, and w the paper's logit-gradient
-proxy of a token's squared gradient norm:
+"The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL" (arXiv 2602.07078). With
+G_t the rewards to go of a sample, pi the probabilities of the trainer's policy at the start of the
+update, and w the paper's logit-gradient proxy of a token's squared gradient norm:
 
     A_t = G_t - B_t        B_t = (sum over the group of G_t W_t) / (sum over the group of W_t)
-    W_t = sum over s <= t of rho_s^2 w_s        w = 1 - 2 pi(token) + sum over the vocabulary of pi^2
+    W_t = sum over s <= t of rho_s^2 w_s        w = 1 - 2 pi(token) + sum over the
+                                                vocabulary of pi^2
 
-over the valid samples of the group that have a response token at position t. rho is 1, or the importance weight of the
-trainer's policy against the engine's where a threshold truncates it.
+over the valid samples of the group that have a response token at position t. rho is 1, or the
+importance weight of the trainer's policy against the engine's where a threshold truncates it.
 
 Position t counts all tokens from the first of the response on, a tool's too.
 
-    tir_optimal_token_baseline  the same for tool-integrated reasoning: only tokens that the policy sampled count
+    tir_optimal_token_baseline  the same for tool-integrated reasoning: only tokens that the
+                                policy sampled count
 """
-# B samples, T packed tokens, N response tokens of valid samples, G groups, C cells: positions of each group
+# B samples, T packed tokens, N response tokens of valid samples, G groups, C cells:
+# positions of each group
 
 from __future__ import annotations
 
@@ -47,8 +51,8 @@ class OptimalTokenBaselineParams:
     def __post_init__(self) -> None:
         if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 0:
             raise ValueError(
-                f"rollout_is_threshold ({self.rollout_is_threshold}) must be above 0: it is the largest importance"
-                " weight; use 2.0, or null for no weights."
+                f"rollout_is_threshold ({self.rollout_is_threshold}) must be above 0: it is the"
+                " largest importance weight; use 2.0, or null for no weights."
             )
 
 
@@ -58,7 +62,9 @@ class OptimalTokenBaselineParams:
 def optimal_token_baseline(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> AdvantageOutputs:
-    """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    """One advantage a token. 0 in a group with less than two valid samples that have
+    response tokens.
+    """
     return estimate_by_groups(inputs, lambda part: _compute_advantages_by_position(part, params))
 
 
@@ -76,7 +82,8 @@ def _compute_advantages_by_position(
 def estimate_by_groups(
     inputs: AdvantageInputs, estimate: Callable[[AdvantageInputs], Tensor]
 ) -> AdvantageOutputs:
-    """`estimate` ([T] advantages) of some whole groups at a time: memory that stays in a cache is several times faster.
+    """`estimate` ([T] advantages) of some whole groups at a time: memory that stays in a cache is
+    several times faster.
 
     All at once where the samples of a group do not stand together.
     """
@@ -94,7 +101,8 @@ def _iterate_group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
     if ids_R.unique().numel() < ids_R.numel():
         yield slice(0, num_samples)
         return
-    first, tokens = 0, inputs.offsets.tolist()
+    first = 0
+    tokens = inputs.offsets.tolist()
     for last in counts_R.cumsum(0).tolist():
         if tokens[last] - tokens[first] >= PART_TOKENS or last == num_samples:
             yield slice(first, last)
@@ -174,7 +182,8 @@ def _compute_gradient_norms(
 def _compute_cell_baselines(
     to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int
 ) -> Tensor:
-    """[N] float64: the weighted mean over each cell. Exactly the entry where all of a cell are equal.
+    """[N] float64: the weighted mean over each cell. Exactly the entry where all of a
+    cell are equal.
 
     A plain mean where all weights of a cell are 0, as where every token so far was certain.
     """
@@ -190,7 +199,9 @@ def _compute_cell_baselines(
 
 
 def _find_end_positions(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
-    """[B] int64 each: places of the first and the last token of each sample; anything where it has none."""
+    """[B] int64 each: places of the first and the last token of each sample; anything
+    where it has none.
+    """
     ends_B = tokens.lengths_B.cumsum(0)
     places = torch.cat([tokens.positions_N, tokens.positions_N.new_zeros(1)])
     return places[ends_B - tokens.lengths_B], places[ends_B - 1]
@@ -202,7 +213,9 @@ def _find_end_positions(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
 def tir_optimal_token_baseline(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> AdvantageOutputs:
-    """One advantage a token. 0 in a group with less than two valid samples that have response tokens."""
+    """One advantage a token. 0 in a group with less than two valid samples that have
+    response tokens.
+    """
     return estimate_by_groups(
         inputs, lambda part: _compute_advantages_by_sampled_position(part, params)
     )

@@ -1,12 +1,15 @@
 """REINFORCE++: the discounted rewards to go, whitened over the step. No critic, no groups.
 
-"REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization" (arXiv 2501.03262):
+"REINFORCE++: Stabilizing Critic-Free Policy Optimization with Global Advantage Normalization"
+(arXiv 2501.03262):
 
     A_t = whiten(G_t)        G_t = r_t + gamma G_{t+1}        over the response tokens of the step
 
-With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last token has a reward.
+With KL in the reward (the paper's setting) r_t has the KL term of token t; without, only the last
+token has a reward.
 
-    reinforce_plus_plus_baseline  REINFORCE++ with groups: rewards minus the mean of their group, whitened over the step
+    reinforce_plus_plus_baseline  REINFORCE++ with groups: rewards minus the mean of their group,
+                                  whitened over the step
 """
 # B samples, T packed tokens, N response tokens of valid samples
 
@@ -47,7 +50,9 @@ class ReinforcePlusPlusParams:
 def reinforce_plus_plus(
     inputs: AdvantageInputs, params: ReinforcePlusPlusParams
 ) -> AdvantageOutputs:
-    """One advantage a token. A token inside a response that the policy did not sample is no time step."""
+    """One advantage a token. A token inside a response that the policy did not sample
+    is no time step.
+    """
     assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
     tokens = ResponseTokens.from_inputs(inputs)
     return AdvantageOutputs(
@@ -61,8 +66,9 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None
 ) -> Tensor:
-    """A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it is the whitening's
-    mean that it gets, which is 0 where all responses are of one length."""
+    """A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it
+    is the whitening's mean that it gets, which is 0 where all responses are of one length.
+    """
     is_kept_B = inputs.is_valid_B & (groups.count_valid_samples() > 1)[groups.index_B]
     lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
     return whiten_sample_advantages(groups.compute_advantages(rewards_B), lengths_B, is_kept_B)

@@ -1,12 +1,12 @@
 """ReMax: the rewards to go against the reward of a greedy response to the same prompt.
 
-"ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language Models" (arXiv
-2310.10505, algorithm 1):
+"ReMax: A Simple, Effective, and Efficient Reinforcement Learning Method for Aligning Large Language
+Models" (arXiv 2310.10505, algorithm 1):
 
     A_t = (sum over s >= t of r_s) - r_greedy
 
-The greedy sample trains nothing. Its reward is its score, also where KL is in the rewards of the others: any number
-that does not depend on the sampled tokens is a baseline without bias.
+The greedy sample trains nothing. Its reward is its score, also where KL is in the rewards of the
+others: any number that does not depend on the sampled tokens is a baseline without bias.
 """
 
 # B samples, T packed tokens, N response tokens of valid samples
@@ -23,7 +23,9 @@ from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 
 @ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"), scope="sample")
 def remax(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
-    """One advantage a token; 0 where the greedy sample of the prompt is of masked status: there is no baseline."""
+    """One advantage a token; 0 where the greedy sample of the prompt is of masked status: there
+    is no baseline.
+    """
     assert inputs.token_rewards_T is not None, "remax needs token_rewards"
     assert inputs.greedy_rewards_B is not None, "remax needs greedy_rewards"
     tokens = ResponseTokens.from_inputs(inputs)

@@ -1,10 +1,13 @@
-"""Estimators of single tokens work on the tokens that train: ResponseTokens picks them, in packed columns.
+"""Estimators of single tokens work on the tokens that train: ResponseTokens picks them, in
+packed columns.
 
-They are the response tokens of valid samples, one after the other. A token inside a response that the policy did not
-sample (a tool's output) is no time step, and a reward on it does not count. Whitening brings a step's advantages to
-mean 0 and (unbiased) variance 1; scans are discounted sums from the back of a segment: y_n = x_n + decay y_{n + 1}.
+They are the response tokens of valid samples, one after the other. A token inside a response that
+the policy did not sample (a tool's output) is no time step, and a reward on it does not count.
+Whitening brings a step's advantages to mean 0 and (unbiased) variance 1; scans are discounted sums
+from the back of a segment: y_n = x_n + decay y_{n + 1}.
 """
-# B samples, T packed tokens, N response tokens of valid samples; S segments, R rows, C entries of a row
+# B samples, T packed tokens, N response tokens of valid samples; S segments, R rows, C
+# entries of a row
 
 from __future__ import annotations
 
@@ -23,11 +26,13 @@ from rlhf_megatron.lazy import Tensor, torch
 WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 
 MAX_ROW_ENTRIES = 8192  # entries of a row at most
-MAX_BATCH_ENTRIES = 32768  # entries of the rows that are worked on at once: their column and their indices stay in a cache
+# entries of the rows that are worked on at once: their column and their indices stay in a cache
+MAX_BATCH_ENTRIES = 32768
 SMALLEST_DECAY = (
     1e-30  # below it counts as 0: beside an entry, float64 sees nothing of one 1e14 times as large
 )
-MAX_EXPONENT = 300.0  # powers of the decay stay within e^-300 .. e^300: float64 has room for entries up to e^400
+# powers of the decay stay within e^-300 .. e^300: float64 has room for entries up to e^400
+MAX_EXPONENT = 300.0
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,9 @@ class ResponseTokens:
         return self._sum_within_samples(self.gather_tokens(column_T), self.lengths_B, gamma)
 
     def compute_sums_so_far(self, column_N: Tensor) -> Tensor:
-        """[N] float64: y_n = x_n + y_{n - 1} within each sample. As exact at the front as the sums there are small."""
+        """[N] float64: y_n = x_n + y_{n - 1} within each sample. As exact at the front as the sums
+        there are small.
+        """
         return self._sum_within_samples(column_N.flip(0), self.lengths_B.flip(0), 1.0).flip(0)
 
     def _sum_within_samples(self, column_N: Tensor, lengths: Tensor, gamma: float) -> Tensor:
@@ -76,7 +83,9 @@ class ResponseTokens:
 
 @dataclass(frozen=True)
 class RunningMoments:
-    """Mean and variance of numbers that come in parts. Equal numbers have a variance of exactly 0."""
+    """Mean and variance of numbers that come in parts.
+    Equal numbers have a variance of exactly 0.
+    """
 
     count: int = 0
     mean: float = 0.0
@@ -88,11 +97,15 @@ class RunningMoments:
         return self.sum_squares / (self.count - 1) if self.count > 1 else 0.0
 
     def merge_entries(self, column_N: Tensor) -> RunningMoments:
-        """Add the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating formulae", 1979)."""
+        """Add the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating
+        formulae", 1979).
+        """
         if not column_N.numel():
             return self
-        # From an entry on: equal numbers are exactly 0 there, and no other entry is so far that digits are lost.
-        count, shifted_N = column_N.numel(), column_N - column_N[0]
+        # From an entry on: equal numbers are exactly 0 there, and no other entry is so far that
+        # digits are lost.
+        count = column_N.numel()
+        shifted_N = column_N - column_N[0]
         total = float(shifted_N.sum())
         sum_squares = max(float(shifted_N.dot(shifted_N)) - total * total / count, 0.0)
         step = float(column_N[0]) + total / count - self.mean
@@ -115,10 +128,12 @@ def whiten_advantages_(advantages_N: Tensor) -> Tensor:
 def whiten_sample_advantages(
     advantages_B: Tensor, lengths_B: Tensor, is_counted_B: Tensor
 ) -> Tensor:
-    """[B] float64: what `whiten_advantages_` makes of each sample's advantage on all its response tokens, without the tokens.
+    """[B] float64: what `whiten_advantages_` makes of each sample's advantage on all its response
+    tokens, without the tokens.
 
     Args:
-        lengths_B: response tokens of each sample, any type; a sample counts as often as it has tokens.
+        lengths_B: response tokens of each sample, any type; a sample counts as often as
+            it has tokens.
         is_kept_B: bool; the others are in no statistic, and 0.
     """
     weights_B = lengths_B.to(torch.float64).masked_fill(~is_counted_B, 0.0)
@@ -137,7 +152,9 @@ def whiten_sample_advantages(
 
 @dataclass(frozen=True)
 class _ScanRows:
-    """Rows in the order in which they can be worked on: a row comes after the one that it takes its carry from."""
+    """Rows in the order in which they can be worked on: a row comes after the one that it takes
+    its carry from.
+    """
 
     ends_R: Tensor  # int64, one behind the last entry
     widths_R: Tensor  # int64; falls within a round
@@ -150,7 +167,8 @@ def compute_discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) ->
     """Replace x by y in place.
 
     Args:
-        column: [N + 1] float64, the segments one after the other, on any device; the last entry is scratch.
+        column: [N + 1] float64, the segments one after the other, on any device; the last
+            entry is scratch.
         lengths_S: int64, entries of each segment; 0 is fine. They add up to N.
         decay: at least 0 and at most 1.
 
@@ -192,7 +210,9 @@ def _choose_row_length(decay: float) -> int:
 
 @functools.lru_cache(maxsize=1)  # a step asks many times for the same
 def _compute_decay_powers(decay: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """[C] each, as long as a row may be: j + 1, decay^(j - c) and its inverse, with c in the middle of the row."""
+    """[C] each, as long as a row may be: j + 1, decay^(j - c) and its inverse, with c in the
+    middle of the row.
+    """
     length = _choose_row_length(decay)
     exponents_C = torch.arange(length, dtype=torch.float64, device=device).sub_(length // 2)
     falling_C = torch.exp(exponents_C * math.log(decay))
@@ -204,7 +224,9 @@ def _split_into_rows(lengths_S: Tensor, length: int) -> _ScanRows:
     num_rounds = int(counts_S.max()) if counts_S.numel() else 0
     ends_S = lengths_S.cumsum(0)
     if num_rounds == 1:
-        round_R, ends_R, widths_R = torch.zeros_like(lengths_S), ends_S, lengths_S
+        round_R = torch.zeros_like(lengths_S)
+        ends_R = ends_S
+        widths_R = lengths_S
     else:
         before_S = counts_S.cumsum(0) - counts_S
         round_R = torch.arange(
@@ -218,7 +240,9 @@ def _split_into_rows(lengths_S: Tensor, length: int) -> _ScanRows:
 
 
 def _iterate_row_batches(rows: _ScanRows) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """(first row, one behind the last, width of the widest, whether others are shorter, whether there is a carry)."""
+    """(first row, one behind the last, width of the widest, whether others are shorter, whether
+    there is a carry).
+    """
     first = 0
     for this_round, round_end in enumerate(rows.round_ends):
         while first < round_end:

@@ -1,7 +1,7 @@
 """REINFORCE leave-one-out: a sample's reward against the mean of the other samples of its prompt.
 
-"Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs" (arXiv
-2402.14740), with n valid samples in group g:
+"Back to Basics: Revisiting REINFORCE Style Optimization for Learning from Human Feedback in LLMs"
+(arXiv 2402.14740), with n valid samples in group g:
 
     A = r - (sum_g - r) / (n - 1) = n / (n - 1) (r - mean_g)
 """

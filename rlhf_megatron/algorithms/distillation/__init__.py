@@ -1,4 +1,6 @@
-"""Losses against a teacher by name (`sft.loss_mode`). Every module of this package registers itself."""
+"""Losses against a teacher by name (`sft.loss_mode`). Every module of this package
+registers itself.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """A distillation loss is a pure function from log-probs of student and teacher to one loss a token.
 
-The teacher tells its K most likely tokens. What is beyond them is one more outcome (`has_tail`), or both distributions
-are those of the K tokens alone.
+The teacher tells its K most likely tokens. What is beyond them is one more outcome (`has_tail`), or
+both distributions are those of the K tokens alone.
 """
 
 # T tokens, K most likely tokens of the teacher
@@ -21,7 +21,8 @@ MAX_TOTAL_LOG_PROB = -1e-7  # log of the K tokens' whole probability: the tail k
 @dataclass(frozen=True)
 class DistillationParams:
     top_k: int = 16  # tokens that the teacher tells of each place
-    has_tail: bool = True  # all other tokens count as one; false: the K tokens' probabilities are made to sum to 1
+    # all other tokens count as one; false: the K tokens' probabilities are made to sum to 1
+    has_tail: bool = True
 
     def __post_init__(self) -> None:
         if self.top_k < 1 + (not self.has_tail):
@@ -31,7 +32,9 @@ class DistillationParams:
 
 
 DistillationLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(student [T, N], with grad; teacher [T, N]; log-probs of the same N outcomes, each summing to 1) -> [T] nats."""
+"""(student [T, N], with grad; teacher [T, N]; log-probs of the same N outcomes, each summing
+to 1) -> [T] nats.
+"""
 DISTILLATION_LOSSES: Registry[DistillationLoss] = Registry("distillation loss")
 
 

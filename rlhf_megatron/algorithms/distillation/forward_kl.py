@@ -1,5 +1,6 @@
-"""KL(teacher || student), "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531): the student covers what
-the teacher says."""
+"""KL(teacher || student), "Distilling the Knowledge in a Neural Network" (arXiv 1503.02531): the
+student covers what the teacher says.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""KL(student || teacher), "MiniLLM" (arXiv 2306.08543): the student leaves out what the teacher does not say."""
+"""KL(student || teacher), "MiniLLM" (arXiv 2306.08543): the student leaves out what the
+teacher does not say.
+"""
 
 from __future__ import annotations
 

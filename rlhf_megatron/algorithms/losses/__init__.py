@@ -1,4 +1,6 @@
-"""Policy losses by name (`actor.policy_loss.loss_mode`). Every module of this package registers itself."""
+"""Policy losses by name (`actor.policy_loss.loss_mode`). Every module of this package
+registers itself.
+"""
 
 from __future__ import annotations
 

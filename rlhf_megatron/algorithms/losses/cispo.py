@@ -1,12 +1,14 @@
 """CISPO: the policy gradient with a clipped importance weight. No token loses its gradient.
 
-"MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (arXiv 2506.13585, equations 4 and 5). With
-the importance ratio r, its logarithm held in +-20, and sg the value without gradient:
+"MiniMax-M1: Scaling Test-Time Compute Efficiently with Lightning Attention" (arXiv 2506.13585,
+equations 4 and 5). With the importance ratio r, its logarithm held in +-20, and sg the value
+without gradient:
 
     loss = -sg(clip(r, 1 - low, 1 + high)) A log_probs
 
-The paper sets no lower bound, and so does the default low of 1; its upper bound is tuned, and not told. The default
-lets weights up to 5 through, as "The Art of Scaling Reinforcement Learning Compute for LLMs" (arXiv 2510.13786).
+The paper sets no lower bound, and so does the default low of 1; its upper bound is tuned, and not
+told. The default lets weights up to 5 through, as "The Art of Scaling Reinforcement Learning
+Compute for LLMs" (arXiv 2510.13786).
 """
 
 # T tokens

@@ -1,15 +1,17 @@
-"""Clip-Cov: PPO's clip, and a few tokens of large covariance without gradient, against a collapse of the entropy.
+"""Clip-Cov: PPO's clip, and a few tokens of large covariance without gradient, against a collapse
+of the entropy.
 
-"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617, equations 10 and 11).
-With the importance ratio r, its logarithm held in +-20:
+"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617,
+equations 10 and 11). With the importance ratio r, its logarithm held in +-20:
 
     loss = max(-A r, -A clip(r, 1 - low, 1 + high))    no dual clip, as in the authors' code
            0                                           of a picked token
 
-Picked are clip_cov_ratio of the mini-batch's tokens (at least one), drawn from those whose covariance lies between lb
-and ub (see `covariance`: of the old policy, over the whole mini-batch). The authors draw from tokens that the ratio
-clip has not taken already, which only the forward pass could tell; in the first optimizer step after a rollout there
-are none. Drawn by (seed, step, mini-batch, sample), so that it does not depend on order or layout.
+Picked are clip_cov_ratio of the mini-batch's tokens (at least one), drawn from those whose
+covariance lies between lb and ub (see `covariance`: of the old policy, over the whole mini-batch).
+The authors draw from tokens that the ratio clip has not taken already, which only the forward pass
+could tell; in the first optimizer step after a rollout there are none. Drawn by (seed, step,
+mini-batch, sample), so that it does not depend on order or layout.
 """
 
 # T tokens
@@ -53,7 +55,8 @@ class ClipCovParams:
         check_token_share("clip_cov_ratio", self.clip_cov_ratio)
         if not self.clip_cov_lb < self.clip_cov_ub:
             raise ValueError(
-                f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub}); 1 and 5 are usual."
+                f"clip_cov_lb ({self.clip_cov_lb}) must be below clip_cov_ub ({self.clip_cov_ub});"
+                " 1 and 5 are usual."
             )
 
 
@@ -73,7 +76,9 @@ def pick_clip_cov_tokens(inputs: TokenPickInputs, params: ClipCovParams) -> Tens
     "clip_cov", ClipCovParams, needs=("advantages", "old_log_probs", "is_picked")
 )
 def clip_cov(inputs: PolicyLossInputs, params: ClipCovParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio clip), actor/pg_picked (1: picked)."""
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio clip),
+    actor/pg_picked (1: picked).
+    """
     assert inputs.is_picked_T is not None, "clip_cov needs is_picked"
     token_loss_T, is_clipped_T = compute_clipped_loss(
         inputs.advantages_T,

@@ -1,17 +1,21 @@
-"""DPPO, by KL divergence (`dppo_kl`) or total variation (`dppo_tv`): a divergence takes tokens out of the update.
+"""DPPO, by KL divergence (`dppo_kl`) or total variation (`dppo_tv`): a divergence takes tokens out
+of the update.
 
-"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12). With p and p_old
-the token's probabilities, the importance ratio r, its logarithm held in +-20, and sg the value without gradient:
+"Rethinking the Trust Region in LLM Reinforcement Learning" (arXiv 2602.04879, equations 11 and 12).
+With p and p_old the token's probabilities, the importance ratio r, its logarithm held in +-20, and
+sg the value without gradient:
 
     loss = -A sg(min(r, c)) log_probs    of a token that is inside, or moves back
-           0                             of a token that has gone too far in the direction of its advantage
+           0                             of a token that has gone too far in the direction
+                                         of its advantage
 
-How far is too far is told by the divergence between two coins, of p and of p_old heads: the sampled token, or another.
-PPO's clip asks for the ratio instead, which is large where a rare token moves a little and small where a frequent one
-moves much. The truncation at c is that of the authors' code.
+How far is too far is told by the divergence between two coins, of p and of p_old heads: the sampled
+token, or another. PPO's clip asks for the ratio instead, which is large where a rare token moves a
+little and small where a frequent one moves much. The truncation at c is that of the authors' code.
 
-p_old is the trainer's policy at the start of the update. The paper measures from the engine's: bypass mode has that.
-The divergence of `dppo_kl` is KL(old || current) of the two coins, that of `dppo_tv` is |p - p_old|.
+p_old is the trainer's policy at the start of the update. The paper measures from the engine's:
+bypass mode has that. The divergence of `dppo_kl` is KL(old || current) of the two coins, that of
+`dppo_tv` is |p - p_old|.
 """
 # T tokens
 
@@ -49,7 +53,8 @@ class DPPOTVParams:
             if not value > 0:
                 usual = type(self).clip_ratio_low  # of the authors' runs
                 raise ValueError(
-                    f"{name} ({value}) must be positive, a bound of the divergence; {usual} is usual."
+                    f"{name} ({value}) must be positive, a bound of the divergence;"
+                    f" {usual} is usual."
                 )
         if not self.clip_ratio_c > 1:
             raise ValueError(f"clip_ratio_c ({self.clip_ratio_c}) must be above 1; 20 is usual.")
@@ -68,7 +73,9 @@ class DPPOKLParams(DPPOTVParams):
 def _compute_divergence_loss(
     inputs: PolicyLossInputs, prob_change_T: Tensor, divergence_T: Tensor, params: DPPOTVParams
 ) -> PolicyLossOutputs:
-    """`prob_change_T`: its sign tells whether the token became likelier; `divergence_T`: how far it went, at least 0."""
+    """`prob_change_T`: its sign tells whether the token became likelier; `divergence_T`: how far it
+    went, at least 0.
+    """
     advantages_T = inputs.advantages_T
     is_out_T = torch.where(
         advantages_T > 0,
@@ -97,7 +104,8 @@ def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs
     log_p_T = inputs.log_probs_T.detach().clamp(max=LARGEST_LOG_P)
     log_p_old_T = inputs.old_log_probs_T.clamp(max=LARGEST_LOG_P)
     heads_T = log_p_old_T.exp() * (log_p_old_T - log_p_T)
-    rest_T, rest_old_T = -log_p_T.expm1(), -log_p_old_T.expm1()
+    rest_T = -log_p_T.expm1()
+    rest_old_T = -log_p_old_T.expm1()
     divergence_T = heads_T + rest_old_T * (rest_old_T.log() - rest_T.log())
     return _compute_divergence_loss(inputs, _compute_prob_change(inputs), divergence_T, params)
 

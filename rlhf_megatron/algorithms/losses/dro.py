@@ -1,12 +1,13 @@
 """DRO: the policy gradient with a quadratic bound on how far a token's log-prob moves.
 
-"Offline Regularised Reinforcement Learning for Large Language Models Alignment" (arXiv 2405.19107, the gradient of its
-equation 8), token by token, with the baseline in the advantage:
+"Offline Regularised Reinforcement Learning for Large Language Models Alignment" (arXiv 2405.19107,
+the gradient of its equation 8), token by token, with the baseline in the advantage:
 
     loss = -(A log_probs - beta / 2 (log_probs - old_log_probs)^2)
 
-No ratio and no clip; the gradient -A + beta (log_probs - old_log_probs) pulls back towards the old policy the harder
-the further a token is off. The advantage should be a soft one; any estimator is taken.
+No ratio and no clip; the gradient -A + beta (log_probs - old_log_probs) pulls back towards the old
+policy the harder the further a token is off. The advantage should be a soft one; any
+estimator is taken.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class DROParams:
     def __post_init__(self) -> None:
         if not self.dro_beta > 0:
             raise ValueError(
-                f"dro_beta ({self.dro_beta}) must be positive; use 0.05, or the loss reinforce to have no bound."
+                f"dro_beta ({self.dro_beta}) must be positive; use 0.05, or the loss reinforce to"
+                " have no bound."
             )
 
 

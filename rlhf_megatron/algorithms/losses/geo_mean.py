@@ -1,15 +1,16 @@
 """GMPO: the geometric mean of a sequence's clipped importance ratios.
 
-"Geometric-Mean Policy Optimization" (arXiv 2507.20673, equation 4 and its pseudocode). With d_t = log_probs_t -
-old_log_probs_t and the n response tokens of a sequence:
+"Geometric-Mean Policy Optimization" (arXiv 2507.20673, equation 4 and its pseudocode). With d_t =
+log_probs_t - old_log_probs_t and the n response tokens of a sequence:
 
     kept_t = min(d_t, high)     where A > 0
              max(d_t, -low)     where A < 0
     loss   = -A exp((1 / n) sum_t kept_t)                            the mean held in +-20
 
-of every token, where the ratio has the gradient ratio * d kept_t: none where the clip bites. Under seq-mean-token-mean
-that is the paper's objective, value and gradient. Other implementations average over the sequences of a micro-batch
-whatever the aggregation; here it is the aggregation's, and the denominator global. The sign of A is that of each token.
+of every token, where the ratio has the gradient ratio * d kept_t: none where the clip bites. Under
+seq-mean-token-mean that is the paper's objective, value and gradient. Other implementations average
+over the sequences of a micro-batch whatever the aggregation; here it is the aggregation's, and the
+denominator global. The sign of A is that of each token.
 
 The bounds are of the logarithm: 0.4 is the paper's range (e^-0.4, e^0.4), wider than PPO's.
 """
@@ -55,7 +56,9 @@ class GeoMeanParams:
     aggregation="seq-mean-token-mean",
 )
 def geo_mean(inputs: PolicyLossInputs, params: GeoMeanParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token's own log-ratio was clipped)."""
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token's own
+    log-ratio was clipped).
+    """
     advantages_T = inputs.advantages_T
     log_ratio_T = inputs.log_probs_T - inputs.old_log_probs_T
     bounded_T = log_ratio_T.detach().clamp(-params.clip_ratio_low, params.clip_ratio_high)

@@ -1,14 +1,15 @@
 """GSPO: PPO's clip on the importance ratio of whole sequences.
 
-"Group Sequence Policy Optimization" (arXiv 2507.18071, equations 5 to 7), in the form of its equation 14, which lets
-tokens of one sequence have different advantages. With the n response tokens of a sequence:
+"Group Sequence Policy Optimization" (arXiv 2507.18071, equations 5 to 7), in the form of its
+equation 14, which lets tokens of one sequence have different advantages. With the n response tokens
+of a sequence:
 
     s    = exp((1 / n) sum_t (log_probs_t - old_log_probs_t))        the mean held in +-20
     loss = max(-A s, -A clip(s, 1 - low, 1 + high))
 
-of every token, where s has the gradient s d log_probs_t. Under seq-mean-token-mean that is the paper's objective, value
-and gradient; any other `actor.loss_agg_mode` weighs sequences otherwise. Nothing is forced: a run whose settings leave
-that mode at its default is refused.
+of every token, where s has the gradient s d log_probs_t. Under seq-mean-token-mean that is the
+paper's objective, value and gradient; any other `actor.loss_agg_mode` weighs sequences otherwise.
+Nothing is forced: a run whose settings leave that mode at its default is refused.
 
 The ranges are those of the paper, about a thousandth of PPO's: a mean over tokens moves little.
 """
@@ -48,7 +49,9 @@ class GSPOParams:
     aggregation="seq-mean-token-mean",
 )
 def gspo(inputs: PolicyLossInputs, params: GSPOParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl (of tokens), actor/pg_clipfrac (1 on all tokens of a clipped sequence)."""
+    """Per-token loss; metrics actor/ppo_kl (of tokens), actor/pg_clipfrac (1 on all tokens of a
+    clipped sequence).
+    """
     ratio_T = compute_sequence_ratio(inputs, inputs.log_probs_T - inputs.old_log_probs_T)
     token_loss_T, is_clipped_T = compute_clipped_loss(
         inputs.advantages_T, ratio_T, params.clip_ratio_low, params.clip_ratio_high

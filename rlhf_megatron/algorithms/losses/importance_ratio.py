@@ -20,12 +20,13 @@ def make_ppo_kl_metric(inputs: PolicyLossInputs) -> dict[str, Tensor]:
 
 
 def compute_sequence_ratio(inputs: PolicyLossInputs, log_ratio_T: Tensor) -> Tensor:
-    """[T] exp of the mean of `log_ratio_T` over the response tokens of each token's whole sequence, the mean held in
-    +-20.
+    """[T] exp of the mean of `log_ratio_T` over the response tokens of each token's whole sequence,
+    the mean held in +-20.
 
-    The value is that of the sequence. The gradient of row t is ratio * d log_ratio_t: that of the ratio itself, times
-    the number n of the sequence's response tokens. So the mean over a sequence's rows has the value of the ratio and
-    its gradient, and rows may be anywhere (other micro-batches hold none of the sequence, other ranks may).
+    The value is that of the sequence. The gradient of row t is ratio * d log_ratio_t: that of the
+    ratio itself, times the number n of the sequence's response tokens. So the mean over a
+    sequence's rows has the value of the ratio and its gradient, and rows may be anywhere (other
+    micro-batches hold none of the sequence, other ranks may).
     """
     assert inputs.sequences is not None, "a loss of whole sequences needs them"
     sequences = inputs.sequences
@@ -43,7 +44,8 @@ def compute_sequence_ratio(inputs: PolicyLossInputs, log_ratio_T: Tensor) -> Ten
 def compute_clipped_loss(
     advantages_T: Tensor, ratio_T: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """(max(-A r, -A clip(r, 1 - low, 1 + high)), True where the clip replaced the loss): PPO without the dual clip.
+    """(max(-A r, -A clip(r, 1 - low, 1 + high)), True where the clip replaced the loss): PPO
+    without the dual clip.
 
     A token whose loss is not replaced by a larger one has all of its gradient, on the borders too.
     """
@@ -57,9 +59,11 @@ def check_clip_range(clip_ratio_low: float, clip_ratio_high: float, usual_bounds
     """Raises ValueError for bounds 1 - low and 1 + high that are no range around 1."""
     if not 0 < clip_ratio_low <= 1:
         raise ValueError(
-            f"clip_ratio_low ({clip_ratio_low}) must be in (0, 1]; usual (low, high): {usual_bounds}."
+            f"clip_ratio_low ({clip_ratio_low}) must be in (0, 1]; usual (low,"
+            f" high): {usual_bounds}."
         )
     if not clip_ratio_high > 0:
         raise ValueError(
-            f"clip_ratio_high ({clip_ratio_high}) must be positive; usual (low, high): {usual_bounds}."
+            f"clip_ratio_high ({clip_ratio_high}) must be positive; usual (low,"
+            f" high): {usual_bounds}."
         )

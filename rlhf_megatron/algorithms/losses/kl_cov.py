@@ -1,14 +1,15 @@
-"""KL-Cov: no clip, but tokens of the largest covariance are held to the old policy, against a collapse of the entropy.
+"""KL-Cov: no clip, but tokens of the largest covariance are held to the old policy, against a
+collapse of the entropy.
 
-"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617, equations 10 and 12).
-With the importance ratio r, its logarithm d held in +-20:
+"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617,
+equations 10 and 12). With the importance ratio r, its logarithm d held in +-20:
 
     loss = -A r
            -A r + ppo_kl_coef |d|      of a picked token
 
-|d| stands for the KL divergence in the authors' code, and does here. Picked are the kl_cov_ratio of the mini-batch's
-tokens (at least one) with the largest covariance (see `covariance`: of the old policy, over the whole mini-batch);
-among equal ones (seed, step, mini-batch, sample) decides.
+|d| stands for the KL divergence in the authors' code, and does here. Picked are the kl_cov_ratio of
+the mini-batch's tokens (at least one) with the largest covariance (see `covariance`: of the old
+policy, over the whole mini-batch); among equal ones (seed, step, mini-batch, sample) decides.
 """
 
 # T tokens

@@ -1,16 +1,19 @@
-"""What a policy loss is: a pure function from token columns to one loss a token. A new loss is one new file here.
+"""What a policy loss is: a pure function from token columns to one loss a token. A new loss is one
+new file here.
 
     @POLICY_LOSSES.register("ppo_clip", PPOClipParams, needs=("advantages", "old_log_probs"))
     def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs: ...
 
-Nothing here masks, averages or divides: the caller sums `token_loss_T * loss_weights_T` (see `aggregate`). `needs`
-names the columns that must not be None, beside log_probs.
+Nothing here masks, averages or divides: the caller sums `token_loss_T * loss_weights_T` (see
+`aggregate`). `needs` names the columns that must not be None, beside log_probs.
 
-A loss may tell its gradient, as `grad_T`, instead of leaving it to autograd, which takes a few times longer. It is
-marked with `mark_returns_gradient`, looks at each token by itself, and is called without autograd on blocks of rows.
+A loss may tell its gradient, as `grad_T`, instead of leaving it to autograd, which takes a few
+times longer. It is marked with `mark_returns_gradient`, looks at each token by itself, and is
+called without autograd on blocks of rows.
 
-A loss sees one micro-batch. One that needs statistics of the whole mini-batch names "is_picked" in `needs` and has a
-second function under its name, which chooses tokens on the controller before the mini-batch is cut:
+A loss sees one micro-batch. One that needs statistics of the whole mini-batch names "is_picked" in
+`needs` and has a second function under its name, which chooses tokens on the controller before the
+mini-batch is cut:
 
     @PICKS.register("clip_cov")
     def pick_clip_cov(inputs: PickInputs, params: ClipCovParams) -> Tensor: ...
@@ -33,7 +36,9 @@ from rlhf_megatron.registry import Registry
 
 @dataclass(frozen=True)
 class PolicyLossInputs:
-    """All columns [T] float32 but the mask. Finite also where the mask is False: a weight of 0 hides no NaN."""
+    """All columns [T] float32 but the mask. Finite also where the mask is False: a weight of
+    0 hides no NaN.
+    """
 
     log_probs_T: Tensor  # current policy, with grad
     old_log_probs_T: Tensor  # trainer's policy at the start of this update
@@ -62,7 +67,9 @@ LOSSES_WITH_GRADIENT: set[PolicyLoss] = set()
 
 
 def mark_returns_gradient(loss: PolicyLoss) -> PolicyLoss:
-    """Decorator of a loss whose outputs have `grad_T`: it may be called on blocks of rows, cut anywhere."""
+    """Decorator of a loss whose outputs have `grad_T`: it may be called on blocks of
+    rows, cut anywhere.
+    """
     LOSSES_WITH_GRADIENT.add(loss)
     return loss
 
@@ -74,12 +81,16 @@ def attach_gradient(value_T: Tensor, grad_T: Tensor, leaf_T: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenPickInputs:
-    """Columns of a whole mini-batch. A choice of tokens is made on the controller, before the update."""
+    """Columns of a whole mini-batch. A choice of tokens is made on the controller,
+    before the update.
+    """
 
     old_log_probs_T: Tensor  # float32
     advantages_T: Tensor  # float32
-    trains_T: Tensor  # bool: response tokens of samples whose reward counts; the rest is out of every statistic
-    noise_T: Tensor  # float64 in [0, 1), by (seed, step, mini-batch, sample): a token has the same in any order
+    # bool: response tokens of samples whose reward counts; the rest is out of every statistic
+    trains_T: Tensor
+    # float64 in [0, 1), by (seed, step, mini-batch, sample): a token has the same in any order
+    noise_T: Tensor
 
 
 TokenPick = Callable[[TokenPickInputs, Any], Tensor]

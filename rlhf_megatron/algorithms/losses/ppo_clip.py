@@ -1,13 +1,14 @@
 """PPO's clipped objective with an asymmetric range and a dual clip.
 
-"Proximal Policy Optimization Algorithms" (arXiv 1707.06347, equation 7); separate lower and upper ranges from DAPO
-(arXiv 2503.14476, equation 10); the dual clip bounds the loss of a token with negative advantage whose ratio ran away
-(arXiv 1912.09729, equation 5). With the importance ratio r = exp(log_probs - old_log_probs), the exponent clamped to
-+-20:
+"Proximal Policy Optimization Algorithms" (arXiv 1707.06347, equation 7); separate lower and upper
+ranges from DAPO (arXiv 2503.14476, equation 10); the dual clip bounds the loss of a token with
+negative advantage whose ratio ran away (arXiv 1912.09729, equation 5). With the importance ratio
+r = exp(log_probs - old_log_probs), the exponent clamped to +-20:
 
     loss = max(-A r, -A clip(r, 1 - low, 1 + high));    for A < 0 at most -A c
 
-A token whose loss is not replaced by a larger or smaller one has all of its gradient, on the borders too.
+A token whose loss is not replaced by a larger or smaller one has all of its gradient, on
+the borders too.
 """
 
 # T tokens
@@ -48,10 +49,11 @@ class PPOClipParams:
 @POLICY_LOSSES.register("ppo_clip", PPOClipParams, needs=("advantages", "old_log_probs"))
 @mark_returns_gradient
 def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0 or 1 a token).
+    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0
+    or 1 a token).
 
-    Both clips together keep A r in [min(A c, 0), max(A (1 - low), A (1 + high))], for either sign of A; the gradient of
-    A r is A r itself where they let it be.
+    Both clips together keep A r in [min(A c, 0), max(A (1 - low), A (1 + high))], for either sign
+    of A; the gradient of A r is A r itself where they let it be.
     """
     advantages_T = inputs.advantages_T
     raw_T = inputs.log_probs_T.detach() - inputs.old_log_probs_T
@@ -60,10 +62,8 @@ def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutpu
         log_ratio_T
     )  # 1.0 or 0.0: without a bool tensor each of these is several times faster
     free_T = log_ratio_T.exp().mul_(advantages_T)
-    upper_T, other_T = (
-        advantages_T * (1 - params.clip_ratio_low),
-        advantages_T * (1 + params.clip_ratio_high),
-    )
+    upper_T = advantages_T * (1 - params.clip_ratio_low)
+    other_T = advantages_T * (1 + params.clip_ratio_high)
     torch.maximum(upper_T, other_T, out=upper_T)  # few temporaries: they share a cache
     lower_T = torch.mul(advantages_T, params.clip_ratio_c, out=other_T).clamp_(max=0)
     kept_T = free_T.clamp(lower_T, upper_T)

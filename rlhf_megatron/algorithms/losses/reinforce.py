@@ -1,14 +1,16 @@
 """REINFORCE: the plain policy gradient.
 
-"Simple statistical gradient-following algorithms for connectionist reinforcement learning" (Williams 1992):
+"Simple statistical gradient-following algorithms for connectionist reinforcement learning"
+(Williams 1992):
 
     loss = -A log_probs
 
-GPG's loss is the same ("GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning", arXiv
-2504.02546, equation 6): what makes GPG is the estimator gpg, which scales by the share of groups with signal.
+GPG's loss is the same ("GPG: A Simple and Strong Reinforcement Learning Baseline for Model
+Reasoning", arXiv 2504.02546, equation 6): what makes GPG is the estimator gpg, which scales by the
+share of groups with signal.
 
-There is no ratio and no clip: right where the samples are of the current policy (one optimizer step on each), or where
-correction weights multiply it. Its value means nothing; its gradient is all.
+There is no ratio and no clip: right where the samples are of the current policy (one optimizer step
+on each), or where correction weights multiply it. Its value means nothing; its gradient is all.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """SAPO: a smooth gate in place of PPO's clip.
 
-"Soft Adaptive Policy Optimization" (arXiv 2511.20347, equations 5 to 7). With the importance ratio r, its logarithm
-held in +-20, and the temperature tau = tau_pos where A > 0, else tau_neg:
+"Soft Adaptive Policy Optimization" (arXiv 2511.20347, equations 5 to 7). With the importance ratio
+r, its logarithm held in +-20, and the temperature tau = tau_pos where A > 0, else tau_neg:
 
     loss = -A sigmoid(tau (r - 1)) 4 / tau
 
-At r = 1 the gradient is that of -A r, and it fades to both sides, the faster the larger tau: with tau_neg > tau_pos
-tokens of negative advantage are held tighter. The loss is of single tokens; the paper averages them by
-seq-mean-token-mean, which is not forced here: a run whose settings leave `actor.loss_agg_mode` at its default is
-refused.
+At r = 1 the gradient is that of -A r, and it fades to both sides, the faster the larger tau: with
+tau_neg > tau_pos tokens of negative advantage are held tighter. The loss is of single tokens; the
+paper averages them by seq-mean-token-mean, which is not forced here: a run whose settings leave
+`actor.loss_agg_mode` at its default is refused.
 """
 
 # T tokens
@@ -38,7 +38,8 @@ class SAPOParams:
         for name, value in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
             if not value > 0:
                 raise ValueError(
-                    f"{name} ({value}) must be positive; 1.0 (tau_pos) and 1.05 (tau_neg) are usual."
+                    f"{name} ({value}) must be positive; 1.0 (tau_pos) and 1.05"
+                    " (tau_neg) are usual."
                 )
 
 
@@ -46,7 +47,9 @@ class SAPOParams:
     "sapo", SAPOParams, needs=("advantages", "old_log_probs"), aggregation="seq-mean-token-mean"
 )
 def sapo(inputs: PolicyLossInputs, params: SAPOParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/sapo_gate (share of the gradient that the gate lets through)."""
+    """Per-token loss; metrics actor/ppo_kl, actor/sapo_gate (share of the gradient that the gate
+    lets through).
+    """
     advantages_T = inputs.advantages_T
     tau_T = torch.full_like(advantages_T, params.tau_neg).masked_fill_(
         advantages_T > 0, params.tau_pos

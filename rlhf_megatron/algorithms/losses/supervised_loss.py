@@ -1,4 +1,6 @@
-"""The supervised loss: negative log-prob of the target tokens. Not a policy loss, so it is not registered as one."""
+"""The supervised loss: negative log-prob of the target tokens. Not a policy loss, so it is not
+registered as one.
+"""
 
 # T tokens
 

@@ -1,13 +1,14 @@
 """Covariance of log-prob and advantage, token by token: what makes the entropy fall.
 
-"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617, equation 10). Over
-the tokens of a mini-batch that train:
+"The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models" (arXiv 2505.22617,
+equation 10). Over the tokens of a mini-batch that train:
 
     cov_t = (log_probs_t - mean log_probs) (A_t - mean A)
 
-The paper takes the log-probs of the forward pass at hand, and so the means of whatever that pass holds. Here they are
-those of the old policy, over the whole mini-batch, and known before the update: the choice does not depend on how the
-mini-batch is cut. In the first optimizer step after a rollout both are the same.
+The paper takes the log-probs of the forward pass at hand, and so the means of whatever that pass
+holds. Here they are those of the old policy, over the whole mini-batch, and known before the
+update: the choice does not depend on how the mini-batch is cut. In the first optimizer step after a
+rollout both are the same.
 """
 
 # T tokens of a mini-batch, N of them that train

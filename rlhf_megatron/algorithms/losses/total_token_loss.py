@@ -1,4 +1,5 @@
-"""The whole loss of a token: policy loss + kl_loss_coef * KL(policy || reference) - entropy_coeff * entropy.
+"""The whole loss of a token: policy loss + kl_loss_coef * KL(policy || reference) -
+entropy_coeff * entropy.
 
 The policy loss is multiplied by the token's correction weight, where there is one.
 """
@@ -21,7 +22,9 @@ from rlhf_megatron.algorithms.losses.policy_loss import (
 
 @dataclass(frozen=True)
 class RegularizerParams:
-    """Added to any policy loss. A term is computed where its column is present, added where its weight is not 0."""
+    """Added to any policy loss. A term is computed where its column is present, added where its
+    weight is not 0.
+    """
 
     kl_loss_coef: float = 0.0
     kl_loss_type: KLType = "k3"
@@ -50,19 +53,22 @@ def compute_total_token_loss(
 def add_regularizers(
     policy_outputs: PolicyLossOutputs, inputs: PolicyLossInputs, regularizers: RegularizerParams
 ) -> PolicyLossOutputs:
-    """The outputs of a policy loss with all terms. Where the loss tells its gradient, that has the KL's too; the one
-    with respect to the entropies is -entropy_coeff.
+    """The outputs of a policy loss with all terms. Where the loss tells its gradient, that has the
+    KL's too; the one with respect to the entropies is -entropy_coeff.
 
-    Adds actor/pg_loss, and with the reference's log-probs actor/kl_loss, with entropies actor/entropy_loss.
+    Adds actor/pg_loss, and with the reference's log-probs actor/kl_loss, with
+    entropies actor/entropy_loss.
     """
-    loss_T, grad_T = policy_outputs.token_loss_T, policy_outputs.grad_T
+    loss_T = policy_outputs.token_loss_T
+    grad_T = policy_outputs.grad_T
     if inputs.correction_weights_T is not None:
         loss_T = loss_T * inputs.correction_weights_T
         grad_T = None if grad_T is None else grad_T.mul_(inputs.correction_weights_T)
     metrics = {**policy_outputs.metrics, "actor/pg_loss": loss_T.detach()}
 
     if inputs.ref_log_probs_T is not None:
-        log_probs_T, coef = inputs.log_probs_T, regularizers.kl_loss_coef
+        log_probs_T = inputs.log_probs_T
+        coef = regularizers.kl_loss_coef
         kl_T, kl_grad_T = compute_kl_with_gradient(
             log_probs_T.detach(), inputs.ref_log_probs_T, regularizers.kl_loss_type
         )
@@ -84,9 +90,11 @@ def check_regularizer_columns(inputs: PolicyLossInputs, regularizers: Regularize
     """Raises ValueError when a coefficient is not 0 and its column is missing."""
     if regularizers.kl_loss_coef != 0 and inputs.ref_log_probs_T is None:
         raise ValueError(
-            f"kl_loss_coef ({regularizers.kl_loss_coef}) needs ref_log_probs; enable the reference role."
+            f"kl_loss_coef ({regularizers.kl_loss_coef}) needs ref_log_probs; enable the"
+            " reference role."
         )
     if regularizers.entropy_coeff != 0 and inputs.entropies_T is None:
         raise ValueError(
-            f"entropy_coeff ({regularizers.entropy_coeff}) needs entropies; compute them with log_probs."
+            f"entropy_coeff ({regularizers.entropy_coeff}) needs entropies; compute them"
+            " with log_probs."
         )

@@ -1,4 +1,6 @@
-"""Losses of pairs of answers by name (`sft.loss_mode`). Every module of this package registers itself."""
+"""Losses of pairs of answers by name (`sft.loss_mode`). Every module of this package
+registers itself.
+"""
 
 from __future__ import annotations
 

@@ -1,11 +1,15 @@
-"""DPO: the answer that people preferred becomes likelier than the other one, measured against a reference.
+"""DPO: the answer that people preferred becomes likelier than the other one, measured
+against a reference.
 
-"Direct Preference Optimization" (arXiv 2305.18290), with h = log-ratio of the chosen answer - of the rejected one:
+"Direct Preference Optimization" (arXiv 2305.18290), with h = log-ratio of the chosen answer - of
+the rejected one:
 
     sigmoid   -log sigmoid(beta h)
-    ipo       (h / tokens of each answer - 1 / (2 beta))^2           (2310.12036; log-ratios are means over tokens)
+    ipo       (h / tokens of each answer - 1 / (2 beta))^2
+              (2310.12036; log-ratios are means over tokens)
     hinge     max(0, 1 - beta h)                                     (SLiC, 2305.10425)
-    robust    (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)      (2403.00409; e: label_smoothing)
+    robust    (-(1 - e) log sigmoid(beta h) + e log sigmoid(-beta h)) / (1 - 2 e)
+              (2403.00409; e: label_smoothing)
 """
 
 from __future__ import annotations
@@ -32,11 +36,13 @@ class DPOParams:
             raise ValueError(f"beta ({self.beta}) must be positive; use 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
-                f"label_smoothing ({self.label_smoothing}) must be at least 0 and below 0.5; use 0.1."
+                f"label_smoothing ({self.label_smoothing}) must be at least 0 and below"
+                " 0.5; use 0.1."
             )
         if self.label_smoothing and self.loss_type != "robust":
             raise ValueError(
-                f"label_smoothing ({self.label_smoothing}) would be ignored by loss_type {self.loss_type}; use robust."
+                f"label_smoothing ({self.label_smoothing}) would be ignored by loss_type"
+                f" {self.loss_type}; use robust."
             )
 
 
@@ -48,7 +54,8 @@ def dpo(pairs: PreferencePairs, params: DPOParams) -> PreferenceLossOutputs:
     chosen_rewards_P = params.beta * chosen_P.detach()
     rejected_rewards_P = params.beta * rejected_P.detach()
     if params.loss_type == "ipo":
-        chosen_P, rejected_P = chosen_P / pairs.num_chosen_P, rejected_P / pairs.num_rejected_P
+        chosen_P = chosen_P / pairs.num_chosen_P
+        rejected_P = rejected_P / pairs.num_rejected_P
     return PreferenceLossOutputs(
         _compute_margin_loss(chosen_P - rejected_P, params), chosen_rewards_P, rejected_rewards_P
     )

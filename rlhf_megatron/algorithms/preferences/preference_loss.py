@@ -1,8 +1,8 @@
 """A preference loss is a pure function from the log-probs of two answers to one loss a pair.
 
-Its slopes by the two log-probs are all that an update needs: the gradient of the whole is the sum of slope x gradient
-of a log-prob, so they travel to the ranks as loss weights of tokens, and the two answers of a pair may be forwarded
-anywhere. The price is one forward pass without a gradient.
+Its slopes by the two log-probs are all that an update needs: the gradient of the whole is the sum
+of slope x gradient of a log-prob, so they travel to the ranks as loss weights of tokens, and the
+two answers of a pair may be forwarded anywhere. The price is one forward pass without a gradient.
 """
 
 # P pairs
@@ -19,9 +19,11 @@ from rlhf_megatron.registry import Registry
 
 @dataclass(frozen=True)
 class PreferencePairs:
-    """Sums of log-probs over the answers' tokens, in nats; those of the policy have grad. `ref`: frozen reference.
+    """Sums of log-probs over the answers' tokens, in nats; those of the policy have grad. `ref`:
+    frozen reference.
 
-    A loss that needs `rewards` trains a reward model (`job: reward-model`): rewards stand in the place of log-probs.
+    A loss that needs `rewards` trains a reward model (`job: reward-model`): rewards stand in the
+    place of log-probs.
     """
 
     chosen_P: Tensor

@@ -1,1 +1,3 @@
-"""Correction for tokens that another policy sampled: importance weights and rejection (docs/rollout_correction.md)."""
+"""Correction for tokens that another policy sampled: importance weights and
+rejection (docs/rollout_correction.md).
+"""

@@ -1,10 +1,13 @@
-"""Metrics of a correction, `rollout_corr/*` under verl's names, gathered block by block. Tokens and sequences that are
-counted are those given: response tokens of valid samples; a sequence without any is none.
+"""Metrics of a correction, `rollout_corr/*` under verl's names, gathered block by block. Tokens and
+sequences that are counted are those given: response tokens of valid samples; a sequence
+without any is none.
 
-Weights and ratios are those before cutting, but for `rollout_is_std` and `rollout_is_eff_sample_size`, which are of
-what acts. What is shown of a k1 filter is the ratio that its bounds are bounds of.
+Weights and ratios are those before cutting, but for `rollout_is_std` and
+`rollout_is_eff_sample_size`, which are of what acts. What is shown of a k1 filter is the ratio that
+its bounds are bounds of.
 
-A Tally keeps statistics of columns that come block by block: means, deviations, extremes and shares, all finite.
+A Tally keeps statistics of columns that come block by block: means, deviations, extremes and
+shares, all finite.
 """
 # N rows, S sequences
 
@@ -87,8 +90,8 @@ class RunningStatistics:
 
 
 class MetricTally(dict[str, RunningStatistics]):
-    """Spreads by the name of a metric. A name that begins with a point is no metric itself, but is used to compute
-    one.
+    """Spreads by the name of a metric. A name that begins with a point is no metric itself, but is
+    used to compute one.
     """
 
     def get_statistics(self, name: str, shows_range: bool = False) -> RunningStatistics:
@@ -150,7 +153,9 @@ class CorrectionMetrics:
             found |= {} if name.startswith(".") else spread.make_metrics(name)
             if name.startswith(".deviation "):
                 found[f"{name.partition(' ')[2]}_max_deviation"] = spread.largest
-        difference, excess, product = of("log_ppl_diff"), of(".excess"), of(".product excess")
+        difference = of("log_ppl_diff")
+        excess = of(".excess")
+        product = of(".product excess")
         found |= {
             "kl": -of(".log ratio").mean,
             "k3_kl": excess.mean - of(".clamped").mean,
@@ -176,10 +181,8 @@ class CorrectionMetrics:
         of(".log ratio").add_sums(rows.log_ratio_N)
         of(".clamped").add_sums(clamped_N)
         of(".excess").add_sums(clamped_N.expm1(), with_squares=True)  # r - 1
-        trainer_S, engine_S = (
-            rows.mean_by_sequence(_replace_nonfinite(rows.log_probs_N)),
-            rows.mean_by_sequence(_replace_nonfinite(rows.rollout_log_probs_N)),
-        )
+        trainer_S = rows.mean_by_sequence(_replace_nonfinite(rows.log_probs_N))
+        engine_S = rows.mean_by_sequence(_replace_nonfinite(rows.rollout_log_probs_N))
         diff_S = engine_S - trainer_S
         for name, column_S in (
             ("training_log_ppl", -trainer_S),
@@ -202,7 +205,8 @@ class CorrectionMetrics:
     ) -> None:
         tally = self._tally
         assert correction.weights_N is not None and measure.is_low is not None
-        ratios, acting = measure.ratios, correction.weights_N
+        ratios = measure.ratios
+        acting = correction.weights_N
         tally.get_statistics("rollout_is", shows_range=True).add_entries(ratios)
         if measure.is_by_sequence:
             acting = acting.index_select(
@@ -220,7 +224,8 @@ class CorrectionMetrics:
     def _add_filter_metrics(
         self, rows: CorrectionRows, rejection_filter: RejectionFilter, measure: BoundedMeasure
     ) -> None:
-        name, tally = f"rollout_rs_{rejection_filter.name}", self._tally
+        name = f"rollout_rs_{rejection_filter.name}"
+        tally = self._tally
         values = measure.ratios if measure.is_log else measure.values
         if rejection_filter.level == "seq_max":
             values = values.new_zeros(values.shape).scatter_reduce_(

@@ -1,8 +1,10 @@
-"""What a correction does, as numbers. The mismatch ratio is r = trainer's / engine's probability of a sampled token.
+"""What a correction does, as numbers. The mismatch ratio is r = trainer's / engine's probability of
+a sampled token.
 
-A filter's name is a level and an estimate, e.g. "seq_mean_k3": k1 looks at the ratio itself and has two bounds, which
-are bounds of the ratio (of the product of a sequence's ratios under seq_sum, of their geometric mean under seq_mean);
-k2 = log(r)^2 / 2 and k3 = r - 1 - log r are distances from r = 1 and have an upper bound only.
+A filter's name is a level and an estimate, e.g. "seq_mean_k3": k1 looks at the ratio itself and has
+two bounds, which are bounds of the ratio (of the product of a sequence's ratios under seq_sum, of
+their geometric mean under seq_mean); k2 = log(r)^2 / 2 and k3 = r - 1 - log r are distances from
+r = 1 and have an upper bound only.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ REJECTION_FILTERS = (
 
 @dataclass(frozen=True)
 class ImportanceWeightParams:
-    """Importance weights. `low` None: cut at `high` (truncation); else 0 outside of [low, high] (IcePop)."""
+    """Importance weights. `low` None: cut at `high` (truncation); else 0 outside of [low,
+    high] (IcePop).
+    """
 
     level: Literal["token", "sequence"]
     high: float = 2.0
@@ -30,11 +34,13 @@ class ImportanceWeightParams:
     def __post_init__(self) -> None:
         if self.level not in IMPORTANCE_LEVELS:
             raise ValueError(
-                f"level ({self.level!r}) of importance weights must be one of {', '.join(IMPORTANCE_LEVELS)}."
+                f"level ({self.level!r}) of importance weights must be one"
+                f" of {', '.join(IMPORTANCE_LEVELS)}."
             )
         if not 0 < self.high < float("inf"):
             raise ValueError(
-                f"upper bound ({self.high}) of importance weights must be a number above 0; 2 is usual."
+                f"upper bound ({self.high}) of importance weights must be a number above 0;"
+                " 2 is usual."
             )
         if self.low is not None and not 0 < self.low < self.high:
             raise ValueError(

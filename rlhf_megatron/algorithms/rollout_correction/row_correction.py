@@ -1,14 +1,20 @@
-"""Importance weights and rejection of some rows, from the logarithm of each row's mismatch ratio. Without gradient.
+"""Importance weights and rejection of some rows, from the logarithm of each row's mismatch ratio.
+Without gradient.
 
-The same functions serve the controller (the rows of many whole samples, before an update) and the loss (the rows of a
-micro-batch, with the moving policy). Everything is float64: r - 1 - log r of a small log r has no digits in float32.
+The same functions serve the controller (the rows of many whole samples, before an update) and the
+loss (the rows of a micro-batch, with the moving policy). Everything is float64: r - 1 - log r of a
+small log r has no digits in float32.
 
-    importance weights   token: r, sequence: the product of the sequence's r; then min(., high), or 0 outside (IcePop)
-                         "Off-policy RL" (TIS, https://fengyao.notion.site/off-policy-rl); IcePop: arXiv 2510.18855
-    rejection            `params.Filter`; a veto drops every sequence with a token of r below the threshold
+    importance weights   token: r, sequence: the product of the sequence's r; then min(., high), or
+                         0 outside (IcePop)
+                         "Off-policy RL" (TIS, https://fengyao.notion.site/off-policy-rl); IcePop:
+                             arXiv 2510.18855
+    rejection            `params.Filter`; a veto drops every sequence with a token of r
+                         below the threshold
 
-An exponent is clamped to +-20; bounds are compared as logarithms before that. No token is looked at alone where a
-sequence counts: sums over whole sequences come from `RowSequences`, all of one call in one exchange.
+An exponent is clamped to +-20; bounds are compared as logarithms before that. No token is looked at
+alone where a sequence counts: sums over whole sequences come from `RowSequences`, all of one call
+in one exchange.
 """
 
 # N rows, S sequences
@@ -37,7 +43,9 @@ NONFINITE_LOG_RATIO = (
 
 @dataclass(frozen=True)
 class BoundedMeasure:
-    """The quantity that a filter or the importance weights compare with their bounds, one a row or one a sequence."""
+    """The quantity that a filter or the importance weights compare with their bounds, one a row or
+    one a sequence.
+    """
 
     values: Tensor  # [N] or [S] float64: log r (k1, weights), or the k2 or k3 estimate
     is_high: Tensor  # bool, above the upper bound
@@ -82,7 +90,9 @@ def compute_log_mismatch(log_probs_N: Tensor, rollout_log_probs_N: Tensor) -> Te
 def correct_rows(
     log_ratio_N: Tensor, sequences: RowSequences, params: CorrectionParams
 ) -> RowCorrection:
-    """Weights and rejection of the rows. One exchange of `sequences`, where anything looks at whole sequences."""
+    """Weights and rejection of the rows. One exchange of `sequences`, where anything looks at
+    whole sequences.
+    """
     rows = _compute_row_estimates(log_ratio_N, params)
     wanted = _select_columns_to_sum(rows, params)
     sums = (
@@ -134,7 +144,9 @@ def _compute_row_estimates(log_ratio_N: Tensor, params: CorrectionParams) -> dic
 
 
 def _select_columns_to_sum(rows: dict[str, Tensor], params: CorrectionParams) -> dict[str, Tensor]:
-    """Return the columns to sum over sequences. A maximum is over a bound where the number of rows over it is not 0."""
+    """Return the columns to sum over sequences. A maximum is over a bound where the number of rows
+    over it is not 0.
+    """
     columns: dict[str, Tensor] = {}
     if params.importance is not None and params.importance.level == "sequence":
         columns["k1"] = rows["k1"]

@@ -1,8 +1,9 @@
-"""The correction of a whole step on the controller, before its update: columns for the loss, and metrics.
+"""The correction of a whole step on the controller, before its update: columns for the
+loss, and metrics.
 
-Blocks of whole samples are worked on one after the other: memory that stays in a cache is several times faster.
-The mean that batch normalisation divides by is over the step, so it does not depend on mini- or micro-batches, and no
-rank has to ask another.
+Blocks of whole samples are worked on one after the other: memory that stays in a cache is several
+times faster. The mean that batch normalisation divides by is over the step, so it does not depend
+on mini- or micro-batches, and no rank has to ask another.
 """
 
 # B samples, T packed tokens, N response tokens of a block, S its sequences
@@ -75,16 +76,18 @@ def compute_step_correction(
 ) -> StepCorrection:
     """Weights and rejection of all response tokens; statistics over those of valid samples.
 
-    `log_probs_T`: of the trainer's policy at the start of the update. Both columns may hold anything outside of
-    `response_mask_T`. The mean of a batch normalisation is over tokens that are kept, at sequence level over sequences
-    that have any; where it is 0 nothing is divided.
+    `log_probs_T`: of the trainer's policy at the start of the update. Both columns may hold
+    anything outside of `response_mask_T`. The mean of a batch normalisation is over tokens that are
+    kept, at sequence level over sequences that have any; where it is 0 nothing is divided.
     """
     metrics = CorrectionMetrics(params)
     weights_T = torch.ones(response_mask_T.numel()) if params.importance is not None else None
     keep_T = torch.ones_like(response_mask_T) if params.has_rejection else None
-    total, count = 0.0, 0.0
+    total = 0.0
+    count = 0.0
     for first, last in _iterate_sample_blocks(offsets):
-        start, stop = int(offsets[first]), int(offsets[last])
+        start = int(offsets[first])
+        stop = int(offsets[last])
         block = _SampleBlock(
             log_probs_T[start:stop],
             rollout_log_probs_T[start:stop],
@@ -105,7 +108,8 @@ def compute_step_correction(
                 metrics.add_block(rows, corrected)
             if is_valid and params.use_batch_norm:
                 of_block = _sum_kept_weights(rows, corrected, params)
-                total, count = total + of_block[0], count + of_block[1]
+                total = total + of_block[0]
+                count = count + of_block[1]
     factor = None
     if params.use_batch_norm and weights_T is not None:
         factor = total / count if total > 0 else 1.0
@@ -136,8 +140,10 @@ class _SampleBlock:
     def split_by_validity(
         self, with_invalid: bool
     ) -> Iterator[tuple[bool, Tensor, CorrectionRows]]:
-        """(whether they are of valid samples, their places in the block, they themselves); valid ones always, others
-        where they are asked for and there are any. What is found for a row depends on its own sequence only."""
+        """(whether they are of valid samples, their places in the block, they themselves); valid
+        ones always, others where they are asked for and there are any. What is found for a row
+        depends on its own sequence only.
+        """
         if bool(self.is_valid_S.all()):
             yield (
                 True,

@@ -1,8 +1,11 @@
-"""`rlhf-megatron doctor --cluster`: started on every rank of a job by torchrun, it tells on which node what differs.
+"""`rlhf-megatron doctor --cluster`: started on every rank of a job by torchrun, it tells on which
+node what differs.
 
-    JOB=doctor NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh --cluster [RUN.yaml]        on each node
+    JOB=doctor NNODES=2 NODE_RANK=0 MASTER_ADDR=10.0.0.1 launch/torchrun.sh --cluster
+        [RUN.yaml] on each node
 
-Ranks find each other as those of a run do, in the store of torchrun. Rank 0 prints; all end with its exit code.
+Ranks find each other as those of a run do, in the store of torchrun. Rank 0 prints; all end with
+its exit code.
 """
 
 from __future__ import annotations
@@ -41,11 +44,14 @@ NUM_BYTES_BY_DEVICE = {"cuda": 256 << 20, "cpu": 4 << 20}
 def examine_cluster(
     args: argparse.Namespace, config: RunConfig | None, show_rows: Callable[[list[DoctorRow]], None]
 ) -> int:
-    """All ranks. Returns 1 where something is broken on a node, else 0. Raises ValueError without a launcher."""
+    """All ranks. Returns 1 where something is broken on a node, else 0. Raises ValueError
+    without a launcher.
+    """
     if not is_under_torchrun():
         raise ValueError(
-            "--cluster looks at nodes from all ranks of a job; start it as a run: JOB=doctor launch/torchrun.sh"
-            " --cluster on each node, or JOB=doctor sbatch launch/slurm.sbatch --cluster."
+            "--cluster looks at nodes from all ranks of a job; start it as a run: JOB=doctor"
+            " launch/torchrun.sh --cluster on each node, or JOB=doctor sbatch"
+            " launch/slurm.sbatch --cluster."
         )
     if config is not None:  # what a run sets before it takes CUDA and NCCL
         set_missing_variables(
@@ -55,7 +61,8 @@ def examine_cluster(
             [megatron for _, megatron, _ in list_pool_layouts(config)],
         )
     store = open_rendezvous_store("doctor", WAIT_S)
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
     folder = _find_existing_folder(Path(config.trainer.default_local_dir if config else "."))
     report = _examine_rank(
         _RankStore(store, rank, size), config.trainer.device if config else "auto", folder
@@ -94,9 +101,11 @@ class _RankStore:
 
 def _examine_rank(ranks: _RankStore, device_kind: Any, folder: Path) -> RankReport:
     try:
-        device, why_no_device = select_rank_device(device_kind, int(os.environ["LOCAL_RANK"])), ""
+        device = select_rank_device(device_kind, int(os.environ["LOCAL_RANK"]))
+        why_no_device = ""
     except (ValueError, RuntimeError) as error:
-        device, why_no_device = torch.device("cpu"), str(error)
+        device = torch.device("cpu")
+        why_no_device = str(error)
     report = RankReport(node_probe.collect_rank_facts(device), why_no_device)
     if report.facts.local_rank == 0:
         report = _add_node_findings(ranks.store, report, folder)
@@ -114,8 +123,11 @@ def _gather_texts(ranks: _RankStore, key_prefix: str, text: str) -> list[str]:
 
 
 def _add_node_findings(store: dist.Store, report: RankReport, folder: Path) -> RankReport:
-    """The first rank of each node: who can be reached, how clocks differ, whether the folder is one."""
-    here, num_nodes = report.facts.node, int(os.environ.get("GROUP_WORLD_SIZE", "1"))
+    """The first rank of each node: who can be reached, how clocks differ, whether the
+    folder is one.
+    """
+    here = report.facts.node
+    num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
     if here == 0:
         store.set("token", uuid.uuid4().hex)
     token = bytes(store.get("token")).decode()

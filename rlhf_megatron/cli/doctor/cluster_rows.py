@@ -1,4 +1,6 @@
-"""What ranks told of their nodes, as rows of the doctor's table: differences and slow nodes are named."""
+"""What ranks told of their nodes, as rows of the doctor's table: differences and slow
+nodes are named.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ VALUES_THAT_MUST_AGREE = (
 
 @dataclass(frozen=True)
 class RankReport:
-    """The findings of one rank. Only the first rank of a node reports on the node: `unreachable_nodes`, `clock_offset_s`,
-    `folder_why_not`, `unseen_nodes`. Speeds in bytes a second; 0.0: not measured.
+    """The findings of one rank. Only the first rank of a node reports on the node:
+    `unreachable_nodes`, `clock_offset_s`, `folder_why_not`, `unseen_nodes`. Speeds in bytes a
+    second; 0.0: not measured.
     """
 
     facts: RankFacts
@@ -45,7 +48,9 @@ class RankReport:
 def make_cluster_rows(
     reports: Sequence[RankReport], folder: str, num_ranks: int
 ) -> list[DoctorRow]:
-    """`reports`: by rank. `folder`: that all nodes are to see. `num_ranks`: of the run that this job is for."""
+    """`reports`: by rank. `folder`: that all nodes are to see. `num_ranks`: of the run that
+    this job is for.
+    """
     leaders = [report for report in reports if report.facts.local_rank == 0]
     return [
         _make_ranks_row(reports, num_ranks),
@@ -115,7 +120,10 @@ def _make_device_problem_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
     used = [report.facts for report in reports if report.facts.used_bytes > MAX_IDLE_DEVICE_BYTES]
     if used:
         worst = max(used, key=lambda facts: facts.used_bytes)
-        taken = f"{worst.used_bytes / GIB:.0f} GiB in use on device {worst.local_rank} of node {worst.node}"
+        taken = (
+            f"{worst.used_bytes / GIB:.0f} GiB in use on device {worst.local_rank} of"
+            f" node {worst.node}"
+        )
         rows.append(
             DoctorRow(
                 "cluster",
@@ -131,7 +139,8 @@ def _make_device_problem_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
 
 def _make_uniformity_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
     """One row for all that is alike, one for each that differs."""
-    rows, alike = [], []
+    rows = []
+    alike = []
     for name in dict.fromkeys(name for report in reports for name in report.facts.uniform_values):
         values: dict[str, list[RankFacts]] = {}
         for report in reports:
@@ -166,9 +175,15 @@ def _make_ports_row(leaders: Sequence[RankReport]) -> DoctorRow:
         "cluster",
         "ports",
         "broken",
-        f"node {other} cannot be reached from {format_node_names(report.facts for report in broken)}",
+        (
+            f"node {other} cannot be reached"
+            f" from {format_node_names(report.facts for report in broken)}"
+        ),
         why,
-        "open all TCP ports between the nodes, or name the right interface: MASTER_ADDR on it, NCCL_SOCKET_IFNAME",
+        (
+            "open all TCP ports between the nodes, or name the right interface: MASTER_ADDR on"
+            " it, NCCL_SOCKET_IFNAME"
+        ),
     )
 
 
@@ -192,14 +207,20 @@ def _make_clocks_row(leaders: Sequence[RankReport]) -> DoctorRow:
 def _make_shared_folder_row(leaders: Sequence[RankReport], folder: str) -> DoctorRow:
     failed = [report for report in leaders if report.folder_why_not]
     if failed:
-        fix = "mount it there for writing, or set trainer.default_local_dir to a folder that all nodes see"
+        fix = (
+            "mount it there for writing, or set trainer.default_local_dir to a folder that"
+            " all nodes see"
+        )
         return DoctorRow(
             "cluster", "shared folder", "broken", folder, failed[0].folder_why_not, fix
         )
     apart = [report for report in leaders if report.unseen_nodes]
     if apart:
         fix = "set trainer.default_local_dir to a folder that all nodes see"
-        why = f"{format_node_names(report.facts for report in apart)} does not see what other nodes write there"
+        why = (
+            f"{format_node_names(report.facts for report in apart)} does not see what other nodes"
+            " write there"
+        )
         return DoctorRow("cluster", "shared folder", "broken", folder, why, fix)
     return DoctorRow("cluster", "shared folder", "live", folder)
 
@@ -243,7 +264,10 @@ def _make_speed_row(
     if not slow:
         return DoctorRow("cluster", path_name, "live", taken)
     worst = min(slow, key=get_speed)
-    why = f"slower from {format_node_names(report.facts for report in slow)}: {_format_speed(get_speed(worst))}"
+    why = (
+        f"slower from {format_node_names(report.facts for report in slow)}:"
+        f" {_format_speed(get_speed(worst))}"
+    )
     return DoctorRow(
         "cluster",
         path_name,

@@ -1,4 +1,5 @@
-"""`rlhf-megatron doctor`: which fast paths are live on this machine, which are not, why, and what would bring them.
+"""`rlhf-megatron doctor`: which fast paths are live on this machine, which are not, why, and what
+would bring them.
 
 With a configuration it also tells what that run asks for and this machine has not.
 """
@@ -53,7 +54,9 @@ AREA_TITLES = {
 
 
 def run_doctor_command(args: argparse.Namespace) -> int:
-    """Return 0, or 1 when the run asks for what is not there. Raises ConfigError for a file that is wrong anywhere."""
+    """Return 0, or 1 when the run asks for what is not there. Raises ConfigError for a file that is
+    wrong anywhere.
+    """
     config = (
         load_run_config(args.config, args.overrides, with_files=False).config
         if args.config
@@ -179,7 +182,9 @@ def read_path_settings(config: RunConfig, facts: MachineFacts) -> TrainerPathSet
 
 
 def find_unmet_settings(config: RunConfig, facts: MachineFacts) -> list[UnmetSetting]:
-    """Return what the run asks for and this machine lacks, in the order of the schema's sections."""
+    """Return what the run asks for and this machine lacks,
+    in the order of the schema's sections.
+    """
     return [
         *_find_unmet_layer_settings(config, facts),
         *_find_unmet_kernel_settings(config, facts),
@@ -191,8 +196,9 @@ def find_unmet_settings(config: RunConfig, facts: MachineFacts) -> list[UnmetSet
 
 
 def _read_model_shape(model_path: str) -> tuple[int, bool, bool]:
-    """The width of heads, whether they have sinks, and whether there are experts, out of config.json; what most models
-    have where that cannot be read, as before it was fetched."""
+    """The width of heads, whether they have sinks, and whether there are experts, out of
+    config.json; what most models have where that cannot be read, as before it was fetched.
+    """
     try:
         model = json.loads((Path(model_path) / "config.json").read_text())
         head_dim = int(
@@ -206,7 +212,8 @@ def _read_model_shape(model_path: str) -> tuple[int, bool, bool]:
 def _find_unmet_layer_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
     wanted = read_path_settings(config, facts)
     for section, megatron, _ in list_pool_layouts(config):
-        impl, package = megatron.transformer_impl, facts.packages[TE]
+        impl = megatron.transformer_impl
+        package = facts.packages[TE]
         if impl == TE and wanted.device == "cuda" and not package.is_usable:
             yield UnmetSetting(
                 f"{section}.transformer_impl", impl, package.why_not, f"{INSTALL[TE]}, or use local"
@@ -235,7 +242,9 @@ def _find_unmet_kernel_settings(config: RunConfig, facts: MachineFacts) -> Itera
 
 
 def _find_unmet_engine_settings(config: RunConfig) -> Iterator[UnmetSetting]:
-    """Check the engines that the run would start. A server that it attaches to is checked when the run starts."""
+    """Check the engines that the run would start. A server that it attaches to is checked when
+    the run starts.
+    """
     from rlhf_megatron.rollout.engine_kinds import get_balancer_kind
     from rlhf_megatron.rollout.sglang.sglang_environment import check_sglang_environment
 

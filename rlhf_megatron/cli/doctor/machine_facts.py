@@ -1,7 +1,9 @@
 """What is on this machine: packages, devices, limits.
 
-What only an import can tell is found out in processes of their own, all at once (`python -m ... NAME [ARGUMENT]`):
-a broken package may raise anything, hang, or end its process. The last line of their output is one JSON object.
+What only an import can tell is found out in processes of their own, all at
+once (`python -m ... NAME [ARGUMENT]`):
+a broken package may raise anything, hang, or end its process. The last line of their output is
+one JSON object.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ FLASH_PACKAGES = {
     "flash_attn_2": ("flash_attn", ("flash-attn",), "flash_attn_varlen_func"),
 }
 _IMPORTS_BY_PACKAGE = {  # what is taken of a package
-    "transformer_engine": "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam",
+    "transformer_engine": (
+        "transformer_engine.pytorch:Linear,transformer_engine.pytorch.optimizers:FusedAdam"
+    ),
     "apex": "amp_C:multi_tensor_adam,apex.optimizers:FusedAdam",
     DEEP_EP: "deep_ep:Buffer",
 }
@@ -72,7 +76,9 @@ class TorchFacts:
 
 @dataclass(frozen=True)
 class MegatronFacts:
-    """The abilities of megatron-core on this machine, after it was prepared as a rank prepares it."""
+    """The abilities of megatron-core on this machine,
+    after it was prepared as a rank prepares it.
+    """
 
     version: str
     adam_name: str
@@ -183,7 +189,11 @@ PROBES: dict[str, Callable[..., Any]] = {
 def main(arguments: list[str]) -> None:
     """Prints what a probe found; a traceback and exit code 1 where it failed."""
     found = PROBES[arguments[0]](*arguments[1:])
-    record = dataclasses.asdict(found) if dataclasses.is_dataclass(found) else found  # type: ignore[arg-type]
+    record = (
+        dataclasses.asdict(found)  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(found)
+        else found
+    )
     sys.stdout.write("\n" + json.dumps(record) + "\n")
 
 
@@ -257,7 +267,9 @@ class ProbeProcess:
 
 
 def gather_machine_facts() -> MachineFacts:
-    """Gather everything, in about the time that importing torch takes; longer where there is more to try."""
+    """Gather everything, in about the time that importing torch takes; longer where there
+    is more to try.
+    """
     found = {package.module: package for package in (find_transformer_engine(), find_apex())}
     for module, names, _ in FLASH_PACKAGES.values():
         found[module] = find_package(module, names)
@@ -281,7 +293,8 @@ def gather_machine_facts() -> MachineFacts:
     }
     tried = {module: ProbeProcess("import", names) for module, names in imports.items()}
     megatron_package = find_package("megatron", ("megatron-core",))
-    # megatron-core takes seconds, and without a GPU and these packages there is nothing about it to find out.
+    # megatron-core takes seconds, and without a GPU and these packages there is nothing about
+    # it to find out.
     is_tried = megatron_package.version and (
         any(module in imports for module in _IMPORTS_BY_PACKAGE) or _may_have_gpu()
     )
@@ -328,7 +341,9 @@ def read_host_limits() -> HostLimits:
 
 
 def parse_gpu_links(topology_text: str) -> str:
-    """The kinds of links in the matrix of `nvidia-smi topo -m`, "NV18" or "NV4, SYS"; empty without two GPUs."""
+    """The kinds of links in the matrix of `nvidia-smi topo -m`, "NV18" or "NV4, SYS"; empty
+    without two GPUs.
+    """
     rows = [line.split() for line in topology_text.splitlines()]
     rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
     kinds = {cell for row in rows for cell in row[1 : len(rows) + 1] if cell != "X"}
@@ -363,7 +378,9 @@ def _read_probe_record(
 
 
 def _find_last_error_line(stderr_text: str) -> str:
-    """The line of a traceback that says what was raised, where its message has several lines the first."""
+    """The line of a traceback that says what was raised, where its message has several
+    lines the first.
+    """
     lines = stderr_text.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]
     after = lines[starts[-1] + 1 :] if starts else lines[-1:]

@@ -58,15 +58,17 @@ def make_device_rows(facts: MachineFacts) -> list[DoctorRow]:
 
 
 def make_engine_rows(python_path: str | None) -> list[DoctorRow]:
-    """SGLang and its router in the interpreter that starts servers. `python_path` None: this one, or .venv-sglang's."""
+    """SGLang and its router in the interpreter that starts servers. `python_path` None: this one,
+    or .venv-sglang's.
+    """
     chosen = python_path or (
         str(SGLANG_ENVIRONMENT_PYTHON) if SGLANG_ENVIRONMENT_PYTHON.exists() else sys.executable
     )
     found = shutil.which(chosen)
     bundled = DoctorRow("engines", "bundled engine", "live", "rollout.engine: local (transformers)")
     install = (
-        "python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install 'sglang>=0.5.21' (without a GPU:"
-        " make sglang-cpu), then rollout.sglang.python: .venv-sglang/bin/python"
+        "python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install 'sglang>=0.5.21'"
+        " (without a GPU: make sglang-cpu), then rollout.sglang.python: .venv-sglang/bin/python"
     )
     if found is None:
         return [
@@ -137,12 +139,17 @@ def _explain_missing_device(facts: MachineFacts) -> tuple[str, str]:
             else ""
         )
         return facts.torch.why_no_cuda, fix
-    fix = "nvidia-smi must work: install or update the driver, or pass the GPUs to the container (--gpus all)"
+    fix = (
+        "nvidia-smi must work: install or update the driver, or pass the GPUs to the container"
+        " (--gpus all)"
+    )
     return facts.torch.why_no_cuda, fix
 
 
 def _make_torch_row(facts: MachineFacts) -> DoctorRow:
-    """Code for another GPU than the one that is there does not run: "no kernel image is available"."""
+    """Code for another GPU than the one that is there does not run:
+    "no kernel image is available".
+    """
     torch = facts.torch
     assert torch is not None
     major, minor = torch.capability
@@ -158,8 +165,9 @@ def _make_torch_row(facts: MachineFacts) -> DoctorRow:
 
 
 def has_code_for_capability(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Code for a GPU ("sm_80") runs on later ones of its generation, that of "sm_90a" on no other, and what the driver
-    compiles ("compute_80") on any later one."""
+    """Code for a GPU ("sm_80") runs on later ones of its generation, that of "sm_90a" on no other,
+    and what the driver compiles ("compute_80") on any later one.
+    """
     for name in architectures:
         match = _ARCHITECTURE_PATTERN.fullmatch(name)
         if match is None:
@@ -216,7 +224,10 @@ def _make_interconnect_row(host: HostLimits, num_devices: int) -> DoctorRow:
     why = (
         ""
         if has_nvlink
-        else "some pairs of GPUs have no NVLink: keep tensor_model_parallel_size within those that do"
+        else (
+            "some pairs of GPUs have no NVLink: keep tensor_model_parallel_size within"
+            " those that do"
+        )
     )
     return DoctorRow(
         "device",
@@ -228,14 +239,19 @@ def _make_interconnect_row(host: HostLimits, num_devices: int) -> DoctorRow:
 
 
 def _make_overlap_row(host: HostLimits, capability: tuple[int, int]) -> DoctorRow:
-    """megatron-core counts on kernels starting in the order of their calls, to overlap communication."""
+    """megatron-core counts on kernels starting in the order of their calls, to
+    overlap communication.
+    """
     value = host.max_connections or "not set"
     if capability[0] >= 10 or host.max_connections == "1":
         return DoctorRow(
             "device", "overlap under tp", "live", f"CUDA_DEVICE_MAX_CONNECTIONS {value}"
         )
     fix = "export CUDA_DEVICE_MAX_CONNECTIONS=1"
-    why = "before Blackwell, collectives of tensor parallelism may start behind the products that should hide them"
+    why = (
+        "before Blackwell, collectives of tensor parallelism may start behind the products that"
+        " should hide them"
+    )
     return DoctorRow(
         "device", "overlap under tp", "not live", f"CUDA_DEVICE_MAX_CONNECTIONS {value}", why, fix
     )

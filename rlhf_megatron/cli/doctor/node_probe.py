@@ -1,4 +1,6 @@
-"""What a rank tells of its node, and what nodes try on each other, before anything is asked of NCCL or gloo."""
+"""What a rank tells of its node, and what nodes try on each other, before anything is asked
+of NCCL or gloo.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ NODE_SPECIFIC_VARIABLES = (
 
 @dataclass(frozen=True)
 class RankFacts:
-    """One rank's machine and software. `uniform_values`: values by name that should be the same on all ranks."""
+    """One rank's machine and software. `uniform_values`: values by name that should be the
+    same on all ranks.
+    """
 
     rank: int
     local_rank: int
@@ -122,7 +126,9 @@ def _collect_settings() -> dict[str, str]:
 
 @contextlib.contextmanager
 def serve_clock(address: str) -> Iterator[int]:
-    """Listens on a free port of `address` and tells everybody who connects what time it is. Yields the port."""
+    """Listens on a free port of `address` and tells everybody who connects what time it is.
+    Yields the port.
+    """
     with socket.create_server((address, 0), backlog=512) as listener:
 
         def answer_connections() -> None:
@@ -137,7 +143,9 @@ def serve_clock(address: str) -> Iterator[int]:
 
 
 def measure_clock_offset(address: str, port: int) -> tuple[float | None, str]:
-    """Returns by how many seconds a clock that answers there is ahead of this one, and ""; None and why it does not."""
+    """Returns by how many seconds a clock that answers there is ahead of this one, and ""; None and
+    why it does not.
+    """
     best: tuple[float, float] | None = None
     for _ in range(NUM_CLOCK_SAMPLES):
         start = time.time()
@@ -153,7 +161,9 @@ def measure_clock_offset(address: str, port: int) -> tuple[float | None, str]:
 
 
 def measure_clock_offsets(addresses: Sequence[tuple[str, int]]) -> list[tuple[float | None, str]]:
-    """`measure_clock_offset` of each place, many at a time: one that does not answer takes CONNECT_S, and all ranks wait."""
+    """`measure_clock_offset` of each place, many at a time: one that does not answer takes
+    CONNECT_S, and all ranks wait.
+    """
     with ThreadPoolExecutor(min(MAX_PARALLEL_NODES, len(addresses))) as pool:
         hosts, ports = zip(*addresses, strict=True)
         return list(pool.map(measure_clock_offset, hosts, ports))

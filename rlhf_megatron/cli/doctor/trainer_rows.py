@@ -1,4 +1,6 @@
-"""The trainer's paths as rows of the doctor's table: what is taken here, why nothing faster is, what would bring it."""
+"""The trainer's paths as rows of the doctor's table: what is taken here, why nothing faster is,
+what would bring it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,9 @@ SETTING_BY_PATH = {
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """One path. `why` says why it is not live, or why nothing faster is; `fix` is a command or a setting."""
+    """One path. `why` says why it is not live, or why nothing faster is; `fix` is a
+    command or a setting.
+    """
 
     area: str
     path: str
@@ -83,7 +87,9 @@ class DoctorRow:
 
 @dataclass(frozen=True)
 class TrainerPathSettings:
-    """The settings that decide about the trainer's paths: those of a run, or those that most runs have."""
+    """The settings that decide about the trainer's paths: those of a run, or those that
+    most runs have.
+    """
 
     device: DeviceType
     dtype: str = "bfloat16"
@@ -100,7 +106,9 @@ class TrainerPathSettings:
 
 
 def make_trainer_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
-    """Return the trainer's rows in the order of a forward pass, its backward pass and the optimizer's step."""
+    """Return the trainer's rows in the order of a forward pass, its backward pass and the
+    optimizer's step.
+    """
     return [
         make_megatron_row(facts),
         make_patches_row(facts, path_settings),
@@ -124,14 +132,18 @@ def make_trainer_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -
 
 
 def make_package_rows(facts: MachineFacts, device: DeviceType) -> list[DoctorRow]:
-    """Say of each package that speeds the trainer up whether it is installed and can be imported."""
+    """Say of each package that speeds the trainer up whether it is installed and
+    can be imported.
+    """
     return [
         _make_package_row(facts, device, module, name) for module, name in PACKAGE_NAMES.items()
     ]
 
 
 def make_megatron_row(facts: MachineFacts) -> DoctorRow:
-    """Whether megatron-core is there, of a supported version, and can be imported where that was tried."""
+    """Whether megatron-core is there, of a supported version, and can be imported where
+    that was tried.
+    """
     install = "pip install --no-deps 'megatron-core>=0.16.1,<0.20'"
     if not facts.megatron_version:
         return DoctorRow(
@@ -151,7 +163,10 @@ def make_megatron_row(facts: MachineFacts) -> DoctorRow:
             "trainer", "megatron-core", "broken", facts.megatron_version, why, fix or install
         )
     if facts.megatron_error:
-        fix = "repair the package that the error names, or uninstall it; `--traceback` of a run shows the whole error"
+        fix = (
+            "repair the package that the error names, or uninstall it; `--traceback` of a run shows"
+            " the whole error"
+        )
         return DoctorRow(
             "trainer", "megatron-core", "broken", facts.megatron_version, facts.megatron_error, fix
         )
@@ -176,7 +191,8 @@ def make_patches_row(facts: MachineFacts, path_settings: TrainerPathSettings) ->
 
 def make_layers_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
     """Tell whose linear layers and norms a model gets."""
-    package, asked = facts.packages[TE], path_settings.transformer_impl == TE
+    package = facts.packages[TE]
+    asked = path_settings.transformer_impl == TE
     if path_settings.device == "cpu":
         taken = "plain torch under Transformer Engine's names" if asked else "megatron-core's own"
         return DoctorRow("trainer", "layers", "live", taken, "Transformer Engine runs on CUDA only")
@@ -217,7 +233,8 @@ def make_attention_row(facts: MachineFacts, path_settings: TrainerPathSettings) 
 
 def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
     """Tell which RMSNorm a model gets."""
-    apex, has_kernel = facts.packages["apex"], bool(facts.torch and facts.torch.has_norm_kernel)
+    apex = facts.packages["apex"]
+    has_kernel = bool(facts.torch and facts.torch.has_norm_kernel)
     choice = choose_norm_kernel(
         path_settings.device,
         _resolve_layer_implementation(facts, path_settings),
@@ -231,11 +248,12 @@ def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
 
 
 def make_gradient_fusion_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Say who adds weight gradients to the float32 buffers; broken where the setting asks for a way that this machine
-    lacks.
+    """Say who adds weight gradients to the float32 buffers; broken where the setting asks for a way
+    that this machine lacks.
     """
     has_product = bool(facts.torch and facts.torch.has_float32_product)
-    impl, dtype = _resolve_layer_implementation(facts, path_settings), path_settings.dtype
+    impl = _resolve_layer_implementation(facts, path_settings)
+    dtype = path_settings.dtype
     path = "gradient accumulation fusion"
     try:
         choice = choose_gradient_fusion(
@@ -254,7 +272,9 @@ def make_gradient_fusion_row(facts: MachineFacts, path_settings: TrainerPathSett
 
 
 def make_adam_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Name the Adam that megatron-core took when it was imported, else the one that it would take."""
+    """Name the Adam that megatron-core took when it was imported,
+    else the one that it would take.
+    """
     found: AdamKernel = "torch"
     if facts.megatron is not None:
         found = facts.megatron.adam_name  # type: ignore[assignment]
@@ -329,7 +349,10 @@ def _make_package_row(
 def _make_fused_loss_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
     explicit = facts.torch.explicit_losses if facts.torch else ()
     if path_settings.loss_mode not in explicit:
-        why = f"{path_settings.loss_mode} leaves its gradient to autograd; {', '.join(explicit) or 'none'} does not"
+        why = (
+            f"{path_settings.loss_mode} leaves its gradient to autograd;"
+            f" {', '.join(explicit) or 'none'} does not"
+        )
         return DoctorRow("trainer", "fused loss", "not live", "autograd", why)
     if not path_settings.kernels_config.fused_loss:
         return DoctorRow(
@@ -360,7 +383,9 @@ def _make_activation_row(facts: MachineFacts, path_settings: TrainerPathSettings
 
 
 def make_expert_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
-    """Say how experts multiply, and how tokens reach them; broken where a setting asks for what is not there."""
+    """Say how experts multiply, and how tokens reach them; broken where a setting asks for
+    what is not there.
+    """
     settings = path_settings.expert_config
     if settings is None:
         return [DoctorRow("trainer", "experts", "not live", "not used", "the model has none")]
@@ -373,12 +398,11 @@ def make_expert_rows(facts: MachineFacts, path_settings: TrainerPathSettings) ->
     one = "one expert after the other"
     grouped = DoctorRow("trainer", "grouped GEMM of experts", "live", products)
     if not settings.moe_grouped_gemm:
-        why, fix = (
-            "actor.megatron.moe_grouped_gemm is false",
-            "actor.megatron.moe_grouped_gemm: true",
-        )
+        why = "actor.megatron.moe_grouped_gemm is false"
+        fix = "actor.megatron.moe_grouped_gemm: true"
         grouped = DoctorRow("trainer", "grouped GEMM of experts", "not live", one, why, fix)
-    is_flex, package = settings.moe_token_dispatcher_type == "flex", facts.packages[TE]
+    is_flex = settings.moe_token_dispatcher_type == "flex"
+    package = facts.packages[TE]
     plain = f"torch.distributed, {settings.moe_token_dispatcher_type}"
     permutation = package.why_not
     if package.is_usable and not is_version_at_least(package, (2, 1)):
@@ -463,8 +487,8 @@ def _make_choice_row(
 def _resolve_layer_implementation(
     facts: MachineFacts, path_settings: TrainerPathSettings
 ) -> Literal["local", "transformer_engine"]:
-    """Resolve the layers as `ranks.models.layer_specs.resolve_layer_impl` does, without megatron-core; local where Transformer Engine
-    is missing.
+    """Resolve the layers as `ranks.models.layer_specs.resolve_layer_impl` does, without
+    megatron-core; local where Transformer Engine is missing.
     """
     if path_settings.device == "cpu":
         return "transformer_engine" if path_settings.transformer_impl == TE else "local"

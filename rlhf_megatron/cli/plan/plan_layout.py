@@ -1,4 +1,6 @@
-"""`rlhf-megatron plan layout MODEL_DIR --gpus N --gpu NAME --seq N`: layouts that fit, and their cost."""
+"""`rlhf-megatron plan layout MODEL_DIR --gpus N --gpu NAME --seq N`: layouts that fit,
+and their cost.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +36,9 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
     if not fits:
         raise ValueError(explain_no_fit(question, found))
     print(
-        f"{len(fits)} of {len({str(plan.layout) for plan in found})} layouts fit into {question.max_rank_bytes / GB:.1f} GB of"
-        f" {args.gpu} with samples of {args.seq} tokens, {args.samples} an optimizer step; fewest ranks a copy first"
+        f"{len(fits)} of {len({str(plan.layout) for plan in found})} layouts fit into"
+        f" {question.max_rank_bytes / GB:.1f} GB of {args.gpu} with samples of {args.seq} tokens,"
+        f" {args.samples} an optimizer step; fewest ranks a copy first"
     )
     header = (
         "layout",
@@ -57,7 +60,8 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     print(
-        "tp, ep, pp: that a rank sends for one sample, GB; dp: of an optimizer step. Times need a GPU: gpu-check."
+        "tp, ep, pp: that a rank sends for one sample, GB; dp: of an optimizer step. Times need a"
+        " GPU: gpu-check."
     )
 
 

@@ -1,4 +1,6 @@
-"""`rlhf-megatron plan memory RUN.yaml --gpu NAME`: what each GPU of a run holds, by phase, before there is one."""
+"""`rlhf-megatron plan memory RUN.yaml --gpu NAME`: what each GPU of a run holds, by phase,
+before there is one.
+"""
 
 from __future__ import annotations
 
@@ -61,8 +63,9 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
     if engine is not None:
         where = "on the trainer's GPUs" if config.rollout.colocated else "on GPUs of their own"
         print(
-            f"engines {where}: weights {engine.weight_bytes / GB:.2f}, cache {engine.cache_bytes / GB:.2f}, which is"
-            f" {engine.num_cache_tokens} tokens of {engine.bytes_per_token} bytes"
+            f"engines {where}: weights {engine.weight_bytes / GB:.2f}, cache"
+            f" {engine.cache_bytes / GB:.2f}, which is {engine.num_cache_tokens} tokens of"
+            f" {engine.bytes_per_token} bytes"
         )
     for name, num_bytes in estimate_host_bytes(
         config.rollout, config.trainer.n_gpus_per_node, found
@@ -90,5 +93,7 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
 
 
 def _get_phase_limit_bytes(phase: MemoryPhase, gpu_bytes: int, usable_share: float) -> float:
-    """Engines take the share that they are told; beside the trainer's states there must be room for NCCL and others."""
+    """Engines take the share that they are told; beside the trainer's states there must be room for
+    NCCL and others.
+    """
     return gpu_bytes if "engine cache" in phase.bytes_by_use else usable_share * gpu_bytes

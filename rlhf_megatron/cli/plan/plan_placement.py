@@ -1,4 +1,6 @@
-"""`rlhf-megatron plan placement RUN.yaml`: which ranks and engines of a run stand on which machine, with which GPUs."""
+"""`rlhf-megatron plan placement RUN.yaml`: which ranks and engines of a run stand on which machine,
+with which GPUs.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class PlannedMachine:
 
 
 def run_plan_placement_command(args: argparse.Namespace) -> int:
-    """Print the machines of a run on GPUs; return 1 where one needs more than it has. Raises ConfigError."""
+    """Print the machines of a run on GPUs; return 1 where one needs more than it has.
+    Raises ConfigError.
+    """
     config = load_run_config(args.config, args.overrides, with_files=False).config
     machines = plan_machines(config, args.gpus)
     for line in (*format_machine_lines(config, machines), *format_weight_sync_lines(config)):
@@ -44,10 +48,12 @@ def run_plan_placement_command(args: argparse.Namespace) -> int:
 def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachine]:
     """Return the machines as the launcher fills them; `gpus_per_machine`: that each has.
 
-    Under Ray, engines that weights reach over a network go where GPUs are free, here in order; other machines follow
-    those of the ranks. Under torchrun they are dealt to machines by a rule; all other engines are on the driver's.
+    Under Ray, engines that weights reach over a network go where GPUs are free, here in order;
+    other machines follow those of the ranks. Under torchrun they are dealt to machines by a rule;
+    all other engines are on the driver's.
     """
-    trainer, rollout = config.trainer, config.rollout
+    trainer = config.trainer
+    rollout = config.rollout
     each = trainer.n_gpus_per_node
     machines = [
         PlannedMachine(range(i * each, (i + 1) * each), each) for i in range(trainer.nnodes)
@@ -76,7 +82,8 @@ def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachi
 
 def _is_placed_by_ray(config: RunConfig) -> bool:
     """Whether Ray chooses the machines of engines."""
-    rollout, is_ray = config.rollout, config.trainer.runtime == "ray"
+    rollout = config.rollout
+    is_ray = config.trainer.runtime == "ray"
     return (
         is_ray
         and not rollout.colocated
@@ -87,7 +94,8 @@ def _is_placed_by_ray(config: RunConfig) -> bool:
 
 def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) -> Iterator[str]:
     """Yield a line a machine, with what its ranks hold."""
-    trainer, pools = config.trainer, build_pool_specs(config)
+    trainer = config.trainer
+    pools = build_pool_specs(config)
     start = f"rlhf-megatron {config.job}"
     if trainer.runtime == "ray":
         start += " on the driver's machine, Ray on all"
@@ -102,10 +110,8 @@ def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) 
     for number, machine in enumerate(machines):
         parts = ["controller"] if number == DRIVER_MACHINE else []
         if machine.ranks:
-            ranks, devices = (
-                _format_number_span("rank", machine.ranks),
-                _format_number_span("GPU", range(len(machine.ranks))),
-            )
+            ranks = _format_number_span("rank", machine.ranks)
+            devices = _format_number_span("GPU", range(len(machine.ranks)))
             parts.append(f"{ranks} on {devices}: {_format_held_coordinates(machine.ranks, pools)}")
         yield f"machine {number:<3} {'; '.join([*parts, *machine.engine_texts])}"
     if config.rollout.endpoints:
@@ -114,22 +120,29 @@ def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) 
 
 def format_weight_sync_lines(config: RunConfig) -> Iterator[str]:
     """Yield how weights reach the engines, and from which ranks at least."""
-    rollout, layout = config.rollout, build_pool_specs(config)[0].layout
+    rollout = config.rollout
+    layout = build_pool_specs(config)[0].layout
     if config.job != "train":
         return
     over = {
         "tensor": "memory of the engines' machines",
         "process_group": "a process group of each copy and engine",
-        "disk": f"files in {rollout.transfer_dir or 'the run directory'}, which all machines must see",
+        "disk": (
+            f"files in {rollout.transfer_dir or 'the run directory'}, which all machines must see"
+        ),
     }
     senders = [layout.compute_rank(0, stage, 0) for stage in range(layout.pp)]
     if rollout.weight_transport == "tensor" and len(used := set(assign_part_machines(config))) > 1:
-        each, size = config.trainer.n_gpus_per_node, layout.copy_size
+        each = config.trainer.n_gpus_per_node
+        size = layout.copy_size
         senders = [-(-machine * each // size) * size for machine in sorted(used)]
     places = ", ".join(
         f"{rank} (machine {rank // config.trainer.n_gpus_per_node})" for rank in senders
     )
-    yield f"weights     {rollout.weight_transport}: {over.get(rollout.weight_transport, 'a transport of a plugin')}"
+    yield (
+        f"weights     {rollout.weight_transport}:"
+        f" {over.get(rollout.weight_transport, 'a transport of a plugin')}"
+    )
     yield f"senders     {places}"
 
 
@@ -165,8 +178,12 @@ def _format_range(first: int, last: int) -> str:
 
 def _suggest_fix(config: RunConfig) -> str:
     if config.trainer.runtime == "ray":
-        return "Engines that take weights from memory stand there; use rollout.weight_transport: process_group or disk."
+        return (
+            "Engines that take weights from memory stand there; use rollout.weight_transport:"
+            " process_group or disk."
+        )
     return (
-        "Name machines with free GPUs in rollout.engine_machines, let Ray place engines (trainer.runtime: ray), start"
-        " them elsewhere (rollout.endpoints), or lower trainer.n_gpus_per_node or rollout.num_engines."
+        "Name machines with free GPUs in rollout.engine_machines, let Ray place engines"
+        " (trainer.runtime: ray), start them elsewhere (rollout.endpoints), or lower"
+        " trainer.n_gpus_per_node or rollout.num_engines."
     )

@@ -1,5 +1,6 @@
-"""`rlhf-megatron plan sync RUN.yaml --network NAME`: what a weight sync moves over which links, and how long that takes
-at least."""
+"""`rlhf-megatron plan sync RUN.yaml --network NAME`: what a weight sync moves over which links, and
+how long that takes at least.
+"""
 
 from __future__ import annotations
 
@@ -35,24 +36,22 @@ from rlhf_megatron.weights.shard_plan import (
 )
 
 NUM_LINKS_SHOWN = 5
-_CELL_PIXELS, _LEFT_PIXELS, _TOP_PIXELS, _MAX_ROWS, _MAX_COLUMNS = (
-    10,
-    90,
-    46,
-    128,
-    64,
-)  # of the picture, pixels and cells
+# of the picture, pixels and cells
+_CELL_PIXELS = 10
+_LEFT_PIXELS = 90
+_TOP_PIXELS = 46
+_MAX_ROWS = 128
+_MAX_COLUMNS = 64
 _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def run_plan_sync_command(args: argparse.Namespace) -> None:
     """Print the plan. Raises ConfigError, ValueError."""
     config = load_run_config(args.config, args.overrides, with_files=False).config
-    network, layout = (
-        NETWORKS[args.network],
-        make_parallel_layout(config.actor.megatron, count_actor_ranks(config)),
-    )
-    engines, dtype = make_planned_engines(config), config.rollout.dtype or config.model.dtype
+    network = NETWORKS[args.network]
+    layout = make_parallel_layout(config.actor.megatron, count_actor_ranks(config))
+    engines = make_planned_engines(config)
+    dtype = config.rollout.dtype or config.model.dtype
     table = make_weight_table(read_hf_config(Path(config.model.path)), layout.tp)
     table = make_engine_table(table, dtype, config.rollout.quantization)
     stages = compute_stage_link_bytes(table, layout, engines.layout, dtype)
@@ -65,11 +64,13 @@ def run_plan_sync_command(args: argparse.Namespace) -> None:
     place = "on the trainer's GPUs" if engines.is_colocated else "on machines of their own"
     kind = config.rollout.quantization or dtype
     print(
-        f"weights        {format_size(num_bytes)} as {kind}; trainer {layout}, {layout.world_size} ranks"
+        f"weights        {format_size(num_bytes)} as {kind}; trainer {layout},"
+        f" {layout.world_size} ranks"
     )
     dp = f" dp{engines.layout.dp}" if engines.layout.dp > 1 else ""
     print(
-        f"engines        {engines.num_engines} of tp{engines.layout.tp} ep{engines.layout.ep}{dp}, {place}"
+        f"engines        {engines.num_engines} of tp{engines.layout.tp}"
+        f" ep{engines.layout.ep}{dp}, {place}"
     )
     for line in format_sync_cost_lines(cost, args.network, layout, stages):
         print(line)
@@ -114,27 +115,38 @@ def format_sync_cost_lines(
     """Print the bytes by medium, the busiest links and the least time."""
     network: NetworkBandwidths = cost.network
     yield (
-        f"network        {network_name}: {network.gpus_per_machine} GPUs a machine; a GPU has {format_size(network.nvlink_bytes_per_s)}/s of NVLink and"
+        f"network        {network_name}: {network.gpus_per_machine} GPUs a machine; a GPU has"
+        f" {format_size(network.nvlink_bytes_per_s)}/s of NVLink and"
         f" {format_size(network.network_bytes_per_s)}/s of network in each direction"
     )
     loads = [num_bytes for found in stages for num_bytes in found.bytes_by_sender.values()]
     yield (
-        f"senders        {layout.pp} stages x {count_serving_copies(layout)} copies x {layout.copy_size} ranks; to one engine a"
-        f" rank sends {format_size(max(loads))} at most, {format_size(sum(loads) / len(loads))} on average"
+        f"senders        {layout.pp} stages x {count_serving_copies(layout)} copies x"
+        f" {layout.copy_size} ranks; to one engine a rank sends {format_size(max(loads))} at most,"
+        f" {format_size(sum(loads) / len(loads))} on average"
     )
     for medium in MEDIA:
         if not cost.bytes_by_link[medium]:
             continue
-        yield f"{medium:<15}{format_size(cost.sum_bytes(medium))} over {len(cost.bytes_by_link[medium])} links"
+        yield (
+            f"{medium:<15}{format_size(cost.sum_bytes(medium))} over"
+            f" {len(cost.bytes_by_link[medium])} links"
+        )
         for (rank, target), num_bytes in cost.bytes_by_link[medium].most_common(NUM_LINKS_SHOWN):
             yield f"{'':<15}rank {rank} to {target}: {format_size(num_bytes)}"
         for one in cost.find_busiest_endpoints():
             if one.medium == medium:
                 verb = "sends" if one.is_sending else "receives"
-                yield f"{'':<15}{one.endpoint} {verb} most: {format_size(one.num_bytes)}, {one.seconds:.3f} s"
+                yield (
+                    f"{'':<15}{one.endpoint} {verb} most: {format_size(one.num_bytes)},"
+                    f" {one.seconds:.3f} s"
+                )
     floor = cost.find_slowest_endpoint()
     verb = "sends" if floor.is_sending else "receives"
-    yield f"floor          {floor.seconds:.2f} s: {floor.endpoint} {verb} {format_size(floor.num_bytes)} by {floor.medium}"
+    yield (
+        f"floor          {floor.seconds:.2f} s: {floor.endpoint} {verb}"
+        f" {format_size(floor.num_bytes)} by {floor.medium}"
+    )
 
 
 def format_size(num_bytes: float) -> str:
@@ -148,9 +160,11 @@ def format_size(num_bytes: float) -> str:
 def render_link_svg(
     stages: Sequence[StageLinkBytes], layout: ParallelLayout, engines: EngineGroup
 ) -> str:
-    """An SVG: a row a sending rank of one copy, a column a rank of one engine, the darker the more bytes. Of large
-    layouts neighbours share a row."""
-    num_rows, columns = layout.pp * layout.copy_size, min(engines.layout.tp, _MAX_COLUMNS)
+    """An SVG: a row a sending rank of one copy, a column a rank of one engine, the darker the more
+    bytes. Of large layouts neighbours share a row.
+    """
+    num_rows = layout.pp * layout.copy_size
+    columns = min(engines.layout.tp, _MAX_COLUMNS)
     together = -(-num_rows // _MAX_ROWS)
     cells: dict[tuple[int, int], int] = {}
     for stage, found in enumerate(stages):
@@ -160,23 +174,35 @@ def render_link_svg(
                 target * columns // engines.layout.tp,
             )
             cells[cell] = cells.get(cell, 0) + num_bytes
-    most, rows = max(cells.values()), -(-num_rows // together)
-    width, height = (
-        max(_LEFT_PIXELS + columns * _CELL_PIXELS + 10, 380),
-        _TOP_PIXELS + rows * _CELL_PIXELS + 10,
-    )
+    most = max(cells.values())
+    rows = -(-num_rows // together)
+    width = max(_LEFT_PIXELS + columns * _CELL_PIXELS + 10, 380)
+    height = _TOP_PIXELS + rows * _CELL_PIXELS + 10
     parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}">',
+        (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
+            f' width="{width}" height="{height}">'
+        ),
         "<style>text{font:11px sans-serif;fill:#56606e}.cell{fill:#0072b2}</style>",
-        f'<text x="4" y="16">{escape(f"bytes of a weight sync: ranks of {layout} to the ranks of one engine")}</text>',
-        f'<text x="4" y="34">{escape(f"the darkest is {format_size(most)}; rows: stage and place in its copy")}</text>',
+        (
+            '<text x="4" y='
+            '"16">'
+            f"{escape(f'bytes of a weight sync: ranks of {layout} to the ranks of one engine')}"
+            "</text>"
+        ),
+        (
+            '<text x="4" y="34">'
+            f"{escape(f'the darkest is {format_size(most)}; rows: stage and place in its copy')}</"
+            "text>"
+        ),
     ]
     for stage in range(layout.pp):
         y = _TOP_PIXELS + stage * layout.copy_size // together * _CELL_PIXELS + _CELL_PIXELS - 1
         parts.append(f'<text x="4" y="{y}">stage {stage}</text>')
     for (row, column), num_bytes in sorted(cells.items()):
         parts.append(
-            f'<rect class="cell" x="{_LEFT_PIXELS + column * _CELL_PIXELS}" y="{_TOP_PIXELS + row * _CELL_PIXELS}" width="{_CELL_PIXELS - 1}"'
+            f'<rect class="cell" x="{_LEFT_PIXELS + column * _CELL_PIXELS}"'
+            f' y="{_TOP_PIXELS + row * _CELL_PIXELS}" width="{_CELL_PIXELS - 1}"'
             f' height="{_CELL_PIXELS - 1}" fill-opacity="{max(num_bytes / most, 0.05):.2f}"/>'
         )
     return "\n".join([*parts, "</svg>"]) + "\n"

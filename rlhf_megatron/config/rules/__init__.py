@@ -1,4 +1,6 @@
-"""The one list of rules on a configuration. A rule registers itself; problems are told in the order of registration."""
+"""The one list of rules on a configuration. A rule registers itself; problems are told in the order
+of registration.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,17 @@ IDLE_RULES: list[IdleRule] = []
 R = TypeVar("R", bound=Rule)
 I = TypeVar("I", bound=IdleRule)  # noqa: E741
 
-NAME_RULE = "must be a name of printable characters, 200 bytes at most, as files and pages bear it; shorten it"
+NAME_RULE = (
+    "must be a name of printable characters, 200 bytes at most, as files and pages bear"
+    " it; shorten it"
+)
 
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """A look at what a configuration points to, beyond the rules: files, this machine, running servers."""
+    """A look at what a configuration points to, beyond the rules: files, this machine,
+    running servers.
+    """
 
     required_keys: tuple[
         str, ...
@@ -53,7 +60,9 @@ def drop_none(problems: OptionalProblems) -> Iterator[ConfigProblem]:
 
 
 def register_rule(rule_function: R) -> R:
-    """Register a generator of contradictions. It touches no file; `rules.files` has those that do."""
+    """Register a generator of contradictions. It touches no file;
+    `rules.files` has those that do.
+    """
     RULES.append(rule_function)
     return rule_function
 

@@ -32,24 +32,27 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 from rlhf_megatron.registry import load_registry
 
-ESTIMATOR, TERMS = "algorithm.adv_estimator", "reward.terms"
+ESTIMATOR = "algorithm.adv_estimator"
+TERMS = "reward.terms"
 SWITCH = "algorithm.use_kl_in_reward"
 COEF, TARGET, HORIZON, TYPE = (
     f"algorithm.kl_ctrl.{name}" for name in ("kl_coef", "target_kl", "horizon", "type")
 )
 FILTER = "algorithm.filter_groups"
-METRIC, MAX_BATCHES = f"{FILTER}.metric", f"{FILTER}.max_num_gen_batches"
+METRIC = f"{FILTER}.metric"
+MAX_BATCHES = f"{FILTER}.max_num_gen_batches"
 PF_PPO = "algorithm.pf_ppo"
-METHOD, POWER = f"{PF_PPO}.reweight_method", f"{PF_PPO}.weight_pow"
+METHOD = f"{PF_PPO}.reweight_method"
+POWER = f"{PF_PPO}.weight_pow"
 MAX_ERROR = 0.2  # the largest step of the adaptive controller, see algorithms/kl_in_reward.py
 
-LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
+LOSS = "actor.policy_loss.loss_mode"
+MODE = "actor.loss_agg_mode"
+FACTOR = "actor.loss_scale_factor"
 
-MINI_BATCH, BUDGET, NUM_RANKS = (
-    "critic.mini_batch_size",
-    "critic.ppo_max_token_len_per_gpu",
-    "critic.num_ranks",
-)
+MINI_BATCH = "critic.mini_batch_size"
+BUDGET = "critic.ppo_max_token_len_per_gpu"
+NUM_RANKS = "critic.num_ranks"
 SIZES = tuple(
     f"critic.megatron.{axis}_parallel_size"
     for axis in ("tensor_model", "pipeline_model", "context")
@@ -58,7 +61,8 @@ SIZES = tuple(
 
 @register_idle_rule
 def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
-    algorithm, draws = config.algorithm, config.algorithm.pf_ppo
+    algorithm = config.algorithm
+    draws = config.algorithm.pf_ppo
     has_kl = algorithm.use_kl_in_reward
     return (
         (not has_kl, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"),
@@ -81,12 +85,16 @@ def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
 
 @register_rl_rule
 def check_kl_weight(loaded: LoadedConfig) -> OptionalProblems:
-    """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one would stay there."""
+    """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one
+    would stay there.
+    """
     algorithm = loaded.config.algorithm
     yield make_problem_if(
         algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0,
-        f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give it a weight such as"
-        f" 0.001 or set use_kl_in_reward: false.",
+        (
+            f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give"
+            " it a weight such as 0.001 or set use_kl_in_reward: false."
+        ),
         (COEF, SWITCH),
     )
 
@@ -95,29 +103,36 @@ def check_kl_weight(loaded: LoadedConfig) -> OptionalProblems:
 def check_kl_horizon(loaded: LoadedConfig) -> OptionalProblems:
     """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
     c = loaded.config
-    control, samples = c.algorithm.kl_ctrl, c.data.train_batch_size * c.rollout.n
+    control = c.algorithm.kl_ctrl
+    samples = c.data.train_batch_size * c.rollout.n
     if not c.algorithm.use_kl_in_reward or control.type != "adaptive" or control.horizon < 1:
         return
     yield make_problem_if(
         MAX_ERROR * samples >= control.horizon,
-        f"{HORIZON} ({control.horizon} samples) must be above {MAX_ERROR} x the samples of a step"
-        f" (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n} = {samples}), or one step"
-        f" can turn the sign of the KL term; use {10 * samples}.",
+        (
+            f"{HORIZON} ({control.horizon} samples) must be above {MAX_ERROR} x the samples of a"
+            f" step (data.train_batch_size x rollout.n = {c.data.train_batch_size} x {c.rollout.n}"
+            f" = {samples}), or one step can turn the sign of the KL term; use {10 * samples}."
+        ),
         (HORIZON, "data.train_batch_size", "rollout.n"),
     )
 
 
 @register_rl_rule
 def check_group_filter(loaded: LoadedConfig) -> OptionalProblems:
-    """A group of one has no spread; a metric that no reward of the run has would filter by nothing."""
+    """A group of one has no spread; a metric that no reward of the run has would
+    filter by nothing.
+    """
     c = loaded.config
     chosen = c.algorithm.filter_groups
     if not chosen.enable:
         return
     yield make_problem_if(
         c.rollout.n == 1,
-        f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample has no other to"
-        " differ from, and every group would be left out; use 8.",
+        (
+            f"rollout.n (1) must be at least 2 with {FILTER}.enable: alone in its group, a sample"
+            " has no other to differ from, and every group would be left out; use 8."
+        ),
         ("rollout.n", f"{FILTER}.enable"),
     )
     known = ["reward", *list_reward_parts(c)]
@@ -132,8 +147,11 @@ def check_group_filter(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
-    """An estimator of reward parts reads those that its parameters name: what is only in the reward trains nothing."""
-    c, name = loaded.config, loaded.config.algorithm.adv_estimator
+    """An estimator of reward parts reads those that its parameters name: what is only in the reward
+    trains nothing.
+    """
+    c = loaded.config
+    name = loaded.config.algorithm.adv_estimator
     entry = find_registered_part("advantage estimator", name)
     if (
         entry is None
@@ -143,8 +161,10 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
         return
     yield make_problem_if(
         c.algorithm.use_kl_in_reward,
-        f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward, and the KL term is"
-        " none of them; set it to false, or use actor.use_kl_loss.",
+        (
+            f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward,"
+            " and the KL term is none of them; set it to false, or use actor.use_kl_loss."
+        ),
         (SWITCH, ESTIMATOR),
     )
     keys = getattr(
@@ -152,7 +172,8 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
     )
     if not keys:
         return
-    parts, setting = list_reward_parts(c), f"algorithm.params.{keys.setting}"
+    parts = list_reward_parts(c)
+    setting = f"algorithm.params.{keys.setting}"
     for key in keys.names:
         if key.partition("/")[0] not in parts:
             near = difflib.get_close_matches(key, parts, n=1)
@@ -162,7 +183,10 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
                 else "; rename it, or add that reward to reward.terms."
             )
             yield ConfigProblem(
-                f"{setting} has {key!r}, but the rewards of this run are {', '.join(map(repr, parts))}{hint}",
+                (
+                    f"{setting} has {key!r}, but the rewards of this run"
+                    f" are {', '.join(map(repr, parts))}{hint}"
+                ),
                 (setting, "reward"),
             )
     yield from _find_ignored_reward_terms(
@@ -181,13 +205,18 @@ def _find_ignored_reward_terms(
         key = f"reward.terms[{i}].weight ({term.weight:g}) of {part!r}"
         if part not in used_parts and term.weight != 0:
             yield ConfigProblem(
-                f"{key} would be ignored: {setting} ({', '.join(sorted(used_parts))}) does not name it; add it there, or set"
-                " the weight to 0 to log it only.",
+                (
+                    f"{key} would be ignored: {setting} ({', '.join(sorted(used_parts))}) does not"
+                    " name it; add it there, or set the weight to 0 to log it only."
+                ),
                 (TERMS, setting),
             )
         elif part in used_parts and term.weight != 1 and weights_parameter:
             yield ConfigProblem(
-                f"{key} would be ignored: {name} has weights of its own; give algorithm.params.{weights_parameter}.",
+                (
+                    f"{key} would be ignored: {name} has weights of its own;"
+                    f" give algorithm.params.{weights_parameter}."
+                ),
                 (TERMS, setting),
             )
 
@@ -211,11 +240,14 @@ def name_reward_term_parts(config: RunConfig) -> list[str]:
     (rewards/service/reward_components.py).
     """
     r = config.reward
-    taken, parts = {r.name, *(one.name for one in r.by_source.values())}, []
+    taken = {r.name, *(one.name for one in r.by_source.values())}
+    parts = []
     for term in r.terms:
-        part, number = term.name, 2
+        part = term.name
+        number = 2
         while part in taken:
-            part, number = f"{term.name}_{number}", number + 1
+            part = f"{term.name}_{number}"
+            number = number + 1
         taken.add(part)
         parts.append(part)
     return parts
@@ -235,21 +267,27 @@ def list_idle_loss_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_loss_aggregation(loaded: LoadedConfig) -> OptionalProblems:
-    """A mode that nobody chose would train another objective than the loss is known for; one that is written stands."""
-    name, mode = loaded.config.actor.policy_loss.loss_mode, loaded.config.actor.loss_agg_mode
+    """A mode that nobody chose would train another objective than the loss is known for; one that
+    is written stands.
+    """
+    name = loaded.config.actor.policy_loss.loss_mode
+    mode = loaded.config.actor.loss_agg_mode
     entry = find_registered_part("policy loss", name)
     own = mode if entry is None or entry.aggregation is None else entry.aggregation
     yield make_problem_if(
         mode != own and not loaded.is_set(MODE),
-        f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper defines with {own}; set"
-        f" {MODE}: {own}, or write {mode} where that is meant.",
+        (
+            f"{MODE} ({mode}, the default) must be chosen for {LOSS} {name}, which its paper"
+            f" defines with {own}; set {MODE}: {own}, or write {mode} where that is meant."
+        ),
         (LOSS, MODE),
     )
 
 
 @register_idle_rule
 def list_idle_critic_settings(config: RunConfig) -> Iterator[IdleSettings]:
-    is_there, estimator = has_critic(config), "algorithm.adv_estimator"
+    is_there = has_critic(config)
+    estimator = "algorithm.adv_estimator"
     known = load_registry("advantage estimator")
     of_values = " or ".join(name for name in known if "values" in known.get(name).needs)
     yield (
@@ -264,41 +302,54 @@ def list_idle_critic_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_separate_pools(loaded: LoadedConfig) -> OptionalProblems:
-    """Whole replicas of a critic or reward model on its ranks. What is left for the actor, `rules.layout` looks at."""
+    """Whole replicas of a critic or reward model on its ranks. What is left for the actor,
+    `rules.layout` looks at.
+    """
     c = loaded.config
     for section, m, num_ranks in list_pool_layouts(c):
-        key, replica = section.replace("megatron", "num_ranks"), compute_model_parallel_size(m)
+        key = section.replace("megatron", "num_ranks")
+        replica = compute_model_parallel_size(m)
         if section == "actor.megatron" or replica < 1:
             continue
         yield make_problem_if(
             c.trainer.runtime == "inline",
-            f"{key} ({num_ranks}) needs several processes, but trainer.runtime (inline) has one; set it to 0 or"
-            " use runtime: torchrun.",
+            (
+                f"{key} ({num_ranks}) needs several processes, but trainer.runtime (inline) has"
+                " one; set it to 0 or use runtime: torchrun."
+            ),
             (key, "trainer.runtime"),
         )
         if num_ranks % replica:
-            sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+            sizes = (
+                f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x"
+                f" {m.context_parallel_size}"
+            )
             axes = tuple(
                 f"{section}.{axis}_parallel_size"
                 for axis in ("tensor_model", "pipeline_model", "context")
             )
             yield ConfigProblem(
-                f"{key} ({num_ranks}) must be a multiple of {axes[0]} x pipeline_model_parallel_size x"
-                f" context_parallel_size ({sizes} = {replica}); use {format_near_multiples(num_ranks, replica)} ranks or"
-                " another layout.",
+                (
+                    f"{key} ({num_ranks}) must be a multiple of {axes[0]} x"
+                    f" pipeline_model_parallel_size x context_parallel_size ({sizes} = {replica});"
+                    f" use {format_near_multiples(num_ranks, replica)} ranks or another layout."
+                ),
                 (key, *axes),
             )
 
 
 @register_rl_rule
 def check_critic_batches(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the critic's mini-batch. A size of null is the actor's, which `rules.batches` checks."""
+    """Check the critic's mini-batch. A size of null is the actor's,
+    which `rules.batches` checks.
+    """
     c = loaded.config
     if not has_critic(c):
         return
     if c.critic.mini_batch_size is not None:
         yield from check_divides_samples(c, MINI_BATCH, c.critic.mini_batch_size)
-    size, replicas = c.critic.mini_batch_size or c.actor.mini_batch_size, _count_critic_replicas(c)
+    size = c.critic.mini_batch_size or c.actor.mini_batch_size
+    replicas = _count_critic_replicas(c)
     if count_critic_ranks(c) > 0 or c.critic.mini_batch_size is not None:
         yield from check_occupies_all_replicas(
             MINI_BATCH, size, replicas, ("actor.mini_batch_size", NUM_RANKS, *SIZES)
@@ -307,7 +358,9 @@ def check_critic_batches(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_critic_token_budget(loaded: LoadedConfig) -> OptionalProblems:
-    """Samples are padded as the layout of the critic's pool demands, also where the budget is the actor's."""
+    """Samples are padded as the layout of the critic's pool demands, also where the budget
+    is the actor's.
+    """
     c = loaded.config
     budget = c.critic.ppo_max_token_len_per_gpu
     if count_critic_ranks(c) > 0:
@@ -324,11 +377,14 @@ def check_critic_steps(loaded: LoadedConfig) -> OptionalProblems:
     c = loaded.config
     if not has_critic(c):
         return
-    alone, total = c.trainer.critic_warmup, c.trainer.total_training_steps
+    alone = c.trainer.critic_warmup
+    total = c.trainer.total_training_steps
     yield make_problem_if(
         0 < total <= alone,
-        f"trainer.critic_warmup ({alone}) must be below trainer.total_training_steps ({total}), or the policy is"
-        f" never trained; use {total - 1} or less.",
+        (
+            f"trainer.critic_warmup ({alone}) must be below trainer.total_training_steps ({total}),"
+            f" or the policy is never trained; use {total - 1} or less."
+        ),
         ("trainer.critic_warmup", "trainer.total_training_steps"),
     )
     size = c.critic.mini_batch_size or c.actor.mini_batch_size

@@ -1,4 +1,6 @@
-"""Rules on how the samples of a run are cut: into mini-batches, replicas, and micro-batches with a token budget."""
+"""Rules on how the samples of a run are cut: into mini-batches, replicas, and micro-batches with
+a token budget.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 @register_rl_rule
 def check_actor_batches(loaded: LoadedConfig) -> OptionalProblems:
     c = loaded.config
-    mini, samples = c.actor.mini_batch_size, c.data.train_batch_size * c.rollout.n
+    mini = c.actor.mini_batch_size
+    samples = c.data.train_batch_size * c.rollout.n
     if (
         mini < 1
         or samples < 1
@@ -54,11 +57,15 @@ def check_divides_samples(config: RunConfig, key: str, batch_size: int) -> Optio
     if batch_size < 1 or samples < 1 or samples % batch_size == 0:
         return
     divisors = list_divisors(samples)
-    below, above = [d for d in divisors if d < batch_size], [d for d in divisors if d > batch_size]
+    below = [d for d in divisors if d < batch_size]
+    above = [d for d in divisors if d > batch_size]
     near = " or ".join(str(d) for d in below[-1:] + above[:1])
     yield ConfigProblem(
-        f"{key} ({batch_size} samples) must divide data.train_batch_size x rollout.n"
-        f" ({config.data.train_batch_size} x {config.rollout.n} = {samples} samples a step); use {near}.",
+        (
+            f"{key} ({batch_size} samples) must divide data.train_batch_size x rollout.n"
+            f" ({config.data.train_batch_size} x {config.rollout.n} = {samples} samples a step);"
+            f" use {near}."
+        ),
         (key, "data.train_batch_size", "rollout.n"),
     )
 
@@ -72,11 +79,16 @@ def list_divisors(number: int) -> list[int]:
 def check_occupies_all_replicas(
     key: str, batch_size: int, num_replicas: int, replica_keys: tuple[str, ...]
 ) -> OptionalProblems:
-    """`batch_size`: samples of a batch; `replica_keys`: settings that make so many `num_replicas`."""
+    """`batch_size`: samples of a batch; `replica_keys`:
+    settings that make so many `num_replicas`.
+    """
     yield make_problem_if(
         1 <= batch_size < num_replicas,
-        f"{key} ({batch_size} samples) must be at least the data-parallel size ({num_replicas}), or replicas have no work"
-        f" in any optimizer step; use {num_replicas} or more, or fewer ranks.",
+        (
+            f"{key} ({batch_size} samples) must be at least the data-parallel size"
+            f" ({num_replicas}), or replicas have no work in any optimizer step; use {num_replicas}"
+            " or more, or fewer ranks."
+        ),
         (key, *replica_keys),
     )
 
@@ -84,7 +96,8 @@ def check_occupies_all_replicas(
 @register_rule
 def check_token_budgets(loaded: LoadedConfig) -> OptionalProblems:
     """A sample is never cut over micro-batches, and is padded as the layout demands."""
-    c, m = loaded.config, loaded.config.actor.megatron
+    c = loaded.config
+    m = loaded.config.actor.megatron
     if c.job == "train" and has_engine_setting(c.rollout, "rollout.max_num_batched_tokens"):
         budget = c.rollout.max_num_batched_tokens
         yield from check_holds_longest_sample(
@@ -94,7 +107,8 @@ def check_token_budgets(loaded: LoadedConfig) -> OptionalProblems:
     yield from check_holds_longest_sample(
         c, "actor.ppo_max_token_len_per_gpu", budget, "actor.megatron", m
     )
-    has_pool, of_reference = count_reference_ranks(c) > 0, c.reference.max_token_len_per_gpu
+    has_pool = count_reference_ranks(c) > 0
+    of_reference = c.reference.max_token_len_per_gpu
     if needs_reference(c) and (has_pool or of_reference is not None):
         section, m = (
             ("reference.megatron", c.reference.megatron) if has_pool else ("actor.megatron", m)
@@ -105,7 +119,9 @@ def check_token_budgets(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def compute_packing_multiple(megatron: MegatronConfig) -> int:
-    """`ParallelLayout.packed_multiple`: what the tokens of a micro-batch are padded to a multiple of."""
+    """`ParallelLayout.packed_multiple`: what the tokens of a micro-batch are padded to
+    a multiple of.
+    """
     cp = megatron.context_parallel_size
     return (2 * cp if cp > 1 else 1) * (
         megatron.tensor_model_parallel_size if megatron.sequence_parallel else 1
@@ -120,17 +136,18 @@ def check_holds_longest_sample(
     megatron: MegatronConfig,
     num_trailing_places: int = 0,
 ) -> OptionalProblems:
-    """`budget`: tokens of one rank in the layout `megatron` of `section`; context-parallel ranks pool theirs. `num_trailing_places`:
-    places behind a sample, which are forwarded with it."""
-    cp, multiple = megatron.context_parallel_size, compute_packing_multiple(megatron)
+    """`budget`: tokens of one rank in the layout `megatron` of `section`; context-parallel ranks
+    pool theirs. `num_trailing_places`:
+    places behind a sample, which are forwarded with it.
+    """
+    cp = megatron.context_parallel_size
+    multiple = compute_packing_multiple(megatron)
     if cp < 1 or multiple < 1 or budget < 1:
         return
     longest, settings, of_settings = describe_longest_sample(config)
     if num_trailing_places:
-        longest, settings = (
-            longest + num_trailing_places,
-            f"{settings}, and {num_trailing_places} place behind it",
-        )
+        longest = longest + num_trailing_places
+        settings = f"{settings}, and {num_trailing_places} place behind it"
     padded = -(-longest // multiple) * multiple
     if budget * cp >= padded:
         return
@@ -140,14 +157,17 @@ def check_holds_longest_sample(
     if padded != longest:
         switches += [f"{section}.tensor_model_parallel_size", f"{section}.sequence_parallel"]
     yield ConfigProblem(
-        f"{key} ({budget}{pool}) must hold the longest sample, {settings}{padding}); use {padded // cp} or more.",
+        (
+            f"{key} ({budget}{pool}) must hold the longest sample, {settings}{padding}); use"
+            f" {padded // cp} or more."
+        ),
         (key, *of_settings, *switches),
     )
 
 
 def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...]]:
-    """Return the tokens of the longest sample, a text that says how they add up (its bracket still open), and the
-    settings behind them.
+    """Return the tokens of the longest sample, a text that says how they add up (its bracket still
+    open), and the settings behind them.
     """
     if config.job == "reward-model":  # a document and the place behind it
         return (
@@ -161,6 +181,10 @@ def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...
             f"sft.max_length ({config.sft.max_length}",
             ("sft.max_length",),
         )
-    d, longest = config.data, config.data.max_prompt_length + config.data.max_response_length
-    text = f"data.max_prompt_length + max_response_length ({d.max_prompt_length} + {d.max_response_length} = {longest}"
+    d = config.data
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    text = (
+        f"data.max_prompt_length + max_response_length ({d.max_prompt_length} +"
+        f" {d.max_response_length} = {longest}"
+    )
     return longest, text, LENGTHS

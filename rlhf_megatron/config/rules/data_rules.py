@@ -1,6 +1,7 @@
 """Rules on the sections `data` and `reward`.
 
-An entry of data.sources is named by its index; a value that nobody wrote into it is reported at the place of the list.
+An entry of data.sources is named by its index; a value that nobody wrote into it is reported at the
+place of the list.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ CHAT = "data.apply_chat_template"
 OF_ROWS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
 
-BY_SOURCE, TERMS, LONGEST = "reward.by_source", "reward.terms", "data.max_response_length"
+BY_SOURCE = "reward.by_source"
+TERMS = "reward.terms"
+LONGEST = "data.max_response_length"
 OWN_PROCESS = "own_process"  # a need of rewards that run in processes of their own
 OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
 
@@ -87,8 +90,11 @@ def check_data_sources(loaded: LoadedConfig) -> OptionalProblems:
             key = f"data.{name}"
             shown = list(value) if isinstance(value, tuple) else value
             yield ConfigProblem(
-                f"{key} ({shown}) and {SOURCES} ({len(d.sources)} entries) exclude each other; make it an entry of"
-                f" {SOURCES}, or set {name}: {'null' if name == 'task' else '[]'}.",
+                (
+                    f"{key} ({shown}) and {SOURCES} ({len(d.sources)} entries) exclude each other;"
+                    f" make it an entry of {SOURCES}, or set"
+                    f" {name}: {'null' if name == 'task' else '[]'}."
+                ),
                 (key, SOURCES),
             )
     yield from (
@@ -102,13 +108,18 @@ def _check_source_entries(data: DataConfig) -> OptionalProblems:
         where = f"{SOURCES}[{index}]"
         yield make_problem_if(
             not is_valid_name(source.name) or "/" in source.name,
-            f"{where}.name ({source.name[:40]!r}) must be a name without '/', as metrics are val/<name>/mean@1, and"
-            f" {NAME_RULE}.",
+            (
+                f"{where}.name ({source.name[:40]!r}) must be a name without '/', as metrics are"
+                f" val/<name>/mean@1, and {NAME_RULE}."
+            ),
             (f"{where}.name",),
         )
         yield make_problem_if(
             source.name in names[:index],
-            f"{where}.name ({source.name}) is that of {SOURCES}[{names.index(source.name)}] too; give each its own.",
+            (
+                f"{where}.name ({source.name}) is that of {SOURCES}[{names.index(source.name)}]"
+                " too; give each its own."
+            ),
             (f"{where}.name",),
         )
         yield from _check_source_content(where, source)
@@ -129,7 +140,10 @@ def _check_source_content(entry_key: str, source: DataSourceConfig) -> OptionalP
     )
     yield make_problem_if(
         source.task is None and source.task_params,
-        f"{name}: task_params ({source.task_params}) would be ignored because task is null; remove them.",
+        (
+            f"{name}: task_params ({source.task_params}) would be ignored because task is null;"
+            " remove them."
+        ),
         (f"{entry_key}.task_params",),
     )
 
@@ -158,7 +172,10 @@ def check_templates(loaded: LoadedConfig) -> OptionalProblems:
 def _check_prompt_template(key: str, value: str) -> OptionalProblems:
     yield make_problem_if(
         value.count("{prompt}") != 1,
-        f"{key} ({value!r}) must contain {{prompt}} once, where the prompt goes; '{{prompt}}' is the bare prompt.",
+        (
+            f"{key} ({value!r}) must contain {{prompt}} once, where the prompt goes; '{{prompt}}'"
+            " is the bare prompt."
+        ),
         (key,),
     )
 
@@ -167,8 +184,10 @@ def _check_few_shot_template(key: str, shots: FewShotConfig) -> OptionalProblems
     missing = [field for field in ("{prompt}", "{label}") if field not in shots.template]
     yield make_problem_if(
         shots.num_shots > 0 and missing,
-        f"{key}.template ({shots.template!r}) must contain {' and '.join(missing)}, or the row is not a solved one;"
-        " the default is '{prompt}{label}\\n'.",
+        (
+            f"{key}.template ({shots.template!r}) must contain {' and '.join(missing)}, or the row"
+            " is not a solved one; the default is '{prompt}{label}\\n'."
+        ),
         (f"{key}.template",),
     )
 
@@ -180,8 +199,10 @@ def _check_few_shot_with_task(
         task is not None
         and shots.num_shots > 0
         and getattr(try_build_params("task", task, params), "has_own_shots", False),
-        f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has solved problems of"
-        " its own; set task_params: {num_shots: 0}, or num_shots here to 0.",
+        (
+            f"{key}.num_shots ({shots.num_shots}) and task {task} exclude each other: the task has"
+            " solved problems of its own; set task_params: {num_shots: 0}, or num_shots here to 0."
+        ),
         (f"{key}.num_shots",),
     )
 
@@ -192,8 +213,11 @@ def check_chat_truncation(loaded: LoadedConfig) -> OptionalProblems:
     d = loaded.config.data
     yield make_problem_if(
         d.apply_chat_template and d.truncation == "right" and not d.filter_overlong_prompts,
-        f"data.truncation (right) cannot be used with {CHAT}: it would cut the place where the answer begins; use left,"
-        " error with filter_overlong_prompts: true, or a larger max_prompt_length.",
+        (
+            f"data.truncation (right) cannot be used with {CHAT}: it would cut the place where the"
+            " answer begins; use left, error with filter_overlong_prompts: true, or a"
+            " larger max_prompt_length."
+        ),
         ("data.truncation", CHAT),
     )
 
@@ -207,7 +231,10 @@ def check_row_keys(loaded: LoadedConfig) -> OptionalProblems:
         )
     yield make_problem_if(
         d.prompt_key and d.prompt_key == d.label_key,
-        f"data.prompt_key ({d.prompt_key}) must differ from data.label_key; name the key of the answer in that.",
+        (
+            f"data.prompt_key ({d.prompt_key}) must differ from data.label_key; name the key of the"
+            " answer in that."
+        ),
         ("data.prompt_key", "data.label_key"),
     )
 
@@ -249,18 +276,23 @@ def list_idle_reward_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_reward_actors(loaded: LoadedConfig) -> OptionalProblems:
-    num_actors, num_workers = loaded.config.ray.reward_actors, loaded.config.reward.num_workers
+    num_actors = loaded.config.ray.reward_actors
+    num_workers = loaded.config.reward.num_workers
     yield make_problem_if(
         num_actors > num_workers,
-        f"ray.reward_actors ({num_actors}) must be at most reward.num_workers ({num_workers}), which they share; lower"
-        " the first, or raise the second.",
+        (
+            f"ray.reward_actors ({num_actors}) must be at most reward.num_workers ({num_workers}),"
+            " which they share; lower the first, or raise the second."
+        ),
         ("ray.reward_actors", "reward.num_workers"),
     )
 
 
 @register_rl_rule
 def check_reward_source_names(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the names in `reward.by_source`. Sources named in files and tasks are known only when those are read."""
+    """Check the names in `reward.by_source`. Sources named in files and tasks are known only when
+    those are read.
+    """
     names = [source.name for source in loaded.config.data.sources]
     if names:
         yield from find_unknown_reward_sources(loaded.config.reward.by_source, names)
@@ -293,8 +325,10 @@ def check_reward_timeouts(loaded: LoadedConfig) -> OptionalProblems:
         needs_s = getattr(try_build_params("reward", name, params), "needs_s", 0.0)
         yield make_problem_if(
             needs_s > r.timeout_s,
-            f"reward.timeout_s ({r.timeout_s:g}) ends a sample before {name} ends a test of {needs_s:g} s; raise it"
-            " to what all tests of a sample may take, 60 for instance.",
+            (
+                f"reward.timeout_s ({r.timeout_s:g}) ends a sample before {name} ends a test of"
+                f" {needs_s:g} s; raise it to what all tests of a sample may take, 60 for instance."
+            ),
             ("reward.timeout_s", "reward.name"),
         )
 
@@ -307,7 +341,9 @@ def check_reward_lengths(loaded: LoadedConfig) -> OptionalProblems:
         acts_from = getattr(try_build_params("reward", term.name, term.params), "acts_from", 0)
         yield make_problem_if(
             acts_from >= longest,
-            f"{TERMS}[{i}]: {term.name} acts on responses from {acts_from} tokens on, but none has more than"
-            f" {LONGEST} ({longest}); lower its parameters.",
+            (
+                f"{TERMS}[{i}]: {term.name} acts on responses from {acts_from} tokens on, but none"
+                f" has more than {LONGEST} ({longest}); lower its parameters."
+            ),
             (TERMS, LONGEST),
         )

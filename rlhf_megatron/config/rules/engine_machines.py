@@ -1,7 +1,8 @@
-"""Which machine each engine of a run is on, where torchrun's agents start them; and rules on `rollout.engine_machines`.
+"""Which machine each engine of a run is on, where torchrun's agents start them; and rules
+on `rollout.engine_machines`.
 
-Machines have numbers: NODE_RANK of launch/torchrun.sh. Engines are dealt to them in turns; one that spans machines
-(nnodes of SGLang) has a part on each, and the parts are dealt.
+Machines have numbers: NODE_RANK of launch/torchrun.sh. Engines are dealt to them in turns; one that
+spans machines (nnodes of SGLang) has a part on each, and the parts are dealt.
 """
 
 from __future__ import annotations
@@ -26,11 +27,9 @@ from rlhf_megatron.config.rules.run_rules import GPUS, NODES, count_actor_ranks,
 from rlhf_megatron.config.schema import RolloutConfig, RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
-MACHINES, COLOCATED, TRANSPORT = (
-    "rollout.engine_machines",
-    "rollout.colocated",
-    "rollout.weight_transport",
-)
+MACHINES = "rollout.engine_machines"
+COLOCATED = "rollout.colocated"
+TRANSPORT = "rollout.weight_transport"
 
 
 def list_engine_part_names(rollout: RolloutConfig) -> list[str]:
@@ -48,7 +47,9 @@ def format_engine_part_name(engine_index: int, part_index: int = 0) -> str:
 
 
 def assign_part_machines(config: RunConfig) -> list[int]:
-    """Return the machine of each of `list_engine_part_names`; all are on 0 where nobody deals them out."""
+    """Return the machine of each of `list_engine_part_names`; all are on 0 where nobody
+    deals them out.
+    """
     count = len(list_engine_part_names(config.rollout))
     if not _are_engines_dealt(config):
         return [0] * count
@@ -57,7 +58,9 @@ def assign_part_machines(config: RunConfig) -> list[int]:
 
 
 def _are_engines_dealt(config: RunConfig) -> bool:
-    """Return whether engines are dealt to numbered machines. Under Ray only those that take turns with ranks are."""
+    """Return whether engines are dealt to numbered machines. Under Ray only those that take turns
+    with ranks are.
+    """
     is_dealt = config.trainer.runtime == "torchrun" or (
         config.trainer.runtime == "ray" and config.rollout.colocated
     )
@@ -82,8 +85,11 @@ def assign_reward_server_machines(config: RunConfig) -> list[int]:
 
 
 def find_machines_with_actor_copies(config: RunConfig) -> list[int]:
-    """Return the machines whose ranks hold the actor whole: only there can weights go through memory."""
-    megatron, each = config.actor.megatron, config.trainer.n_gpus_per_node
+    """Return the machines whose ranks hold the actor whole: only there can weights go
+    through memory.
+    """
+    megatron = config.actor.megatron
+    each = config.trainer.n_gpus_per_node
     tp = megatron.tensor_model_parallel_size
     of_experts = megatron.expert_model_parallel_size * (megatron.expert_tensor_parallel_size or tp)
     size = max(tp, of_experts)
@@ -152,12 +158,11 @@ def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
-    c, key = loaded.config, "rollout.sglang.args.nnodes"
-    parts, ranks, runtime = (
-        count_machines_per_engine(c.rollout),
-        count_ranks_per_engine(c.rollout),
-        c.trainer.runtime,
-    )
+    c = loaded.config
+    key = "rollout.sglang.args.nnodes"
+    parts = count_machines_per_engine(c.rollout)
+    ranks = count_ranks_per_engine(c.rollout)
+    runtime = c.trainer.runtime
     given = c.rollout.sglang.args.get("nnodes")
     is_wrong = (
         given is not None
@@ -171,14 +176,18 @@ def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
         return
     yield make_problem_if(
         c.rollout.weight_transport == "tensor",
-        f"{TRANSPORT} (tensor) goes through memory of one machine, which an engine on {parts} ({key}) does not share;"
-        " use process_group or disk.",
+        (
+            f"{TRANSPORT} (tensor) goes through memory of one machine, which an engine on {parts}"
+            f" ({key}) does not share; use process_group or disk."
+        ),
         (TRANSPORT, key),
     )
     yield make_problem_if(
         ranks % parts,
-        f"{key} ({parts}) must divide the ranks of an engine (tp_size {ranks}): each machine has as many; correct"
-        " either.",
+        (
+            f"{key} ({parts}) must divide the ranks of an engine (tp_size {ranks}): each machine"
+            " has as many; correct either."
+        ),
         (key, "rollout.sglang.args"),
     )
     if runtime == "torchrun":
@@ -189,8 +198,11 @@ def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
         machines = 1
     yield make_problem_if(
         machines < parts,
-        f"{key} ({parts}) needs so many machines for one engine, but engines can be on {machines} ({NODES},"
-        f" {MACHINES}, trainer.runtime {runtime}); name more, or lower nnodes.",
+        (
+            f"{key} ({parts}) needs so many machines for one engine, but engines can be on"
+            f" {machines} ({NODES}, {MACHINES}, trainer.runtime {runtime}); name more, or"
+            " lower nnodes."
+        ),
         (key, NODES, MACHINES, "trainer.runtime"),
     )
 
@@ -203,14 +215,15 @@ def check_engine_machines(loaded: LoadedConfig) -> OptionalProblems:
     given = c.rollout.engine_machines
     yield make_problem_if(
         any(machine < 0 for machine in given) or len(set(given)) < len(given),
-        f"{MACHINES} ({list(given)}) must name each machine once, by a number from 0 on; correct it.",
+        (
+            f"{MACHINES} ({list(given)}) must name each machine once, by a number from 0 on;"
+            " correct it."
+        ),
         (MACHINES,),
     )
-    used, with_copies, num_ranked = (
-        set(assign_part_machines(c)),
-        find_machines_with_actor_copies(c),
-        c.trainer.nnodes,
-    )
+    used = set(assign_part_machines(c))
+    with_copies = find_machines_with_actor_copies(c)
+    num_ranked = c.trainer.nnodes
     pp = c.actor.megatron.pipeline_model_parallel_size
     is_split = c.rollout.weight_transport == "tensor" and num_ranked > 1
     unreached = sorted(used - set(with_copies)) if c.rollout.weight_transport == "tensor" else []
@@ -221,17 +234,23 @@ def check_engine_machines(loaded: LoadedConfig) -> OptionalProblems:
             else "no whole copy of the actor is there"
         )
         yield ConfigProblem(
-            f"{TRANSPORT} (tensor) does not reach engines on machines {unreached} of {num_ranked} with ranks ({NODES}):"
-            f" {why}; use process_group or disk, 1 stage with groups that a machine holds whole, or one machine.",
+            (
+                f"{TRANSPORT} (tensor) does not reach engines on machines {unreached} of"
+                f" {num_ranked} with ranks ({NODES}): {why}; use process_group or disk, 1 stage"
+                " with groups that a machine holds whole, or one machine."
+            ),
             (TRANSPORT, MACHINES, NODES, "actor.megatron.pipeline_model_parallel_size"),
         )
     if c.rollout.colocated:
         with_engine = used & set(range(num_ranked))
         yield make_problem_if(
             len(with_engine) < num_ranked or used != with_engine,
-            f"{COLOCATED} (true) needs an engine on each machine with ranks, 0 to {num_ranked - 1}, and no other, but"
-            f" rollout.num_engines ({c.rollout.num_engines}) are on {sorted(used)}: devices of a machine without one"
-            f" would have nobody to take turns with; raise rollout.num_engines, change {MACHINES}, or set colocated:"
-            " false.",
+            (
+                f"{COLOCATED} (true) needs an engine on each machine with ranks, 0 to"
+                f" {num_ranked - 1}, and no other, but rollout.num_engines"
+                f" ({c.rollout.num_engines}) are on {sorted(used)}: devices of a machine without"
+                " one would have nobody to take turns with; raise rollout.num_engines, change"
+                f" {MACHINES}, or set colocated: false."
+            ),
             (COLOCATED, "rollout.num_engines", MACHINES, NODES, GPUS),
         )

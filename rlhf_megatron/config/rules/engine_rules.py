@@ -1,5 +1,6 @@
-"""Rules on engines (endpoints, weight transport, router, devices that they share with the trainer) and on the section
-`ray`."""
+"""Rules on engines (endpoints, weight transport, router, devices that they share with the trainer)
+and on the section `ray`.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,9 @@ from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 from rlhf_megatron.registry import load_registry
 
-RUNTIME, ADDRESS, DEVICES = "trainer.runtime", "ray.address", "CUDA_VISIBLE_DEVICES"
+RUNTIME = "trainer.runtime"
+ADDRESS = "ray.address"
+DEVICES = "CUDA_VISIBLE_DEVICES"
 OLDEST_RAY = (
     2,
     54,
@@ -50,8 +53,10 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         c.rollout.quantization and c.rollout.weight_transport == "disk",
-        f"rollout.weight_transport (disk) writes model directories of rollout.dtype, and no rollout.quantization"
-        f" ({c.rollout.quantization}); use tensor or process_group.",
+        (
+            "rollout.weight_transport (disk) writes model directories of rollout.dtype, and no"
+            f" rollout.quantization ({c.rollout.quantization}); use tensor or process_group."
+        ),
         ("rollout.weight_transport", "rollout.quantization"),
     )
     for name in c.rollout.sglang.args:
@@ -63,16 +68,22 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
             )
     yield make_problem_if(
         c.rollout.dtype == "float32" and c.model.dtype == "bfloat16",
-        "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine would spend twice the"
-        " memory on the same values; remove it or set model.dtype: float32.",
+        (
+            "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine"
+            " would spend twice the memory on the same values; remove it or set"
+            " model.dtype: float32."
+        ),
         ("rollout.dtype", "model.dtype"),
     )
 
 
 @register_rl_rule
 def check_engine_arguments(loaded: LoadedConfig) -> OptionalProblems:
-    """Pass on what the kind of engine refuses. Running servers say it themselves when a run attaches."""
-    c, entry = loaded.config, find_registered_part("engine", loaded.config.rollout.engine)
+    """Pass on what the kind of engine refuses. Running servers say it themselves when
+    a run attaches.
+    """
+    c = loaded.config
+    entry = find_registered_part("engine", loaded.config.rollout.engine)
     if entry is not None and not c.rollout.endpoints:
         for key, text in entry.build.find_refused_settings(c.rollout, c.trainer.deterministic):
             yield ConfigProblem(text, (key,))
@@ -80,10 +91,8 @@ def check_engine_arguments(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_idle_rule
 def list_idle_engine_settings(config: RunConfig) -> Iterator[IdleSettings]:
-    is_attached, balancer = (
-        bool(config.rollout.endpoints),
-        find_registered_part("balancer", config.rollout.router),
-    )
+    is_attached = bool(config.rollout.endpoints)
+    balancer = find_registered_part("balancer", config.rollout.router)
     of_balancer = balancer.build.setting_keys if balancer is not None else ()
     keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
     yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
@@ -100,12 +109,16 @@ def list_idle_engine_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 def _check_endpoints(config: RunConfig) -> OptionalProblems:
     """Check the addresses of servers that the run does not start."""
-    key, seen = "rollout.endpoints", dict[tuple[str, int], str]()
+    key = "rollout.endpoints"
+    seen = dict[tuple[str, int], str]()
     for url in config.rollout.endpoints:
         place = parse_endpoint_address(url)
         if place is None:
             yield ConfigProblem(
-                f"{key} ({url}) must be http://HOST:PORT or https://HOST:PORT and nothing more; correct it.",
+                (
+                    f"{key} ({url}) must be http://HOST:PORT or https://HOST:PORT and nothing more;"
+                    " correct it."
+                ),
                 (key,),
             )
         elif place in seen:
@@ -116,20 +129,27 @@ def _check_endpoints(config: RunConfig) -> OptionalProblems:
             seen[place] = url
             yield make_problem_if(
                 config.rollout.weight_transport == "tensor" and not is_local_host(place[0]),
-                f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor) does not reach; use"
-                " process_group or disk, or write 127.0.0.1 if it is this machine.",
+                (
+                    f"{key} ({url}) is on another machine, which rollout.weight_transport (tensor)"
+                    " does not reach; use process_group or disk, or write 127.0.0.1 if it is"
+                    " this machine."
+                ),
                 (key, "rollout.weight_transport"),
             )
     yield make_problem_if(
         config.rollout.endpoints and config.rollout.colocated,
-        "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names"
-        " running ones; remove either.",
+        (
+            "rollout.colocated (true) needs servers that the run starts on its own devices, but"
+            " rollout.endpoints names running ones; remove either."
+        ),
         ("rollout.colocated", key),
     )
     yield make_problem_if(
         config.rollout.endpoints and config.rollout.quantization,
-        f"rollout.quantization ({config.rollout.quantization}) is of servers that the run starts, but rollout.endpoints"
-        " names running ones; remove either.",
+        (
+            f"rollout.quantization ({config.rollout.quantization}) is of servers that the run"
+            " starts, but rollout.endpoints names running ones; remove either."
+        ),
         ("rollout.quantization", key),
     )
     name = "RLHF_MEGATRON_TRANSFER_DIR"
@@ -144,8 +164,10 @@ def _check_router(config: RunConfig) -> OptionalProblems:
     balancer = find_registered_part("balancer", config.rollout.router)
     yield make_problem_if(
         balancer is not None and balancer.build.min_engines > count_engines(config),
-        f"rollout.router ({config.rollout.router}) has nothing to choose with one engine; remove it, or set"
-        " rollout.num_engines or rollout.endpoints to more.",
+        (
+            f"rollout.router ({config.rollout.router}) has nothing to choose with one engine;"
+            " remove it, or set rollout.num_engines or rollout.endpoints to more."
+        ),
         ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
     )
 
@@ -156,10 +178,13 @@ def count_engines(config: RunConfig) -> int:
 
 
 def parse_endpoint_address(url: str) -> tuple[str, int] | None:
-    """(host, port), the same for one server however it is written; None where that is no plain address of a server."""
+    """(host, port), the same for one server however it is written; None where that is no plain
+    address of a server.
+    """
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
+        host = parts.hostname
+        port = parts.port
     except ValueError:
         return None
     is_plain = parts.path in ("", "/") and not (
@@ -181,17 +206,13 @@ def is_local_host(host: str) -> bool:
 
 
 def _check_engine_capabilities(config: RunConfig) -> OptionalProblems:
-    engine, balancer = (
-        find_registered_part("engine", config.rollout.engine),
-        find_registered_part("balancer", config.rollout.router),
-    )
+    engine = find_registered_part("engine", config.rollout.engine)
+    balancer = find_registered_part("balancer", config.rollout.router)
     if engine is None or balancer is None:
         return
-    engines, transport, quantization = (
-        load_registry("engine"),
-        config.rollout.weight_transport,
-        config.rollout.quantization,
-    )
+    engines = load_registry("engine")
+    transport = config.rollout.weight_transport
+    quantization = config.rollout.quantization
     setting = balancer.build.required_engine_setting
     checks: tuple[tuple[str, object, Callable[[Any], bool]], ...] = (
         (
@@ -211,23 +232,28 @@ def _check_engine_capabilities(config: RunConfig) -> OptionalProblems:
         if not fits(engine.build):
             able = " or ".join(other for other in engines if fits(engines.get(other).build))
             yield ConfigProblem(
-                f"rollout.{name} ({value}) needs rollout.engine {able}, which is {config.rollout.engine}; set that, or"
-                " remove it.",
+                (
+                    f"rollout.{name} ({value}) needs rollout.engine {able}, which is"
+                    f" {config.rollout.engine}; set that, or remove it."
+                ),
                 (f"rollout.{name}", "rollout.engine"),
             )
     yield make_problem_if(
         transport == "process_group"
         and not engine.build.can_run_elsewhere
         and config.trainer.nnodes > 1,
-        f"rollout.weight_transport (process_group) brings parts of tensors to rollout.engine {config.rollout.engine} on one"
-        " machine, from trainer.nnodes 1; use tensor or disk.",
+        (
+            "rollout.weight_transport (process_group) brings parts of tensors to rollout.engine"
+            f" {config.rollout.engine} on one machine, from trainer.nnodes 1; use tensor or disk."
+        ),
         ("rollout.weight_transport", "rollout.engine", "trainer.nnodes"),
     )
 
 
 def _check_min_p_with_seeds(config: RunConfig) -> OptionalProblems:
     """A server that has not this draw would end in the first evaluation."""
-    min_p, argument = config.rollout.val_kwargs.min_p, "enable_deterministic_inference"
+    min_p = config.rollout.val_kwargs.min_p
+    argument = "enable_deterministic_inference"
     if (
         not has_engine_setting(config.rollout, "rollout.sglang")
         or min_p == 0
@@ -240,8 +266,10 @@ def _check_min_p_with_seeds(config: RunConfig) -> OptionalProblems:
     if is_set or config.trainer.deterministic:
         key = f"rollout.sglang.args.{argument}" if is_set else "trainer.deterministic"
         yield ConfigProblem(
-            f"rollout.val_kwargs.min_p ({min_p:g}) cannot be used where SGLang draws by seeds ({key}); set min_p to 0"
-            " and use top_p, or give up the seeds.",
+            (
+                f"rollout.val_kwargs.min_p ({min_p:g}) cannot be used where SGLang draws by seeds"
+                f" ({key}); set min_p to 0 and use top_p, or give up the seeds."
+            ),
             ("rollout.val_kwargs.min_p", key),
         )
 
@@ -253,20 +281,27 @@ def check_colocation(loaded: LoadedConfig) -> OptionalProblems:
         return
     yield make_problem_if(
         c.rollout.weight_transport == "process_group",
-        f"rollout.weight_transport (process_group) needs a device for each of its ranks, but with {COLOCATED}"
-        " trainer and engine are on the same ones; use tensor or disk.",
+        (
+            "rollout.weight_transport (process_group) needs a device for each of its ranks, but"
+            f" with {COLOCATED} trainer and engine are on the same ones; use tensor or disk."
+        ),
         ("rollout.weight_transport", COLOCATED),
     )
     balancer = find_registered_part("balancer", c.rollout.router)
     if balancer is not None and balancer.build.colocation_problem:
         yield ConfigProblem(
-            f"rollout.router ({c.rollout.router}) would {balancer.build.colocation_problem} ({COLOCATED}); use balancer.",
+            (
+                f"rollout.router ({c.rollout.router}) would {balancer.build.colocation_problem}"
+                f" ({COLOCATED}); use balancer."
+            ),
             ("rollout.router", COLOCATED),
         )
     yield make_problem_if(
         needs_reference(c) and not c.reference.num_ranks and not c.reference.param_offload,
-        f"reference.param_offload (false) must be true with {COLOCATED}: the reference would keep memory that the"
-        " engines are to use; set it to true.",
+        (
+            f"reference.param_offload (false) must be true with {COLOCATED}: the reference would"
+            " keep memory that the engines are to use; set it to true."
+        ),
         ("reference.param_offload", COLOCATED),
     )
 
@@ -288,7 +323,10 @@ def check_ray_engine_devices(loaded: LoadedConfig) -> OptionalProblems:
     keys += [f"rollout.sglang.env.{DEVICES}"] if DEVICES in c.rollout.sglang.env else []
     for key in keys:
         yield ConfigProblem(
-            f"{key} names devices, but with {RUNTIME} ray each server sees those that Ray gives it; remove it.",
+            (
+                f"{key} names devices, but with {RUNTIME} ray each server sees those that Ray gives"
+                " it; remove it."
+            ),
             (key,),
         )
 
@@ -310,7 +348,8 @@ def list_idle_ray_settings(config: RunConfig) -> Iterator[IdleSettings]:
         ADDRESS,
         "leave the address out",
     )
-    num_actors, of_one = config.ray.reward_actors, ("ray.num_cpus_per_reward_actor",)
+    num_actors = config.ray.reward_actors
+    of_one = ("ray.num_cpus_per_reward_actor",)
     yield is_ray and num_actors == 0, of_one, "ray.reward_actors", "give it a number of actors"
 
 
@@ -322,15 +361,15 @@ def check_ray_address(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def describe_ray_address_problem(name: str, value: str) -> str:
-    """Empty: it is right. Ray Client (ray://) runs the driver's calls elsewhere, where the run directory is not."""
+    """Empty: it is right. Ray Client (ray://) runs the driver's calls elsewhere, where the run
+    directory is not.
+    """
     if value == "auto" or _HOST_AND_PORT.fullmatch(value):
         return ""
     if "://" in value:
         why = "names a service of Ray, but the driver must run on a machine of the cluster"
         fix = "submit the run there (ray job submit), or write HOST:PORT of the head's GCS"
     else:
-        why, fix = (
-            "must be HOST:PORT, or auto",
-            "write the address that ray start --head says, such as 10.0.0.1:6379",
-        )
+        why = "must be HOST:PORT, or auto"
+        fix = "write the address that ray start --head says, such as 10.0.0.1:6379"
     return f"{name} ({value}) {why}; {fix}."

@@ -7,15 +7,18 @@ from typing import Any
 
 from rlhf_megatron.config.schema import MegatronConfig, RunConfig
 
-EP, ETP, DISPATCHER = (
-    "expert_model_parallel_size",
-    "expert_tensor_parallel_size",
-    "moe_token_dispatcher_type",
-)
-GROUPED, PERMUTED, OVERLAP = "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap"
-BALANCE, COEFF = "moe_router_load_balancing_type", "moe_aux_loss_coeff"
-Z_COEFF, BIAS_RATE = "moe_z_loss_coeff", "moe_router_bias_update_rate"
-REPLAY, SHARED = "actor.router_replay", "share_prompts"
+EP = "expert_model_parallel_size"
+ETP = "expert_tensor_parallel_size"
+DISPATCHER = "moe_token_dispatcher_type"
+GROUPED = "moe_grouped_gemm"
+PERMUTED = "moe_permute_fusion"
+OVERLAP = "moe_shared_expert_overlap"
+BALANCE = "moe_router_load_balancing_type"
+COEFF = "moe_aux_loss_coeff"
+Z_COEFF = "moe_z_loss_coeff"
+BIAS_RATE = "moe_router_bias_update_rate"
+REPLAY = "actor.router_replay"
+SHARED = "share_prompts"
 KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Keys of config.json that say how many experts a layer has."""
 
@@ -34,17 +37,21 @@ def read_num_experts(hf_config: Mapping[str, Any]) -> int:
 def find_expert_layout_problems(
     num_experts: int, expert_width: int, num_stage_ranks: int, megatron: MegatronConfig
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of a layout for `num_experts` experts a layer, each with `expert_width` columns. `num_stage_ranks`: ranks
-    of a pipeline stage, over all replicas."""
-    tp, ep = megatron.tensor_model_parallel_size, megatron.expert_model_parallel_size
+    """Yield the problems of a layout for `num_experts` experts a layer, each with `expert_width`
+    columns. `num_stage_ranks`: ranks of a pipeline stage, over all replicas.
+    """
+    tp = megatron.tensor_model_parallel_size
+    ep = megatron.expert_model_parallel_size
     etp = megatron.expert_tensor_parallel_size or tp
     tp_key = "tensor_model_parallel_size"
     if min(tp, ep, etp) < 1:
         return  # other rules say it
     if tp > 1 and not megatron.sequence_parallel:
         yield (
-            f"{tp_key} ({tp}) needs sequence_parallel for a model with experts: megatron-core refuses to train them"
-            " without; set it to true.",
+            (
+                f"{tp_key} ({tp}) needs sequence_parallel for a model with experts: megatron-core"
+                " refuses to train them without; set it to true."
+            ),
             (tp_key, "sequence_parallel"),
         )
     if num_experts % ep:
@@ -60,32 +67,46 @@ def find_expert_layout_problems(
         )
     if num_stage_ranks > 0 and num_stage_ranks % (ep * etp):
         yield (
-            f"{EP} x {ETP} ({ep} x {etp} = {ep * etp}) must divide the ranks of a pipeline stage ({num_stage_ranks} over"
-            " all replicas); use smaller ones or more ranks.",
+            (
+                f"{EP} x {ETP} ({ep} x {etp} = {ep * etp}) must divide the ranks of a pipeline"
+                f" stage ({num_stage_ranks} over all replicas); use smaller ones or more ranks."
+            ),
             (EP, ETP),
         )
     if megatron.moe_token_dispatcher_type == "allgather" and tp * megatron.context_parallel_size % (
         ep * etp
     ):
         yield (
-            f"{DISPATCHER} (allgather) needs as many tokens on all ranks that share experts, but {EP} x {ETP} ({ep} x"
-            f" {etp}) reaches over replicas, which have samples of their own; use alltoall.",
+            (
+                f"{DISPATCHER} (allgather) needs as many tokens on all ranks that share experts,"
+                f" but {EP} x {ETP} ({ep} x {etp}) reaches over replicas, which have samples of"
+                " their own; use alltoall."
+            ),
             (DISPATCHER, EP, ETP),
         )
     if megatron.moe_token_dispatcher_type == "flex" and ep * etp == 1:
         yield (
-            f"{DISPATCHER} (flex) needs experts that several ranks share out ({EP} x {ETP} is 1); use alltoall.",
+            (
+                f"{DISPATCHER} (flex) needs experts that several ranks share out ({EP} x {ETP} is"
+                " 1); use alltoall."
+            ),
             (DISPATCHER, EP, ETP),
         )
     if megatron.moe_shared_expert_overlap and megatron.moe_token_dispatcher_type != "alltoall":
         yield (
-            f"{OVERLAP} (true) needs {DISPATCHER} alltoall, not {megatron.moe_token_dispatcher_type}; set it to false.",
+            (
+                f"{OVERLAP} (true) needs {DISPATCHER} alltoall, not"
+                f" {megatron.moe_token_dispatcher_type}; set it to false."
+            ),
             (OVERLAP, DISPATCHER),
         )
     yield from _find_router_loss_problems(megatron)
     if "mlp" in megatron.recompute_modules and megatron.recompute_granularity == "selective":
         yield (
-            "recompute_modules has mlp, which megatron-core leaves out for layers with experts; use moe for these.",
+            (
+                "recompute_modules has mlp, which megatron-core leaves out for layers with experts;"
+                " use moe for these."
+            ),
             ("recompute_modules",),
         )
 
@@ -95,8 +116,11 @@ def find_expert_bias_problems(megatron: MegatronConfig) -> Iterator[LayoutProble
     etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
     if etp > 1:
         yield (
-            f"{ETP} ({etp}, null: as tensor_model_parallel_size) must be 1 for experts with biases, which megatron-core"
-            f" does not split; set it to 1, and share the experts out by {EP}.",
+            (
+                f"{ETP} ({etp}, null: as tensor_model_parallel_size) must be 1 for experts with"
+                " biases, which megatron-core does not split; set it to 1, and share the experts"
+                f" out by {EP}."
+            ),
             (ETP, "tensor_model_parallel_size"),
         )
 
@@ -114,18 +138,28 @@ def find_shared_expert_problems(
 
 def find_router_replay_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield what keeps `actor.router_replay` from being what it is."""
-    mode, engine = config.actor.router_replay, config.rollout.engine
+    mode = config.actor.router_replay
+    engine = config.rollout.engine
     if mode != "r3" and config.rollout.routes_gb:
         most = config.rollout.routes_gb
-        yield f"rollout.routes_gb ({most:g}) is of files that {REPLAY} r3 alone writes, not {mode}; remove it."
+        yield (
+            f"rollout.routes_gb ({most:g}) is of files that {REPLAY} r3 alone writes, not"
+            f" {mode}; remove it."
+        )
     if mode == "none":
         return
     if config.actor.megatron.share_prompts:
-        yield f"{REPLAY} ({mode}) has a route for each token of each sample; set actor.megatron.{SHARED} to false."
+        yield (
+            f"{REPLAY} ({mode}) has a route for each token of each sample; set"
+            f" actor.megatron.{SHARED} to false."
+        )
     if not read_num_experts(hf_config):
         yield f"{REPLAY} ({mode}) is of experts, and the model has none; remove it."
     elif hf_config.get("num_experts_per_tok", 2) == 1:
-        yield f"{REPLAY} ({mode}) needs tokens that meet two experts or more (num_experts_per_tok is 1); remove it."
+        yield (
+            f"{REPLAY} ({mode}) needs tokens that meet two experts or more (num_experts_per_tok is"
+            " 1); remove it."
+        )
     elif mode == "r3" and engine == "sglang" and hf_config.get("model_type") == "mixtral":
         yield (
             f"{REPLAY} (r3) ends the server of a Mixtral, whose routers do not know their layer;"
@@ -141,7 +175,10 @@ def find_router_replay_problems(config: RunConfig, hf_config: Mapping[str, Any])
                 " rollout.sglang.args.enable_return_routed_experts: true."
             )
     elif mode == "r3" and engine not in ("local", "sglang"):
-        yield f"{REPLAY} (r3) needs rollout.engine local or sglang, not {engine}; use r2, which asks nothing of it."
+        yield (
+            f"{REPLAY} (r3) needs rollout.engine local or sglang, not {engine}; use r2, which asks"
+            " nothing of it."
+        )
 
 
 def _find_router_loss_problems(megatron: MegatronConfig) -> Iterator[LayoutProblem]:
@@ -153,8 +190,11 @@ def _find_router_loss_problems(megatron: MegatronConfig) -> Iterator[LayoutProbl
         )
     if megatron.moe_aux_loss_coeff > 0 and not is_balanced:
         yield (
-            f"{COEFF} ({megatron.moe_aux_loss_coeff}) needs {BALANCE}: seq_aux_loss (of each sample) or global_aux_loss (of"
-            " the mini-batch). megatron-core's aux_loss is not there: it depends on how samples are packed.",
+            (
+                f"{COEFF} ({megatron.moe_aux_loss_coeff}) needs {BALANCE}: seq_aux_loss (of each"
+                " sample) or global_aux_loss (of the mini-batch). megatron-core's aux_loss is not"
+                " there: it depends on how samples are packed."
+            ),
             (COEFF, BALANCE),
         )
     given = {
@@ -162,8 +202,11 @@ def _find_router_loss_problems(megatron: MegatronConfig) -> Iterator[LayoutProbl
     }
     if megatron.share_prompts and given:
         yield (
-            f"{SHARED} (true) would count a prompt once for all its samples in the routers' losses and loads; set it"
-            f" to false, or to 0: {', '.join(f'{key} ({value:g})' for key, value in given.items())}.",
+            (
+                f"{SHARED} (true) would count a prompt once for all its samples in the routers'"
+                " losses and loads; set it to false, or to"
+                f" 0: {', '.join(f'{key} ({value:g})' for key, value in given.items())}."
+            ),
             (SHARED, *given),
         )
 
@@ -187,6 +230,9 @@ def find_ignored_expert_settings(megatron: MegatronConfig) -> Iterator[LayoutPro
     for key, is_given in given.items():
         if is_given:
             yield (
-                f"{key} ({getattr(megatron, key)}) is of experts, and the model has none; remove it.",
+                (
+                    f"{key} ({getattr(megatron, key)}) is of experts, and the model has"
+                    " none; remove it."
+                ),
                 (key,),
             )

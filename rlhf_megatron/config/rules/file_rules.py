@@ -1,4 +1,6 @@
-"""Rules on what a configuration points to: model and tokenizer directories, data files, the transfer directory."""
+"""Rules on what a configuration points to: model and tokenizer directories, data files, the
+transfer directory.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,8 @@ SAME_IN_REFERENCE = (
 
 
 def find_file_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Find files that are missing or do not fit. It reads small files only, and looks for weights without opening
-    them.
+    """Find files that are missing or do not fit. It reads small files only, and looks for weights
+    without opening them.
     """
     hf_config = None
     if config.model.path:
@@ -64,7 +66,10 @@ def find_file_problems(config: RunConfig) -> Iterator[ConfigProblem]:
     if config.rollout.transfer_dir is not None and not isdir(config.rollout.transfer_dir):
         key = "rollout.transfer_dir"
         yield ConfigProblem(
-            f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or remove the key.",
+            (
+                f"{key} ({config.rollout.transfer_dir}) must be a directory; make it or"
+                " remove the key."
+            ),
             (key,),
         )
     if config.rollout.endpoints:
@@ -91,7 +96,10 @@ def _check_model_dir(
             else ""
         )
         yield ConfigProblem(
-            f"{key} ({path}) is not a directory; correct it, or make or fetch the model first{hub}.",
+            (
+                f"{key} ({path}) is not a directory; correct it, or make or fetch the"
+                f" model first{hub}."
+            ),
             (key,),
         )
         return None
@@ -152,8 +160,10 @@ def _check_data_files(data: DataConfig) -> Iterator[ConfigProblem]:
                 )
             if (file.endswith(".parquet") or isdir(file)) and find_spec("pyarrow") is None:
                 yield ConfigProblem(
-                    f"{name} ({file}) needs pyarrow, which is not installed; install the extra (pip install"
-                    " '.[parquet]'), or convert the file to JSONL.",
+                    (
+                        f"{name} ({file}) needs pyarrow, which is not installed; install the extra"
+                        " (pip install '.[parquet]'), or convert the file to JSONL."
+                    ),
                     (key,),
                 )
 
@@ -176,7 +186,10 @@ def _check_tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
     path = config.model.tokenizer_path or config.model.path
     if path and (key != "model.path" or isdir(path)) and not isfile(Path(path) / "tokenizer.json"):
         yield ConfigProblem(
-            f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a directory that has.",
+            (
+                f"{key} ({path}) has no tokenizer.json; set model.tokenizer_path to a"
+                " directory that has."
+            ),
             (key,),
         )
     elif (
@@ -186,15 +199,18 @@ def _check_tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
         and not _has_chat_template(Path(path))
     ):
         yield ConfigProblem(
-            f"{key} ({path}) has no chat template, neither chat_template.jinja nor chat_template in"
-            " tokenizer_config.json; set model.tokenizer_path to a directory that has one, or data.apply_chat_template"
-            " to false.",
+            (
+                f"{key} ({path}) has no chat template, neither chat_template.jinja nor"
+                " chat_template in tokenizer_config.json; set model.tokenizer_path to a directory"
+                " that has one, or data.apply_chat_template to false."
+            ),
             (key, "data.apply_chat_template"),
         )
 
 
 def _has_chat_template(directory: Path) -> bool:
-    settings, found = directory / "tokenizer_config.json", isfile(directory / "chat_template.jinja")
+    settings = directory / "tokenizer_config.json"
+    found = isfile(directory / "chat_template.jinja")
     with suppress(ValueError):
         found = found or (
             isfile(settings) and bool(_read_json_object(settings).get("chat_template"))
@@ -203,12 +219,12 @@ def _has_chat_template(directory: Path) -> bool:
 
 
 def _check_served_model_dir(config: RunConfig, path: str) -> Iterator[ConfigProblem]:
-    """A model with one label gives numbers; one that writes gives verdicts, and needs a chat template."""
-    key, judge, served = (
-        "reward_model.path",
-        "reward_model.served.judge",
-        config.reward_model.served,
-    )
+    """A model with one label gives numbers; one that writes gives verdicts, and needs a
+    chat template.
+    """
+    key = "reward_model.path"
+    judge = "reward_model.served.judge"
+    served = config.reward_model.served
     names = [
         str(name)
         for name in ((yield from _check_model_dir(key, path, with_weights=True)) or {}).get(
@@ -217,16 +233,20 @@ def _check_served_model_dir(config: RunConfig, path: str) -> Iterator[ConfigProb
     ]
     if served.judge is None and any(name.endswith("ForCausalLM") for name in names):
         yield ConfigProblem(
-            f"{key} ({path}) is a model that writes ({', '.join(names)}), and has no score; name a model with one"
-            f" label, or set {judge}: {{}}, and its verdict is the score.",
+            (
+                f"{key} ({path}) is a model that writes ({', '.join(names)}), and has no score;"
+                f" name a model with one label, or set {judge}: {{}}, and its verdict is the score."
+            ),
             (key, judge),
         )
     if served.judge is None:
         return
     if any("Classification" in name or "Reward" in name for name in names):
         yield ConfigProblem(
-            f"{key} ({path}) gives numbers ({', '.join(names)}), and writes no verdict; name a model that writes, or"
-            f" set {judge}: null.",
+            (
+                f"{key} ({path}) gives numbers ({', '.join(names)}), and writes no verdict; name a"
+                f" model that writes, or set {judge}: null."
+            ),
             (key, judge),
         )
     elif (
@@ -256,8 +276,10 @@ def _check_reference_dir(
     for name in SAME_IN_REFERENCE:
         if found is not None and hf_config is not None and found.get(name) != hf_config.get(name):
             yield ConfigProblem(
-                f"{key}: {name} ({found.get(name)}) must be that of model.path ({hf_config.get(name)}); choose a"
-                " reference of the same architecture.",
+                (
+                    f"{key}: {name} ({found.get(name)}) must be that of model.path"
+                    f" ({hf_config.get(name)}); choose a reference of the same architecture."
+                ),
                 (key, "model.path"),
             )
 
@@ -276,10 +298,11 @@ def _check_critic_dir(
 def _check_reward_model_dir(
     config: RunConfig, path: str, hf_config: dict[str, Any] | None
 ) -> Iterator[ConfigProblem]:
-    """Check the reward model as the critic is checked, and refuse a run directory that is named in place of its
-    export.
+    """Check the reward model as the critic is checked, and refuse a run directory that is named in
+    place of its export.
     """
-    key, of_run = "reward_model.path", os.path.join(path, "hf")
+    key = "reward_model.path"
+    of_run = os.path.join(path, "hf")
     if not exists(os.path.join(path, "config.json")) and isdir(of_run):
         yield ConfigProblem(
             f"{key} ({path}) is a run directory; name the model that it has written, {of_run}.",
@@ -297,7 +320,10 @@ def _check_same_vocabulary(
 ) -> Iterator[ConfigProblem]:
     if hf_config is not None and other_config.get("vocab_size") != hf_config.get("vocab_size"):
         yield ConfigProblem(
-            f"{key}: vocab_size ({other_config.get('vocab_size')}) must be that of model.path ({hf_config.get('vocab_size')}):"
-            f" the {role} reads the policy's tokens; choose a {role} with the same tokenizer.",
+            (
+                f"{key}: vocab_size ({other_config.get('vocab_size')}) must be that of model.path"
+                f" ({hf_config.get('vocab_size')}): the {role} reads the policy's tokens; choose a"
+                f" {role} with the same tokenizer."
+            ),
             (key, "model.path"),
         )

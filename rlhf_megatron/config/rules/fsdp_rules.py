@@ -72,26 +72,36 @@ def check_fsdp_backend(loaded: LoadedConfig) -> OptionalProblems:
         size = compute_model_parallel_size(megatron)
         yield make_problem_if(
             is_fsdp and size > 1,
-            f"{section} cuts a model over {size} ranks, but under {BACKEND} fsdp each rank is a replica; set"
-            " its tensor_model_parallel_size, pipeline_model_parallel_size and context_parallel_size to 1.",
+            (
+                f"{section} cuts a model over {size} ranks, but under {BACKEND} fsdp each rank is a"
+                " replica; set its tensor_model_parallel_size, pipeline_model_parallel_size and"
+                " context_parallel_size to 1."
+            ),
             (BACKEND, section),
         )
     yield make_problem_if(
         is_fsdp and config.actor.router_replay != "none",
-        f"actor.router_replay ({config.actor.router_replay}) is not for {BACKEND} fsdp, which has no models with"
-        " experts; set it to none, or use megatron.",
+        (
+            f"actor.router_replay ({config.actor.router_replay}) is not for {BACKEND} fsdp, which"
+            " has no models with experts; set it to none, or use megatron."
+        ),
         (BACKEND, REPLAY),
     )
     yield make_problem_if(
         is_fsdp and config.rollout.colocated,
-        f"rollout.colocated (true) is not for {BACKEND} fsdp: its memory is not given to engines; set it to false, or"
-        " use megatron.",
+        (
+            f"rollout.colocated (true) is not for {BACKEND} fsdp: its memory is not given to"
+            " engines; set it to false, or use megatron."
+        ),
         (BACKEND, "rollout.colocated"),
     )
     lora = config.actor.lora
     yield make_problem_if(
         lora.rank > 0 and config.job == "reward-model",
-        f"actor.lora.rank ({lora.rank}) is not for job: reward-model, whose head has no adapter; set it to 0.",
+        (
+            f"actor.lora.rank ({lora.rank}) is not for job: reward-model, whose head has no"
+            " adapter; set it to 0."
+        ),
         ("actor.lora.rank", "job"),
     )
     yield make_problem_if(

@@ -28,28 +28,32 @@ def check_pool_layouts(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProblems:
-    vpp, sequence_parallel = (
-        f"{section}.virtual_pipeline_model_parallel_size",
-        f"{section}.sequence_parallel",
-    )
+    vpp = f"{section}.virtual_pipeline_model_parallel_size"
+    sequence_parallel = f"{section}.sequence_parallel"
     yield make_problem_if(
         megatron.virtual_pipeline_model_parallel_size is not None
         and megatron.pipeline_model_parallel_size == 1,
-        f"{vpp} ({megatron.virtual_pipeline_model_parallel_size}) cuts pipeline stages into chunks, but"
-        " pipeline_model_parallel_size is 1; use 2 or more stages, or remove it.",
+        (
+            f"{vpp} ({megatron.virtual_pipeline_model_parallel_size}) cuts pipeline stages into"
+            " chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or remove it."
+        ),
         (vpp, f"{section}.pipeline_model_parallel_size"),
     )
     yield make_problem_if(
         megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1,
-        f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but tensor_model_parallel_size is 1;"
-        " use 2 or more, or set it to false.",
+        (
+            f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but"
+            " tensor_model_parallel_size is 1; use 2 or more, or set it to false."
+        ),
         (sequence_parallel, f"{section}.tensor_model_parallel_size"),
     )
     shared = f"{section}.share_prompts"
     yield make_problem_if(
         megatron.share_prompts and megatron.context_parallel_size > 1,
-        f"{shared} (true) keeps a prompt whole, but context_parallel_size ({megatron.context_parallel_size}) cuts it; use 1,"
-        " or set it to false.",
+        (
+            f"{shared} (true) keeps a prompt whole, but context_parallel_size"
+            f" ({megatron.context_parallel_size}) cuts it; use 1, or set it to false."
+        ),
         (shared, f"{section}.context_parallel_size"),
     )
     for key in FIRST_LAST:
@@ -59,8 +63,10 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
                 megatron.pipeline_model_parallel_size == 1
                 or megatron.virtual_pipeline_model_parallel_size is not None
             ),
-            f"{section}.{key} ({getattr(megatron, key)}) needs pipeline_model_parallel_size over 1 and no virtual stages;"
-            " remove it.",
+            (
+                f"{section}.{key} ({getattr(megatron, key)}) needs pipeline_model_parallel_size"
+                " over 1 and no virtual stages; remove it."
+            ),
             (f"{section}.{key}", vpp, f"{section}.pipeline_model_parallel_size"),
         )
     yield from _check_pipeline_layout(section, megatron)
@@ -70,19 +76,20 @@ def _check_pipeline_layout(section: str, megatron: MegatronConfig) -> OptionalPr
     """megatron-core reads it, with assertions in place of messages."""
     if (text := megatron.pipeline_model_parallel_layout) is None:
         return
-    key, others = (
-        f"{section}.pipeline_model_parallel_layout",
-        [name for name in FIRST_LAST if getattr(megatron, name)],
-    )
+    key = f"{section}.pipeline_model_parallel_layout"
+    others = [name for name in FIRST_LAST if getattr(megatron, name)]
     try:
-        count, wanted = len(parse_pipeline_layout(text)), count_model_chunks(megatron)
+        count = len(parse_pipeline_layout(text))
+        wanted = count_model_chunks(megatron)
     except ValueError as error:
         yield ConfigProblem(f"{section}.{error}", (key,))
         return
     yield make_problem_if(
         count != wanted,
-        f"{key} ({text!r}) has {count} chunks; pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
-        f" must be as many, and is {wanted}.",
+        (
+            f"{key} ({text!r}) has {count} chunks; pipeline_model_parallel_size x"
+            f" virtual_pipeline_model_parallel_size must be as many, and is {wanted}."
+        ),
         (
             key,
             f"{section}.pipeline_model_parallel_size",
@@ -97,7 +104,9 @@ def _check_pipeline_layout(section: str, megatron: MegatronConfig) -> OptionalPr
 
 
 def _check_param_gather_overlap(section: str, megatron: MegatronConfig) -> OptionalProblems:
-    """megatron-core gathers in the background only what its distributed optimizer holds in several buckets."""
+    """megatron-core gathers in the background only what its distributed optimizer holds in
+    several buckets.
+    """
     key = f"{section}.overlap_param_gather"
     needed = {
         f"{section}.use_distributed_optimizer": megatron.use_distributed_optimizer,
@@ -107,8 +116,11 @@ def _check_param_gather_overlap(section: str, megatron: MegatronConfig) -> Optio
     if megatron.overlap_param_gather and missing:
         names = " and ".join(name.rpartition(".")[2] for name in missing)
         yield ConfigProblem(
-            f"{key} (true) needs use_distributed_optimizer, whose shards it gathers, and"
-            f" overlap_grad_reduce, which cuts parameters into buckets; set {names} to true, or it to false.",
+            (
+                f"{key} (true) needs use_distributed_optimizer, whose shards it gathers, and"
+                f" overlap_grad_reduce, which cuts parameters into buckets; set {names} to true, or"
+                " it to false."
+            ),
             (key, *missing),
         )
 
@@ -117,17 +129,23 @@ def _check_optimizer_precision(
     section: str, megatron: MegatronConfig, dtype: str
 ) -> OptionalProblems:
     """Check what an optimizer keeps in fewer bits."""
-    key, names = f"{section}.use_precision_aware_optimizer", ("exp_avg_dtype", "exp_avg_sq_dtype")
+    key = f"{section}.use_precision_aware_optimizer"
+    names = ("exp_avg_dtype", "exp_avg_sq_dtype")
     short = [name for name in names if getattr(megatron, name) != "float32"]
     yield make_problem_if(
         short and not megatron.use_precision_aware_optimizer,
-        f"{section}.{' and '.join(short)} (bfloat16) would be ignored without {key}; set it to true.",
+        (
+            f"{section}.{' and '.join(short)} (bfloat16) would be ignored without {key}; set"
+            " it to true."
+        ),
         (key, *(f"{section}.{name}" for name in short)),
     )
     yield make_problem_if(
         megatron.use_precision_aware_optimizer and dtype == "float32" and not short,
-        f"{key} (true) would be ignored: a float32 model has no main parameters beside its own; set exp_avg_dtype or"
-        " exp_avg_sq_dtype to bfloat16, or it to false.",
+        (
+            f"{key} (true) would be ignored: a float32 model has no main parameters beside its own;"
+            " set exp_avg_dtype or exp_avg_sq_dtype to bfloat16, or it to false."
+        ),
         (key, "model.dtype", *(f"{section}.{name}" for name in names)),
     )
 
@@ -147,24 +165,33 @@ def _check_full_recompute(section: str, megatron: MegatronConfig) -> OptionalPro
     missing = [name for name, value in given.items() if value is None]
     yield make_problem_if(
         missing,
-        f"{section}.recompute_granularity (full) needs {' and '.join(missing)}; use recompute_method: uniform and"
-        " recompute_num_layers: 1 to keep the input of each layer only.",
+        (
+            f"{section}.recompute_granularity (full) needs {' and '.join(missing)}; use"
+            " recompute_method: uniform and recompute_num_layers: 1 to keep the input of each"
+            " layer only."
+        ),
         (f"{section}.recompute_granularity", *(f"{section}.{name}" for name in missing)),
     )
 
 
 def _check_selective_recompute(section: str, megatron: MegatronConfig) -> OptionalProblems:
-    key, modules = f"{section}.recompute_modules", megatron.recompute_modules
+    key = f"{section}.recompute_modules"
+    modules = megatron.recompute_modules
     yield make_problem_if(
         not modules or len(set(modules)) != len(modules),
-        f"{key} ({list(modules)}) must name at least one module and none twice, for recompute_granularity"
-        " selective; use [core_attn] or remove it.",
+        (
+            f"{key} ({list(modules)}) must name at least one module and none twice, for"
+            " recompute_granularity selective; use [core_attn] or remove it."
+        ),
         (key, f"{section}.recompute_granularity"),
     )
     yield make_problem_if(
         "layernorm" in modules and megatron.transformer_impl == "transformer_engine",
-        f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl transformer_engine: its"
-        " norms are parts of the linear layers; remove it, or use transformer_impl: local.",
+        (
+            f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl"
+            " transformer_engine: its norms are parts of the linear layers; remove it, or use"
+            " transformer_impl: local."
+        ),
         (key, f"{section}.transformer_impl"),
     )
 
@@ -172,9 +199,13 @@ def _check_selective_recompute(section: str, megatron: MegatronConfig) -> Option
 def check_recompute_layer_count(
     section: str, megatron: MegatronConfig, num_layers: int
 ) -> OptionalProblems:
-    """Full recomputation counts the layers of one model chunk; megatron-core does not look whether they are there."""
-    num, text = count_model_chunks(megatron), megatron.pipeline_model_parallel_layout
-    count, key = megatron.recompute_num_layers, f"{section}.recompute_num_layers"
+    """Full recomputation counts the layers of one model chunk; megatron-core does not look whether
+    they are there.
+    """
+    num = count_model_chunks(megatron)
+    text = megatron.pipeline_model_parallel_layout
+    count = megatron.recompute_num_layers
+    key = f"{section}.recompute_num_layers"
     keys = (key, *(f"{section}.{axis}pipeline_model_parallel_size" for axis in ("", "virtual_")))
     if megatron.recompute_granularity != "full" or not count or count < 1 or num < 1:
         return  # other rules say it

@@ -1,4 +1,6 @@
-"""Rules on the config.json of a model: sizes that the layout must divide, settings that no family implements."""
+"""Rules on the config.json of a model: sizes that the layout must divide, settings that no
+family implements.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ LARGEST_SIZE = 1 << 30  # of a model that some machine can hold
 def find_policy_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why this model cannot be the policy; nor the critic, where that starts as the policy."""
+    """Every reason why this model cannot be the policy; nor the critic, where that starts
+    as the policy.
+    """
     pools = [
         pool
         for pool in list_learning_pool_layouts(config)
@@ -66,7 +70,9 @@ def find_policy_model_problems(
 def find_critic_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why the model of critic.path cannot be the critic, in the last pool of those that learn."""
+    """Every reason why the model of critic.path cannot be the critic, in the last pool of
+    those that learn.
+    """
     assert config.critic.path is not None
     pools = [*list_learning_pool_layouts(config)][-1:]
     yield from _find_problems_of_model_at(
@@ -77,7 +83,9 @@ def find_critic_model_problems(
 def find_reward_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why the model of reward_model.path cannot score, in its own pool or the actor's."""
+    """Every reason why the model of reward_model.path cannot score,
+    in its own pool or the actor's.
+    """
     assert config.reward_model.path is not None
     sections = [*list_pool_layouts(config)]
     pools = [one for one in sections if one[0] == "reward_model.megatron"] or sections[:1]
@@ -115,16 +123,19 @@ def _check_model_config(
     hf_config: Mapping[str, Any],
     pools: Sequence[tuple[str, MegatronConfig, int]],
 ) -> OptionalProblems:
-    families, name = load_registry("model family"), str(hf_config.get("model_type"))
+    families = load_registry("model family")
+    name = str(hf_config.get("model_type"))
     family = families.find(name)
     if family is None and config.actor.backend == "fsdp":
         yield from _check_transformers_model(config, hf_config)
         return
     if family is None:
         if not find_unloaded_plugins(config.plugins):
-            names, kind = ", ".join(families), hf_config.get("model_type")
+            names = ", ".join(families)
+            kind = hf_config.get("model_type")
             yield _make_model_problem(
-                f"model_type ({kind!r}) must be one of {names}; choose such a model, or actor.backend fsdp."
+                f"model_type ({kind!r}) must be one of {names}; choose such a model, or"
+                " actor.backend fsdp."
             )
         return
     found = [
@@ -162,25 +173,34 @@ def _check_attention_sinks(
     )
     yield make_problem_if(
         is_on_cpu,
-        "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
+        (
+            "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or"
+            " GPUs for the servers."
+        ),
         ("model.path", "rollout.engine"),
     )
     yield make_problem_if(
         dtype != "bfloat16",
-        f"SGLang keeps sinks of attention in bfloat16, and rollout.dtype ({dtype}) would be rounded to it; set"
-        " rollout.dtype: bfloat16.",
+        (
+            f"SGLang keeps sinks of attention in bfloat16, and rollout.dtype ({dtype}) would be"
+            " rounded to it; set rollout.dtype: bfloat16."
+        ),
         ("rollout.dtype",),
     )
     yield make_problem_if(
         rollout.quantization,
-        f"SGLang loads experts with biases as they are, and rollout.quantization ({rollout.quantization}) cannot be"
-        " sent; leave it out.",
+        (
+            "SGLang loads experts with biases as they are, and rollout.quantization"
+            f" ({rollout.quantization}) cannot be sent; leave it out."
+        ),
         ("rollout.quantization",),
     )
     yield make_problem_if(
         rollout.endpoints,
-        "a weight sync sends experts with biases one by one, which servers that the run did not start may drop without"
-        " a word; leave rollout.endpoints out.",
+        (
+            "a weight sync sends experts with biases one by one, which servers that the run did not"
+            " start may drop without a word; leave rollout.endpoints out."
+        ),
         ("rollout.endpoints",),
     )
     yield make_problem_if(
@@ -191,7 +211,9 @@ def _check_attention_sinks(
 
 
 def _check_transformers_model(config: RunConfig, hf_config: Mapping[str, Any]) -> OptionalProblems:
-    """A family that only transformers has; that it has it is seen when its tensors are looked for."""
+    """A family that only transformers has; that it has it is seen when its
+    tensors are looked for.
+    """
     sizes = _read_model_sizes(hf_config)
     for key, value in sizes.items():
         yield make_problem_if(
@@ -201,8 +223,11 @@ def _check_transformers_model(config: RunConfig, hf_config: Mapping[str, Any]) -
         )
     yield make_problem_if(
         read_num_experts(hf_config),
-        f"model_type ({hf_config.get('model_type')!r}) has experts, whose tensors have other names in files than in"
-        " transformers; choose a dense model, or one with experts that Megatron trains here.",
+        (
+            f"model_type ({hf_config.get('model_type')!r}) has experts, whose tensors have other"
+            " names in files than in transformers; choose a dense model, or one with experts that"
+            " Megatron trains here."
+        ),
         ("model.path",),
     )
     known = {key: value for key, value in sizes.items() if value is not None}
@@ -220,7 +245,10 @@ def _check_family_model(
     for key, value in sizes.items():
         yield make_problem_if(
             value is None,
-            f"{key} ({hf_config.get(key)!r}) must be a positive integer that some machine can hold; mend the file.",
+            (
+                f"{key} ({hf_config.get(key)!r}) must be a positive integer that some machine can"
+                " hold; mend the file."
+            ),
             ("model.path",),
         )
     known = {key: value for key, value in sizes.items() if value is not None}
@@ -230,8 +258,10 @@ def _check_family_model(
         key = f"{section}.recompute_modules"
         yield make_problem_if(
             "mla_up_proj" in megatron.recompute_modules and not hf_config.get("kv_lora_rank"),
-            f"{key} ({list(megatron.recompute_modules)}) has mla_up_proj, which is of latent attention, and the model"
-            " has none; remove it.",
+            (
+                f"{key} ({list(megatron.recompute_modules)}) has mla_up_proj, which is of latent"
+                " attention, and the model has none; remove it."
+            ),
             ("model.path", key),
         )
         yield from _check_layout_divides_model(section, megatron, known)
@@ -249,21 +279,22 @@ def _check_family_model(
 def describe_dp_attention_problem(
     hf_config: Mapping[str, Any], server_arguments: Mapping[str, object]
 ) -> str | None:
-    """Says why SGLang's DP attention cannot be; None: it is not asked for, or it can. `server_arguments`: of the server, by
-    name, with dashes or underscores.
+    """Says why SGLang's DP attention cannot be; None: it is not asked for, or it can.
+    `server_arguments`: of the server, by name, with dashes or underscores.
     """
     given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
     if not given.get("enable-dp-attention"):
         return None
     if (name := hf_config.get("model_type")) not in HAS_DP_ATTENTION:
         return (
-            f"enable-dp-attention is for {', '.join(HAS_DP_ATTENTION)}; SGLang cuts the attention of {name} over all"
-            " ranks whatever they serve, and its log-probs would be wrong without an error; start it without"
+            f"enable-dp-attention is for {', '.join(HAS_DP_ATTENTION)}; SGLang cuts the attention"
+            f" of {name} over all ranks whatever they serve, and its log-probs would be wrong"
+            " without an error; start it without"
         )
     if hf_config.get("tie_word_embeddings") and not given.get("enable-dp-lm-head"):
         return (
-            "enable-dp-attention cuts the embedding over fewer ranks than the head, and in this model the two are one"
-            " tensor (tie_word_embeddings: true); add enable-dp-lm-head"
+            "enable-dp-attention cuts the embedding over fewer ranks than the head, and in this"
+            " model the two are one tensor (tie_word_embeddings: true); add enable-dp-lm-head"
         )
     return None
 
@@ -275,7 +306,8 @@ def _check_experts(
     num_ranks: int,
     hf_config: Mapping[str, Any],
 ) -> OptionalProblems:
-    num, pp = read_num_experts(hf_config), megatron.pipeline_model_parallel_size
+    num = read_num_experts(hf_config)
+    pp = megatron.pipeline_model_parallel_size
     if pp < 1:
         return  # other rules say it
     width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
@@ -293,8 +325,10 @@ def _check_experts(
         yield _make_model_problem(f"{section}.{text}", *(f"{section}.{key}" for key in keys))
     if num and megatron.moe_router_bias_update_rate > 0 and "n_routed_experts" not in hf_config:
         yield _make_model_problem(
-            f"{section}.moe_router_bias_update_rate ({megatron.moe_router_bias_update_rate}) is of routers that pick by a"
-            " bias, and this model's have none; remove it.",
+            (
+                f"{section}.moe_router_bias_update_rate ({megatron.moe_router_bias_update_rate}) is"
+                " of routers that pick by a bias, and this model's have none; remove it."
+            ),
             f"{section}.moe_router_bias_update_rate",
         )
     is_mixed = (
@@ -302,8 +336,11 @@ def _check_experts(
     )
     if num and is_mixed and config.job == "train" and config.rollout.engine == "sglang":
         yield _make_model_problem(
-            "mlp_only_layers and decoder_sparse_step, by which some layers have no experts, are unknown to SGLang: its"
-            " log-probs would be wrong without an error; use rollout.engine: local, or another model.",
+            (
+                "mlp_only_layers and decoder_sparse_step, by which some layers have no experts, are"
+                " unknown to SGLang: its log-probs would be wrong without an error; use"
+                " rollout.engine: local, or another model."
+            ),
             "rollout.engine",
         )
 
@@ -312,9 +349,11 @@ def _check_recompute_with_biases(section: str, megatron: MegatronConfig) -> Opti
     if megatron.recompute_granularity == "selective" and "mlp" in megatron.recompute_modules:
         prefix = f"{section}.recompute_"
         yield _make_model_problem(
-            f"mlp_bias (True) and {prefix}modules ({list(megatron.recompute_modules)}) do not go together: megatron-core's"
-            f" backward pass through a recomputed MLP with biases does not end; remove mlp or use {prefix}granularity:"
-            " full.",
+            (
+                f"mlp_bias (True) and {prefix}modules ({list(megatron.recompute_modules)}) do not"
+                " go together: megatron-core's backward pass through a recomputed MLP with biases"
+                f" does not end; remove mlp or use {prefix}granularity: full."
+            ),
             f"{prefix}modules",
         )
 
@@ -324,7 +363,9 @@ def _make_model_problem(text: str, *keys: str) -> ConfigProblem:
 
 
 def _read_model_sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
-    """Checked sizes; None where one is missing or is no positive integer. Optional ones may be absent."""
+    """Checked sizes; None where one is missing or is no positive integer. Optional ones
+    may be absent.
+    """
     sizes: dict[str, int | None] = {}
     for key in (*SIZES, *OPTIONAL_SIZES):
         value = hf_config.get(key)
@@ -339,11 +380,10 @@ def _read_model_sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
 def _check_layout_divides_model(
     section: str, megatron: MegatronConfig, sizes: Mapping[str, int]
 ) -> OptionalProblems:
-    tp, pp = megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size
-    tp_key, pp_key = (
-        f"{section}.tensor_model_parallel_size",
-        f"{section}.pipeline_model_parallel_size",
-    )
+    tp = megatron.tensor_model_parallel_size
+    pp = megatron.pipeline_model_parallel_size
+    tp_key = f"{section}.tensor_model_parallel_size"
+    pp_key = f"{section}.pipeline_model_parallel_size"
     end_layers = {
         f"{section}.{key}": getattr(megatron, key) for key in FIRST_LAST if getattr(megatron, key)
     }
@@ -376,10 +416,14 @@ def _check_layout_divides_model(
         if ways > 1 and name in sizes and sizes[name] % ways:
             fit = [str(d) for d in list_divisors(sizes[name]) if d < ways]
             yield _make_model_problem(
-                f"{name} ({sizes[name]}) must be a multiple of {key} ({ways}); use {' or '.join(fit)}.",
+                (
+                    f"{name} ({sizes[name]}) must be a multiple of {key} ({ways});"
+                    f" use {' or '.join(fit)}."
+                ),
                 key,
             )
-    vpp, layers = megatron.virtual_pipeline_model_parallel_size, sizes.get("num_hidden_layers", 0)
+    vpp = megatron.virtual_pipeline_model_parallel_size
+    layers = sizes.get("num_hidden_layers", 0)
     is_even = megatron.pipeline_model_parallel_layout is None
     if (
         is_even
@@ -391,8 +435,11 @@ def _check_layout_divides_model(
     ):
         fit = [str(d) for d in list_divisors(layers // pp)[1:]]
         yield _make_model_problem(
-            f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x virtual_pipeline_model_parallel_size ({pp}"
-            f" x {vpp} = {pp * vpp}); set the second to {' or '.join([*fit, 'null'])}.",
+            (
+                f"num_hidden_layers ({layers}) must be a multiple of {pp_key} x"
+                f" virtual_pipeline_model_parallel_size ({pp} x {vpp} = {pp * vpp}); set the second"
+                f" to {' or '.join([*fit, 'null'])}."
+            ),
             pp_key,
             f"{section}.virtual_pipeline_model_parallel_size",
         )
@@ -411,7 +458,10 @@ def _check_layout_layer_count(
     key = f"{section}.pipeline_model_parallel_layout"
     if told != sizes["num_hidden_layers"]:
         yield _make_model_problem(
-            f"num_hidden_layers ({sizes['num_hidden_layers']}) must be the {told} layers t of {key}.",
+            (
+                f"num_hidden_layers ({sizes['num_hidden_layers']}) must be the {told} layers"
+                f" t of {key}."
+            ),
             key,
         )
 
@@ -419,14 +469,16 @@ def _check_layout_layer_count(
 def _check_model_shape(
     config: RunConfig, sizes: Mapping[str, int], is_latent: bool
 ) -> OptionalProblems:
-    heads, kv_heads = sizes.get("num_attention_heads"), sizes.get("num_key_value_heads")
+    heads = sizes.get("num_attention_heads")
+    kv_heads = sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         yield _make_model_problem(
             f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})."
         )
     if heads and not is_latent and "head_dim" not in sizes and sizes.get("hidden_size", 0) % heads:
         yield _make_model_problem(
-            f"hidden_size ({sizes['hidden_size']}) must be a multiple of num_attention_heads ({heads})."
+            f"hidden_size ({sizes['hidden_size']}) must be a multiple of"
+            f" num_attention_heads ({heads})."
         )
     positions = sizes.get("max_position_embeddings")
     longest, text, settings = describe_longest_sample(config)

@@ -1,4 +1,6 @@
-"""The parts that a configuration names: they must be registered, take its parameters, and get the columns they need."""
+"""The parts that a configuration names: they must be registered, take its parameters, and get the
+columns they need.
+"""
 
 from __future__ import annotations
 
@@ -15,12 +17,15 @@ from rlhf_megatron.plugins import find_unloaded_plugins
 from rlhf_megatron.registry import RegistryEntry, load_registry
 
 TP_NAMES = ("tp-size", "tensor-parallel-size", "tp")  # SGLang's
-ESTIMATOR, LOSS = "algorithm.adv_estimator", "actor.policy_loss.loss_mode"
+ESTIMATOR = "algorithm.adv_estimator"
+LOSS = "actor.policy_loss.loss_mode"
 OF_ESTIMATORS = {
     *("rewards", "group_ids", "token_rewards", "reward_parts", "greedy_rewards", "values"),
     *("log_probs", "rollout_log_probs", "sum_squares"),
 }
-"""Columns that a run computes where an estimator needs them. One that needs values brings a critic."""
+"""Columns that a run computes where an estimator needs them.
+One that needs values brings a critic.
+"""
 OF_LOSSES = {
     *(
         "advantages",
@@ -34,12 +39,15 @@ OF_LOSSES = {
 }
 """The same for policy losses; with a KL term there is ref_log_probs."""
 
-MODEL_PART = "reward_model"  # under which the scores of the section reward_model are a part of a sample's reward
+# under which the scores of the section reward_model are a part of a sample's reward
+MODEL_PART = "reward_model"
 
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A part, where a configuration names it. `section_path`: of its section, which has `field` for the parameters."""
+    """A part, where a configuration names it. `section_path`: of its section, which has `field` for
+    the parameters.
+    """
 
     kind: str
     name: str
@@ -146,10 +154,14 @@ def _find_missing_columns(
 ) -> Iterator[str]:
     """Columns that an estimator or a loss needs and this run does not compute."""
     if part.key == ESTIMATOR:
-        provided, usable = OF_ESTIMATORS, load_registry(part.kind)
+        provided = OF_ESTIMATORS
+        usable = load_registry(part.kind)
         if missing := ", ".join(sorted(set(entry.needs) - provided)):
             names = ", ".join(name for name in usable if set(usable.get(name).needs) <= provided)
-            yield f"{part.key}={part.name!r} needs {missing}, which this run does not compute; use one of {names}."
+            yield (
+                f"{part.key}={part.name!r} needs {missing}, which this run does not compute; use"
+                f" one of {names}."
+            )
     elif part.key == LOSS:
         has_reference = config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
         for need in sorted(
@@ -164,7 +176,9 @@ def find_registered_part(kind: str, name: str) -> RegistryEntry[Any] | None:
 
 
 def try_build_params(kind: str, name: str, params: Mapping[str, Any]) -> Any:
-    """The parameters of a part as its dataclass, for rules that read them; None where that is not possible."""
+    """The parameters of a part as its dataclass, for rules that read them; None where that
+    is not possible.
+    """
     entry = find_registered_part(kind, name)
     try:
         return (
@@ -183,8 +197,9 @@ def has_engine_setting(rollout: RolloutConfig, setting: str) -> bool:
 
 
 def parse_server_number(server_arguments: Mapping[str, Any], argument_names: Sequence[str]) -> int:
-    """Return a whole number from the arguments of a server, by any of its names with dashes; 1: there is none, or
-    something else, which the server's own check tells."""
+    """Return a whole number from the arguments of a server, by any of its names with dashes; 1:
+    there is none, or something else, which the server's own check tells.
+    """
     given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
     value = next((given[name] for name in argument_names if given.get(name) is not None), 1)
     return int(str(value)) if str(value).isdecimal() and int(str(value)) else 1

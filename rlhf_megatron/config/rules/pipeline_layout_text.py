@@ -17,24 +17,28 @@ def count_model_chunks(megatron: MegatronConfig) -> int:
 
 
 def parse_pipeline_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each model chunk of a `pipeline_model_parallel_layout` in megatron-core's language.
+    """Return the layers of each model chunk of a `pipeline_model_parallel_layout` in
+    megatron-core's language.
 
-    "Et*3|(tt|)*2t*3L": `|` ends a chunk, E is the embedding, t a layer, L the loss, x*n and (x)*n repeat. Raises
-    ValueError for another text, and for what is not built here: layers for further tokens (m), and chunks without a
-    layer.
+    "Et*3|(tt|)*2t*3L": `|` ends a chunk, E is the embedding, t a layer, L the loss, x*n and (x)*n
+    repeat. Raises ValueError for another text, and for what is not built here: layers for further
+    tokens (m), and chunks without a layer.
     """
     plain = re.sub(r"[, ]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,5})", r"([Et|L])\*(\d{1,5})"):
         plain = re.sub(pattern, _expand_repetition, plain[: 3 * MOST_LAYERS])
     if not re.fullmatch(r"Et+(\|t+)*L", plain) or plain.count("t") > MOST_LAYERS:
         raise ValueError(
-            f"pipeline_model_parallel_layout ({text[:80]!r}) must be E, then layers t with | between the chunks and at"
-            f" least one t in each, and L at the end, such as Et*3|t*4|t*3L (x*n repeats x); at most {MOST_LAYERS} t."
+            f"pipeline_model_parallel_layout ({text[:80]!r}) must be E, then layers t with |"
+            " between the chunks and at least one t in each, and L at the end, such as"
+            f" Et*3|t*4|t*3L (x*n repeats x); at most {MOST_LAYERS} t."
         )
     return tuple(chunk.count("t") for chunk in plain.split("|"))
 
 
 def _expand_repetition(match: re.Match[str]) -> str:
-    """Expand a repeated group of letters. A result longer than any layout becomes "?", which no layout has."""
+    """Expand a repeated group of letters. A result longer than any layout becomes "?", which
+    no layout has.
+    """
     is_long = len(match[1]) * int(match[2]) > 3 * MOST_LAYERS
     return "?" if is_long else match[1] * int(match[2])

@@ -1,4 +1,6 @@
-"""Rules of the section `check_reward_model`: a frozen model that scores the samples of a step as they are annotated."""
+"""Rules of the section `check_reward_model`: a frozen model that scores the samples of a step as
+they are annotated.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,12 @@ from rlhf_megatron.config.rules.run_rules import (
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
-PATH, SERVERS = "reward_model.path", "reward_model.served.num_servers"
-OF_SERVERS, JUDGE = "reward_model.served.machines", "reward_model.served.judge"
-GRANULARITY, BUDGET = "reward_model.granularity", "reward_model.max_token_len_per_gpu"
+PATH = "reward_model.path"
+SERVERS = "reward_model.served.num_servers"
+OF_SERVERS = "reward_model.served.machines"
+JUDGE = "reward_model.served.judge"
+GRANULARITY = "reward_model.granularity"
+BUDGET = "reward_model.max_token_len_per_gpu"
 OF_RANKS = tuple(
     f"reward_model.{name}"
     for name in (
@@ -39,12 +44,14 @@ OF_RANKS = tuple(
         "max_token_len_per_gpu",
     )
 )
-FILTER, METRIC = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric"
+FILTER = "algorithm.filter_groups.enable"
+METRIC = "algorithm.filter_groups.metric"
 
 
 @register_idle_rule
 def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]:
-    chosen, is_served = config.reward_model, has_served_model(config)
+    chosen = config.reward_model
+    is_served = has_served_model(config)
     yield (
         not has_reward_model(config) and not is_served,
         ("reward_model",),
@@ -86,8 +93,8 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
 
 @register_rl_rule
 def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the reward model. It scores after the stage of rules, so parts that read rewards during that stage would
-    miss its score.
+    """Check the reward model. It scores after the stage of rules, so parts that read rewards during
+    that stage would miss its score.
     """
     c = loaded.config
     if has_served_model(c):
@@ -97,22 +104,30 @@ def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
     chosen = c.reward_model
     yield make_problem_if(
         chosen.granularity == "step" and not chosen.step_separator,
-        "reward_model.step_separator ('') must be the text that ends a step; write a line break, or what the model was"
-        " trained with.",
+        (
+            "reward_model.step_separator ('') must be the text that ends a step; write a line"
+            " break, or what the model was trained with."
+        ),
         ("reward_model.step_separator",),
     )
     yield make_problem_if(
         c.algorithm.filter_groups.enable
         and c.algorithm.filter_groups.metric.partition("/")[0] in ("reward", MODEL_PART),
-        f"{METRIC} ({c.algorithm.filter_groups.metric}) is read before the model of {PATH} scores; name the reward of"
-        f" `reward` that decides, such as {c.reward.name}, or serve the model and name it in reward.terms.",
+        (
+            f"{METRIC} ({c.algorithm.filter_groups.metric}) is read before the model of {PATH}"
+            f" scores; name the reward of `reward` that decides, such as {c.reward.name}, or serve"
+            " the model and name it in reward.terms."
+        ),
         (METRIC, FILTER, PATH),
     )
     entry = find_registered_part("advantage estimator", c.algorithm.adv_estimator)
     yield make_problem_if(
         entry is not None and "greedy_rewards" in entry.needs,
-        f"algorithm.adv_estimator ({c.algorithm.adv_estimator}) compares with greedy samples, which the model of"
-        f" {PATH} does not score; use another estimator, or serve the model and name it in reward.terms.",
+        (
+            f"algorithm.adv_estimator ({c.algorithm.adv_estimator}) compares with greedy samples,"
+            f" which the model of {PATH} does not score; use another estimator, or serve the model"
+            " and name it in reward.terms."
+        ),
         ("algorithm.adv_estimator", PATH),
     )
     yield _check_reward_name_clash(c)
@@ -125,8 +140,10 @@ def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         c.rollout.colocated and not chosen.param_offload,
-        "reward_model.param_offload (false) must be true with rollout.colocated: the model would keep memory that the"
-        " engines need; set it to true.",
+        (
+            "reward_model.param_offload (false) must be true with rollout.colocated: the model"
+            " would keep memory that the engines need; set it to true."
+        ),
         ("reward_model.param_offload", "rollout.colocated"),
     )
 
@@ -148,8 +165,11 @@ def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
     yield _check_reward_name_clash(config)
     yield make_problem_if(
         config.trainer.deterministic,
-        f"{SERVERS} ({config.reward_model.served.num_servers}): what a server scores beside a text changes the last bits of"
-        " its score, so a run with trainer.deterministic would not repeat; set it to 0.",
+        (
+            f"{SERVERS} ({config.reward_model.served.num_servers}): what a server scores beside a"
+            " text changes the last bits of its score, so a run with trainer.deterministic would"
+            " not repeat; set it to 0."
+        ),
         (SERVERS, "trainer.deterministic"),
     )
     own = sorted(
@@ -163,6 +183,9 @@ def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
     given = config.reward_model.served.machines
     yield make_problem_if(
         len(set(given)) < len(given),
-        f"{OF_SERVERS} ({list(given)}) must name each machine once, where servers are started in turns; correct it.",
+        (
+            f"{OF_SERVERS} ({list(given)}) must name each machine once, where servers are started"
+            " in turns; correct it."
+        ),
         (OF_SERVERS,),
     )

@@ -1,4 +1,6 @@
-"""Rules on the run as a whole: ranks and pools, sampling, optimizer schedules, checkpoints, deadlines."""
+"""Rules on the run as a whole: ranks and pools, sampling, optimizer schedules,
+checkpoints, deadlines.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,8 @@ from rlhf_megatron.registry import load_registry
 TP = "actor.megatron.tensor_model_parallel_size"
 PP = "actor.megatron.pipeline_model_parallel_size"
 CP = "actor.megatron.context_parallel_size"
-NODES, GPUS = "trainer.nnodes", "trainer.n_gpus_per_node"
+NODES = "trainer.nnodes"
+GPUS = "trainer.n_gpus_per_node"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
 STAGES = (
@@ -38,11 +41,9 @@ STAGES = (
     "sync",
     "evaluate",
 )
-SAVE_FREQ, RESUME_MODE, RESUME_FROM = (
-    "trainer.save_freq",
-    "trainer.resume_mode",
-    "trainer.resume_from_path",
-)
+SAVE_FREQ = "trainer.save_freq"
+RESUME_MODE = "trainer.resume_mode"
+RESUME_FROM = "trainer.resume_from_path"
 STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
 
 
@@ -62,7 +63,9 @@ def count_actor_ranks(config: RunConfig) -> int:
 
 
 def count_critic_ranks(config: RunConfig) -> int:
-    """Ranks of the critic's pool, behind the actor's; 0 where there is no critic, or it is in the actor's pool."""
+    """Ranks of the critic's pool, behind the actor's; 0 where there is no critic, or it is in
+    the actor's pool.
+    """
     return config.critic.num_ranks if has_critic(config) else 0
 
 
@@ -72,7 +75,9 @@ def count_reward_model_ranks(config: RunConfig) -> int:
 
 
 def count_reference_ranks(config: RunConfig) -> int:
-    """Ranks of the pool of the reference, or teacher, the last of the job; 0 where it is in the actor's."""
+    """Ranks of the pool of the reference, or teacher, the last of the job; 0 where it is
+    in the actor's.
+    """
     return config.reference.num_ranks if needs_reference(config) else 0
 
 
@@ -123,7 +128,9 @@ def learns_from_pairs(config: RunConfig) -> bool:
 
 
 def has_teacher(config: RunConfig) -> bool:
-    """Whether the job learns from the distributions of a teacher, which stands where a reference does."""
+    """Whether the job learns from the distributions of a teacher, which stands where a
+    reference does.
+    """
     if config.job == "train":
         return config.actor.distillation.loss_mode is not None
     return config.sft.loss_mode in load_registry("distillation loss")
@@ -175,11 +182,14 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
         teacher,
         "set that to reverse_kl",
     )
-    switch, fix = "actor.use_kl_loss", "set it or algorithm.use_kl_in_reward to true"
+    switch = "actor.use_kl_loss"
+    fix = "set it or algorithm.use_kl_in_reward to true"
     if config.job != "train":
-        switch, fix = "sft.loss_mode", "set that to a preference loss, such as dpo"
+        switch = "sft.loss_mode"
+        fix = "set that to a preference loss, such as dpo"
     if has_teacher(config) and config.job != "train":
-        switch, fix = "sft.teacher_key", "set that to null, and the teacher is asked"
+        switch = "sft.teacher_key"
+        fix = "set that to null, and the teacher is asked"
     yield not needs_reference(config), ("reference",), switch, fix
     own = "reference.num_ranks"
     yield (
@@ -229,7 +239,10 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
     )
     decides = "model.dtype" if config.model.dtype == "bfloat16" else "rollout.dtype"
     decides = "rollout.quantization" if config.rollout.quantization else decides
-    fix = "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which it is held to"
+    fix = (
+        "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which"
+        " it is held to"
+    )
     yield not config.is_float32_throughout, ("checks.log_prob_max_abs_diff",), decides, fix
     for section, m, _ in list_pool_layouts(config):
         granularity = f"{section}.recompute_granularity"
@@ -268,14 +281,18 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rule
 def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
-    c, m = loaded.config, loaded.config.actor.megatron
-    world, ranks = count_actor_ranks(c), compute_model_parallel_size(c.actor.megatron)
+    c = loaded.config
+    m = loaded.config.actor.megatron
+    world = count_actor_ranks(c)
+    ranks = compute_model_parallel_size(c.actor.megatron)
     if compute_world_size(c) < 1 or ranks < 1:
         return  # `ranges` says it
     yield make_problem_if(
         c.trainer.runtime == "inline" and compute_world_size(c) != 1,
-        f"trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is {compute_world_size(c)}; set both"
-        " to 1 or use runtime: torchrun.",
+        (
+            "trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is"
+            f" {compute_world_size(c)}; set both to 1 or use runtime: torchrun."
+        ),
         ("trainer.runtime", GPUS, NODES),
     )
     if count_actor_ranks(c) < compute_world_size(c):
@@ -284,11 +301,17 @@ def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
         return
     if world % ranks:
         near = format_near_multiples(world, ranks)
-        sizes = f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x {m.context_parallel_size}"
+        sizes = (
+            f"{m.tensor_model_parallel_size} x {m.pipeline_model_parallel_size} x"
+            f" {m.context_parallel_size}"
+        )
         yield ConfigProblem(
-            f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x {c.trainer.n_gpus_per_node} = {world}) must be a"
-            f" multiple of {TP} x pipeline_model_parallel_size x context_parallel_size ({sizes} = {ranks}); use {near}"
-            " ranks or another layout.",
+            (
+                f"trainer.nnodes x n_gpus_per_node ({c.trainer.nnodes} x"
+                f" {c.trainer.n_gpus_per_node} = {world}) must be a multiple of {TP} x"
+                f" pipeline_model_parallel_size x context_parallel_size ({sizes} = {ranks}); use"
+                f" {near} ranks or another layout."
+            ),
             (GPUS, NODES, TP, PP, CP),
         )
 
@@ -302,16 +325,17 @@ def _check_actor_pool_size(config: RunConfig) -> OptionalProblems:
     pools["reference.num_ranks"] = count_reference_ranks(config)
     pools = {key: count for key, count in pools.items() if count}
     named = " + ".join(pools) + f" ({' + '.join(map(str, pools.values()))})"
-    left, ranks, taken = (
-        count_actor_ranks(config),
-        compute_model_parallel_size(config.actor.megatron),
-        sum(pools.values()),
-    )
+    left = count_actor_ranks(config)
+    ranks = compute_model_parallel_size(config.actor.megatron)
+    taken = sum(pools.values())
     yield make_problem_if(
         left < ranks or left % ranks,
-        f"{named} leaves {left} of trainer.nnodes x n_gpus_per_node ({compute_world_size(config)}) ranks for"
-        f" the actor, which must be a multiple of {TP} x pipeline_model_parallel_size x context_parallel_size"
-        f" ({ranks}), at least one; use {taken + max(1, -(-left // ranks)) * ranks} ranks in all.",
+        (
+            f"{named} leaves {left} of trainer.nnodes x n_gpus_per_node"
+            f" ({compute_world_size(config)}) ranks for the actor, which must be a multiple of {TP}"
+            f" x pipeline_model_parallel_size x context_parallel_size ({ranks}), at least one; use"
+            f" {taken + max(1, -(-left // ranks)) * ranks} ranks in all."
+        ),
         (*pools, GPUS, NODES, TP, PP, CP),
     )
 
@@ -322,14 +346,18 @@ def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
     coldest = 0.01
     yield make_problem_if(
         0 < r.val_kwargs.temperature < coldest,
-        f"rollout.val_kwargs.temperature ({r.val_kwargs.temperature}) must be at least {coldest}, or 0 for greedy:"
-        " float32 has no room for logits divided by less; use 0.",
+        (
+            f"rollout.val_kwargs.temperature ({r.val_kwargs.temperature}) must be at least"
+            f" {coldest}, or 0 for greedy: float32 has no room for logits divided by less; use 0."
+        ),
         ("rollout.val_kwargs.temperature",),
     )
     yield make_problem_if(
         r.val_kwargs.temperature == 0 and r.val_kwargs.n > 1,
-        f"rollout.val_kwargs.n ({r.val_kwargs.n}) must be 1 at temperature 0, where all samples are equal; set n: 1"
-        " or a temperature.",
+        (
+            f"rollout.val_kwargs.n ({r.val_kwargs.n}) must be 1 at temperature 0, where all samples"
+            " are equal; set n: 1 or a temperature."
+        ),
         ("rollout.val_kwargs.n", "rollout.val_kwargs.temperature"),
     )
     of_evaluation = r.val_kwargs
@@ -340,8 +368,10 @@ def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
     ):
         yield make_problem_if(
             r.val_kwargs.temperature == 0 and value != off,
-            f"rollout.val_kwargs.{name} ({value}) would be ignored because rollout.val_kwargs.temperature is 0"
-            " (greedy); remove it or set a temperature.",
+            (
+                f"rollout.val_kwargs.{name} ({value}) would be ignored because"
+                " rollout.val_kwargs.temperature is 0 (greedy); remove it or set a temperature."
+            ),
             (f"rollout.val_kwargs.{name}", "rollout.val_kwargs.temperature"),
         )
     yield make_problem_if(
@@ -358,8 +388,10 @@ def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
     entry = find_registered_part("advantage estimator", estimator)
     yield make_problem_if(
         entry is not None and entry.scope == "group" and r.n == 1,
-        f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in its group, a sample"
-        " has advantage 0; use 8.",
+        (
+            f"rollout.n (1) must be at least 2 for algorithm.adv_estimator {estimator}: alone in"
+            " its group, a sample has advantage 0; use 8."
+        ),
         ("rollout.n", "algorithm.adv_estimator"),
     )
 
@@ -369,15 +401,19 @@ def check_term_weights(loaded: LoadedConfig) -> OptionalProblems:
     actor = loaded.config.actor
     yield make_problem_if(
         actor.use_kl_loss and actor.kl_loss_coef == 0,
-        "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run for nothing; give"
-        " it a weight such as 0.001 or set use_kl_loss: false.",
+        (
+            "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run"
+            " for nothing; give it a weight such as 0.001 or set use_kl_loss: false."
+        ),
         ("actor.kl_loss_coef", "actor.use_kl_loss"),
     )
     teacher = actor.distillation
     yield make_problem_if(
         teacher.loss_mode is not None and teacher.coef == 0,
-        "actor.distillation.coef (0) must be above 0, or the teacher is run for nothing; use 1, or set"
-        " actor.distillation.loss_mode: null.",
+        (
+            "actor.distillation.coef (0) must be above 0, or the teacher is run for nothing; use 1,"
+            " or set actor.distillation.loss_mode: null."
+        ),
         ("actor.distillation.coef", "actor.distillation.loss_mode"),
     )
 
@@ -394,8 +430,10 @@ def check_teacher(loaded: LoadedConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         count_reference_ranks(c) > 0 and c.reference.path is None,
-        f"reference.num_ranks ({c.reference.num_ranks}) is for a model of reference.path: the policy as it was stands"
-        " beside the policy; name a directory, or set it to 0.",
+        (
+            f"reference.num_ranks ({c.reference.num_ranks}) is for a model of reference.path: the"
+            " policy as it was stands beside the policy; name a directory, or set it to 0."
+        ),
         ("reference.num_ranks", "reference.path"),
     )
 
@@ -407,7 +445,10 @@ def check_data_is_named(loaded: LoadedConfig) -> OptionalProblems:
         key = f"data.{name}"
         yield make_problem_if(
             d.task is not None and files,
-            f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null or {name}: [].",
+            (
+                f"{key} ({list(files)}) and data.task ({d.task}) exclude each other; set task: null"
+                f" or {name}: []."
+            ),
             (key, "data.task"),
         )
         is_needed = name == "train_files" or loaded.config.job == "train"
@@ -442,8 +483,11 @@ def check_optimizer_schedules(loaded: LoadedConfig) -> OptionalProblems:
         )
         yield make_problem_if(
             c.warmup.stop_accuracy < 1 and c.warmup.test_freq > c.warmup.max_steps,
-            f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps ({c.warmup.max_steps}), or"
-            f" stop_accuracy is never looked at; use {c.warmup.max_steps} or less.",
+            (
+                f"warmup.test_freq ({c.warmup.test_freq}) must be at most warmup.max_steps"
+                f" ({c.warmup.max_steps}), or stop_accuracy is never looked at; use"
+                f" {c.warmup.max_steps} or less."
+            ),
             ("warmup.test_freq", "warmup.max_steps", "warmup.stop_accuracy"),
         )
 
@@ -451,25 +495,33 @@ def check_optimizer_schedules(loaded: LoadedConfig) -> OptionalProblems:
 def check_lr_schedule(
     section: str, optim: OptimConfig, num_steps: int, length_key: str
 ) -> OptionalProblems:
-    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that the phase makes."""
+    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that
+    the phase makes.
+    """
     yield make_problem_if(
         optim.min_lr > optim.lr,
         f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr}); lower it.",
         (f"{section}.min_lr", f"{section}.lr"),
     )
-    decay, warmup = optim.lr_decay_steps, optim.lr_warmup_steps
+    decay = optim.lr_decay_steps
+    warmup = optim.lr_warmup_steps
     end, key = (num_steps, length_key) if decay is None else (decay, f"{section}.lr_decay_steps")
     if optim.lr_decay_style != "constant" and end > 0 and warmup >= end:
         name = f"the run's optimizer steps ({end})" if decay is None else f"{key} ({end})"
         yield ConfigProblem(
-            f"{section}.lr_warmup_steps ({warmup}) must be below {name} for lr_decay_style {optim.lr_decay_style}; warm"
-            f" up for {max(end // 10, 0)} steps or run longer.",
+            (
+                f"{section}.lr_warmup_steps ({warmup}) must be below {name} for lr_decay_style"
+                f" {optim.lr_decay_style}; warm up for {max(end // 10, 0)} steps or run longer."
+            ),
             (f"{section}.lr_warmup_steps", key),
         )
     yield make_problem_if(
         optim.weight_decay_end is not None and optim.weight_decay_end < optim.weight_decay,
-        f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least {section}.weight_decay"
-        f" ({optim.weight_decay}): the schedule only rises; swap them or remove it.",
+        (
+            f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least"
+            f" {section}.weight_decay ({optim.weight_decay}): the schedule only rises; swap them"
+            " or remove it."
+        ),
         (f"{section}.weight_decay_end", f"{section}.weight_decay"),
     )
 
@@ -480,8 +532,10 @@ def check_output_names(loaded: LoadedConfig) -> OptionalProblems:
     name = PurePath(trainer.experiment_name)
     yield make_problem_if(
         len(name.parts) != 1 or name.name in ("", ".", ".."),
-        f"trainer.experiment_name ({trainer.experiment_name!r}) must be one plain directory name; set the parent in"
-        " trainer.default_local_dir.",
+        (
+            f"trainer.experiment_name ({trainer.experiment_name!r}) must be one plain directory"
+            " name; set the parent in trainer.default_local_dir."
+        ),
         ("trainer.experiment_name",),
     )
     for key, text in (

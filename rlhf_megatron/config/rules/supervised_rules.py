@@ -1,4 +1,6 @@
-"""Rules on the section `check_supervised_job`, and on what the supervised job reads of the others."""
+"""Rules on the section `check_supervised_job`,
+and on what the supervised job reads of the others.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from rlhf_megatron.config.rules.run_rules import (
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
-LOSS, MESSAGES, CHAT = "sft.loss_mode", "sft.messages_key", "data.apply_chat_template"
+LOSS = "sft.loss_mode"
+MESSAGES = "sft.messages_key"
+CHAT = "data.apply_chat_template"
 TEACHER = "sft.teacher_key"
 ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_shot")
 OF_RL = (
@@ -106,7 +110,8 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     yield from check_lr_schedule(
         "actor.optim", c.actor.optim, steps, "trainer.total_training_steps"
     )
-    size, ranks = c.data.train_batch_size, compute_model_parallel_size(c.actor.megatron)
+    size = c.data.train_batch_size
+    ranks = compute_model_parallel_size(c.actor.megatron)
     if size >= 1 and ranks >= 1:
         yield from check_occupies_all_replicas(
             "data.train_batch_size", size, count_actor_ranks(c) // ranks, (GPUS, NODES, TP, PP, CP)
@@ -114,8 +119,10 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     entry = find_registered_part("preference loss", c.sft.loss_mode)
     yield make_problem_if(
         (entry is not None and "rewards" in entry.needs) != (c.job == "reward-model"),
-        f"{LOSS} ({c.sft.loss_mode}) is not a loss of job: {c.job}; use bradley_terry or regression for a reward model,"
-        " sft, dpo, forward_kl or reverse_kl for the job sft.",
+        (
+            f"{LOSS} ({c.sft.loss_mode}) is not a loss of job: {c.job}; use bradley_terry or"
+            " regression for a reward model, sft, dpo, forward_kl or reverse_kl for the job sft."
+        ),
         (LOSS, "job"),
     )
     tasks = [
@@ -125,9 +132,11 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     ]
     yield make_problem_if(
         tasks and (learns_from_pairs(c) or c.sft.messages_key is not None),
-        f"data.task ({', '.join(tasks)}) makes rows of prompt and answer, and {LOSS} ({c.sft.loss_mode}) with"
-        f" {MESSAGES} ({c.sft.messages_key}) reads others from files; name files, or set {LOSS}: sft and {MESSAGES}:"
-        " null.",
+        (
+            f"data.task ({', '.join(tasks)}) makes rows of prompt and answer, and {LOSS}"
+            f" ({c.sft.loss_mode}) with {MESSAGES} ({c.sft.messages_key}) reads others from files;"
+            f" name files, or set {LOSS}: sft and {MESSAGES}: null."
+        ),
         ("data.task", LOSS, MESSAGES),
     )
     yield make_problem_if(
@@ -138,8 +147,10 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         c.sft.messages_key is not None and not c.data.apply_chat_template,
-        f"{MESSAGES} ({c.sft.messages_key}) reads conversations, which the tokenizer's chat template writes; set"
-        f" {CHAT}: true.",
+        (
+            f"{MESSAGES} ({c.sft.messages_key}) reads conversations, which the tokenizer's chat"
+            f" template writes; set {CHAT}: true."
+        ),
         (MESSAGES, CHAT),
     )
     files = [
@@ -150,8 +161,11 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     yield make_problem_if(
         not c.sft.in_memory
         and (tables or not (learns_from_pairs(c) or c.sft.messages_key is not None)),
-        f"sft.in_memory (false) reads conversations or pairs of JSONL files{f', not {tables[0]}' if tables else ''};"
-        f" set it to true, or name {MESSAGES} and JSONL files.",
+        (
+            "sft.in_memory (false) reads conversations or pairs of JSONL"
+            f" files{f', not {tables[0]}' if tables else ''}; set it to true, or name {MESSAGES}"
+            " and JSONL files."
+        ),
         ("sft.in_memory", MESSAGES),
     )
     if c.sft.weight_key is not None:

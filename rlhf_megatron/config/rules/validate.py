@@ -1,6 +1,8 @@
-"""Checks a configuration against all rules, and against the model and files that it points to. Nothing is started.
+"""Checks a configuration against all rules, and against the model and files that it points to.
+Nothing is started.
 
-A setting that would be ignored is an error, except where a later layer switched off what an earlier one set.
+A setting that would be ignored is an error, except where a later layer switched off what an
+earlier one set.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ _REGISTERED = (
 
 
 def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
-    """One problem for each setting that somebody wrote and nothing will read. null asks for nothing."""
+    """One problem for each setting that somebody wrote and nothing will read. null
+    asks for nothing.
+    """
     for is_idle, keys, switch, fix in chain.from_iterable(
         find(loaded.config) for find in IDLE_RULES
     ):
@@ -68,8 +72,11 @@ def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
                     continue
                 if value is not None and loaded.find_origin(key).layer >= loaded.find_layer(switch):
                     yield ConfigProblem(
-                        f"{key} ({_format_value(value)}) would be ignored because {switch} is"
-                        f" {_format_value(get_config_value(loaded.config, switch))}; remove it, or {fix}.",
+                        (
+                            f"{key} ({_format_value(value)}) would be ignored because {switch} is"
+                            f" {_format_value(get_config_value(loaded.config, switch))}; remove it,"
+                            f" or {fix}."
+                        ),
                         (key, switch),
                     )
     for section, megatron, num_ranks in list_pool_layouts(loaded.config):
@@ -104,10 +111,13 @@ def _find_useless_sharing_settings(
         )
         if get_config_value(c, key) and is_later:
             yield ConfigProblem(
-                f"{key} (true) would be ignored because data- and context-parallel size are both 1"
-                f" ({num_ranks} ranks for {section}.tensor_model_parallel_size x pipeline_model_parallel_size ="
-                f" {megatron.tensor_model_parallel_size} x {megatron.pipeline_model_parallel_size}); set it to false, or use"
-                f" {2 * num_ranks} ranks.",
+                (
+                    f"{key} (true) would be ignored because data- and context-parallel size are"
+                    f" both 1 ({num_ranks} ranks for {section}.tensor_model_parallel_size x"
+                    f" pipeline_model_parallel_size = {megatron.tensor_model_parallel_size} x"
+                    f" {megatron.pipeline_model_parallel_size}); set it to false, or use"
+                    f" {2 * num_ranks} ranks."
+                ),
                 (key, *switches),
             )
 
@@ -130,8 +140,8 @@ __all__ = [
 
 
 def validate_config(source: RunConfig | LoadedConfig) -> list[str]:
-    """List settings that contradict each other, lie out of range or would be ignored. Given a Loaded, each problem says
-    where the setting was written.
+    """List settings that contradict each other, lie out of range or would be ignored. Given a
+    Loaded, each problem says where the setting was written.
     """
     return [str(problem) for problem in find_config_problems(_wrap_config(source))]
 
@@ -153,10 +163,11 @@ def check_world_size(config: RunConfig, num_processes: int) -> list[str]:
     if num_processes == expected:
         return []
     return [
-        f"the launcher started {num_processes} processes (WORLD_SIZE), but trainer.nnodes x n_gpus_per_node is"
-        f" {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} = {expected}; start it with"
-        f" NNODES={config.trainer.nnodes} NPROC_PER_NODE={config.trainer.n_gpus_per_node} launch/torchrun.sh (of"
-        " torchrun: --nnodes, --nproc-per-node), or change the settings."
+        f"the launcher started {num_processes} processes (WORLD_SIZE), but trainer.nnodes x"
+        f" n_gpus_per_node is {config.trainer.nnodes} x {config.trainer.n_gpus_per_node} ="
+        f" {expected}; start it with NNODES={config.trainer.nnodes}"
+        f" NPROC_PER_NODE={config.trainer.n_gpus_per_node} launch/torchrun.sh (of torchrun:"
+        " --nnodes, --nproc-per-node), or change the settings."
     ]
 
 
@@ -179,7 +190,8 @@ def _list_bounded_numbers(
 ) -> Iterator[tuple[str, str, float, Interval]]:
     """(key of a number, the setting that it is or stands in, the number, where it must lie)"""
     for leaf in list_setting_leaves(cls):
-        key, value = join_key_path(path, leaf.key), get_config_value(section, leaf.key)
+        key = join_key_path(path, leaf.key)
+        value = get_config_value(section, leaf.key)
         items = [(key, value)]
         if isinstance(value, dict):  # of parameters, their own dataclass says what they may be
             items = (
@@ -201,7 +213,8 @@ def _list_bounded_numbers(
 def find_config_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
     """Apply all rules that need no file; a problem names the place where the value was written.
 
-    What is out of range is not complained about twice: the other rules see the default in its place.
+    What is out of range is not complained about twice: the other rules see the
+    default in its place.
     """
     found = list(find_numbers_out_of_range(loaded))
     impossible = {key for problem in found for key in problem.keys}
@@ -217,7 +230,8 @@ def _replace_by_defaults(section: Any, default: Any, path: str, keys: Collection
     """The section with `default`'s values for those keys that are numbers."""
     changed = {}
     for f in fields(section):
-        key, value = join_key_path(path, f.name), getattr(section, f.name)
+        key = join_key_path(path, f.name)
+        value = getattr(section, f.name)
         if is_dataclass(value):
             changed[f.name] = _replace_by_defaults(value, getattr(default, f.name), key, keys)
         elif key in keys and not isinstance(value, dict | tuple):

@@ -1,8 +1,9 @@
-"""The typed sections of a run. Field defaults stand here and nowhere else; call sites never supply a fallback.
+"""The typed sections of a run. Field defaults stand here and nowhere else; call sites never
+supply a fallback.
 
-Names are those that the field uses, where it has one (docs/config.md). The range of a number stands beside its default.
-Parameters of registered parts (estimators, losses, rewards, tasks) are free mappings here; they are checked against the
-part's own dataclass before anything starts.
+Names are those that the field uses, where it has one (docs/config.md). The range of a number stands
+beside its default. Parameters of registered parts (estimators, losses, rewards, tasks) are free
+mappings here; they are checked against the part's own dataclass before anything starts.
 """
 
 # ruff: noqa: RUF009  (doc() makes a field)
@@ -67,7 +68,8 @@ class KLControlConfig:
 
 @dataclass(frozen=True)
 class RolloutCorrectionConfig:
-    """Importance weights and rejection for tokens that another policy sampled: r = trainer / engine probability.
+    """Importance weights and rejection for tokens that another policy sampled: r = trainer /
+    engine probability.
 
     What is null is as in the preset.
     """
@@ -76,7 +78,10 @@ class RolloutCorrectionConfig:
         "name of a combination of the settings below; disabled: metrics only", "disabled"
     )
     mode: Literal["decoupled", "bypass"] | None = declare_setting(
-        "decoupled: the trainer's own log-probs are the old policy; bypass: the engine's are, and r follows the policy",
+        (
+            "decoupled: the trainer's own log-probs are the old policy; bypass: the engine's are,"
+            " and r follows the policy"
+        ),
         None,
     )
     loss_type: Literal["ppo_clip", "reinforce"] | None = declare_setting(
@@ -92,12 +97,17 @@ class RolloutCorrectionConfig:
         "divide the weights by their mean over the step", None
     )
     rollout_rs: tuple[str, ...] | None = declare_setting(
-        "rejection filters, all must pass: token_k1, token_k2, token_k3, seq_sum_k1 .. k3, seq_mean_k1 .. k3,"
-        " seq_max_k2, seq_max_k3",
+        (
+            "rejection filters, all must pass: token_k1, token_k2, token_k3, seq_sum_k1 .. k3,"
+            " seq_mean_k1 .. k3, seq_max_k2, seq_max_k3"
+        ),
         None,
     )
     rollout_rs_threshold: tuple[str, ...] | None = declare_setting(
-        "one a filter: of k1 bounds of the ratio itself, LOW_HIGH (one number x: 1/x_x); of k2, k3 an upper bound",
+        (
+            "one a filter: of k1 bounds of the ratio itself, LOW_HIGH (one number x: 1/x_x); of k2,"
+            " k3 an upper bound"
+        ),
         None,
     )
     rollout_token_veto_threshold: float | None = declare_setting(
@@ -188,8 +198,10 @@ class TrainerConfig:
     )
     device: Literal["auto", "cpu", "cuda"] = declare_setting("auto: cuda where available", "auto")
     device_peak_tflops: float | None = declare_setting(
-        "dense bfloat16 peak of a device, TFLOP/s, that perf/mfu is a share of; null: of known devices by their name,"
-        " and no perf/mfu on others",
+        (
+            "dense bfloat16 peak of a device, TFLOP/s, that perf/mfu is a share of; null: of known"
+            " devices by their name, and no perf/mfu on others"
+        ),
         None,
         POSITIVE,
     )
@@ -210,13 +222,17 @@ class TrainerConfig:
     )
     save_freq: int = declare_setting("steps between checkpoints; 0: none before the end", 0)
     save_last: Literal["state", "weights", "none"] = declare_setting(
-        "kept after the last step and when the run is told to stop: state: a checkpoint to go on from, or to export;"
-        " weights: those in Hugging Face layout",
+        (
+            "kept after the last step and when the run is told to stop: state: a checkpoint to go"
+            " on from, or to export; weights: those in Hugging Face layout"
+        ),
         "state",
     )
     keep_best: str | None = declare_setting(
-        "metric, such as val/accuracy, whose best value among the checkpoints (the smallest of a loss) keeps that one"
-        " beside max_ckpt_to_keep; null: none is",
+        (
+            "metric, such as val/accuracy, whose best value among the checkpoints (the smallest of"
+            " a loss) keeps that one beside max_ckpt_to_keep; null: none is"
+        ),
         None,
     )
     async_save: bool = declare_setting("write a checkpoint's files while the run goes on", True)
@@ -225,8 +241,10 @@ class TrainerConfig:
         "what to do after a checkpoint that could not be written", "continue"
     )
     resume_mode: Literal["auto", "disable", "resume_path"] = declare_setting(
-        "auto: go on from the newest good checkpoint of the run directory, where there is one; disable: start anew;"
-        " resume_path: start a new run directory from resume_from_path",
+        (
+            "auto: go on from the newest good checkpoint of the run directory, where there is one;"
+            " disable: start anew; resume_path: start a new run directory from resume_from_path"
+        ),
         "auto",
     )
     resume_from_path: str | None = declare_setting(
@@ -238,7 +256,10 @@ class TrainerConfig:
         SECONDS,
     )
     deterministic: bool = declare_setting(
-        "repeat bit for bit, also over a resume on one layout: closed decoding batches, deterministic torch algorithms",
+        (
+            "repeat bit for bit, also over a resume on one layout: closed decoding batches,"
+            " deterministic torch algorithms"
+        ),
         False,
     )
     max_consecutive_skips: int = declare_setting(
@@ -282,7 +303,10 @@ class RayConfig:
     """Settings of trainer.runtime ray."""
 
     address: str | None = declare_setting(
-        "address of a running cluster (HOST:PORT, or auto); null: that of this job, else one made here",
+        (
+            "address of a running cluster (HOST:PORT, or auto); null: that of this job, else"
+            " one made here"
+        ),
         None,
     )
     num_cpus_per_rank: float = declare_setting("CPUs that Ray reserves for a rank", 1.0, FACTOR)
@@ -290,7 +314,10 @@ class RayConfig:
         "CPUs that Ray reserves for an engine", 1.0, FACTOR
     )
     reward_actors: int = declare_setting(
-        "actors that share the reward.num_workers processes of rewards, on any machine; 0: the driver's has all",
+        (
+            "actors that share the reward.num_workers processes of rewards, on any machine; 0: the"
+            " driver's has all"
+        ),
         0,
         Interval(0, PROCESSES.high, PROCESSES.high_reason),
     )
@@ -319,12 +346,17 @@ class RunConfig:
         return is_float32 and self.rollout.quantization is None
 
     job: Literal["train", "sft", "reward-model"] = declare_setting(
-        "train: reinforcement learning; sft: supervised and preference training; reward-model: a model that scores"
-        " answers, from pairs. The command of that name runs it",
+        (
+            "train: reinforcement learning; sft: supervised and preference training; reward-model:"
+            " a model that scores answers, from pairs. The command of that name runs it"
+        ),
         "train",
     )
     plugins: tuple[str, ...] = declare_setting(
-        "modules, or files (x.py, counted from the file that names them), of your own that register parts",
+        (
+            "modules, or files (x.py, counted from the file that names them), of your own that"
+            " register parts"
+        ),
         (),
     )
     model: ModelConfig = declare_setting("the policy", factory=ModelConfig)

@@ -1,4 +1,6 @@
-"""The sections of what a step trains on: prompts, how the engines answer them, how the answers are scored."""
+"""The sections of what a step trains on: prompts, how the engines answer them, how the
+answers are scored.
+"""
 
 # ruff: noqa: RUF009  (doc() makes a field)
 from __future__ import annotations
@@ -24,7 +26,10 @@ from rlhf_megatron.config.schema.setting_fields import (
     make_exact_interval,
 )
 
-SAMPLED = "the loss needs log-probs of the distribution that was sampled (rollout.val_kwargs may be greedy)"
+SAMPLED = (
+    "the loss needs log-probs of the distribution that was sampled (rollout.val_kwargs"
+    " may be greedy)"
+)
 FULL = "the trainer's log-probs are those of the full distribution"
 
 SIZES_OF_SGLANG = (
@@ -171,20 +176,28 @@ class RolloutConfig:
     )
     num_engines: int = declare_setting("engine servers to start", 1, PROCESSES)
     engine_machines: tuple[int, ...] = declare_setting(
-        "numbers of the machines on which engines are started in turns; from trainer.nnodes on they have no ranks; ():"
-        " all that weights reach",
+        (
+            "numbers of the machines on which engines are started in turns; from trainer.nnodes on"
+            " they have no ranks; (): all that weights reach"
+        ),
         (),
     )
     endpoints: tuple[str, ...] = declare_setting(
         "URLs of running SGLang servers to use instead of starting some", ()
     )
     router: str = declare_setting(
-        "registered balancer, which spreads requests: balancer, the run itself, or sglang, sglang-router",
+        (
+            "registered balancer, which spreads requests: balancer, the run itself, or"
+            " sglang, sglang-router"
+        ),
         "balancer",
     )
     num_drivers: int | None = declare_setting(
-        "processes on each machine with engines, which ask these and read their answers; 0: the controller does; null:"
-        " one for 32 engines, at most one for 4 cores of the controller's machine, none in a run of fewer engines",
+        (
+            "processes on each machine with engines, which ask these and read their answers; 0: the"
+            " controller does; null: one for 32 engines, at most one for 4 cores of the"
+            " controller's machine, none in a run of fewer engines"
+        ),
         None,
         Interval(0, 64, "a few keep up with thousands of engines"),
     )
@@ -193,7 +206,10 @@ class RolloutConfig:
         "type of the engine's weights; null: model.dtype", None
     )
     quantization: Literal["fp8"] | None = declare_setting(
-        "fp8: the engine holds matrices of attention, MLPs and experts in FP8, with a scale for each 128 x 128",
+        (
+            "fp8: the engine holds matrices of attention, MLPs and experts in FP8, with a scale for"
+            " each 128 x 128"
+        ),
         None,
     )
     n: int = declare_setting("samples a prompt (the group size)", 8, SAMPLES)
@@ -233,8 +249,10 @@ class RolloutConfig:
         SECONDS,
     )
     max_engine_restarts: int = declare_setting(
-        "engines started again between a start of the run, or of `serve`, and its end, counted over all of them;"
-        " raise it for what serves for weeks",
+        (
+            "engines started again between a start of the run, or of `serve`, and its end, counted"
+            " over all of them; raise it for what serves for weeks"
+        ),
         3,
         RETRIES,
     )
@@ -242,15 +260,24 @@ class RolloutConfig:
         "size of one of the two weight-sync buffers a sender has, MiB", 512, MEBIBYTES
     )
     weight_transport: Literal["tensor", "process_group", "disk"] = declare_setting(
-        "how weights get to the engines: memory of the same host, process groups over the network, or files",
+        (
+            "how weights get to the engines: memory of the same host, process groups over the"
+            " network, or files"
+        ),
         "tensor",
     )
     transfer_dir: str | None = declare_setting(
-        "directory of weight buckets; null: /dev/shm where it is large enough, under disk: the run directory",
+        (
+            "directory of weight buckets; null: /dev/shm where it is large enough, under disk: the"
+            " run directory"
+        ),
         None,
     )
     routes_gb: float = declare_setting(
-        "GB of files of routes (actor.router_replay: r3) that may stand on a machine; 0: what its disk has room for",
+        (
+            "GB of files of routes (actor.router_replay: r3) that may stand on a machine; 0: what"
+            " its disk has room for"
+        ),
         0.0,
         FACTOR,
     )

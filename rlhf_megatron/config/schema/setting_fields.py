@@ -1,4 +1,6 @@
-"""How a field of the schema is declared: its one-line description, its default and the range of a number."""
+"""How a field of the schema is declared: its one-line description, its default and the
+range of a number.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Interval:
-    """[low, high], or open at an end. `high_reason`: the reason of an end that is no rule of mathematics, for messages."""
+    """[low, high], or open at an end. `high_reason`: the reason of an end that is no rule of
+    mathematics, for messages.
+    """
 
     low: float = 0
     high: float = 10**9
@@ -88,7 +92,9 @@ def make_exact_interval(value: float, reason: str) -> Interval:
 def declare_setting(
     description: str, default: Any = ..., bounds: Interval = NOT_NEGATIVE, factory: Any = None
 ) -> Any:
-    """A dataclass field. `description` is shown by `config show` and `config reference`; every number must lie in `bounds`."""
+    """A dataclass field. `description` is shown by `config show` and `config reference`; every
+    number must lie in `bounds`.
+    """
     metadata = {"doc": description, "bounds": bounds}
     if factory is not None:
         return field(default_factory=factory, metadata=metadata)

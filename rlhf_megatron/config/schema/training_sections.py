@@ -1,5 +1,6 @@
-"""The sections of the models that train or are trained against: the policy, its critic, its reference, the warm-up,
-the supervised job."""
+"""The sections of the models that train or are trained against: the policy, its critic, its
+reference, the warm-up, the supervised job.
+"""
 
 # ruff: noqa: RUF009  (doc() makes a field)
 from __future__ import annotations
@@ -68,18 +69,26 @@ class MegatronConfig:
         "ranks that split each expert; null: tensor_model_parallel_size", None, COUNT
     )
     moe_token_dispatcher_type: Literal["alltoall", "allgather", "flex"] = declare_setting(
-        "how tokens reach the ranks of their experts: each to these, or all to all; flex: each to these, in DeepEP's"
-        " kernels",
+        (
+            "how tokens reach the ranks of their experts: each to these, or all to all; flex: each"
+            " to these, in DeepEP's kernels"
+        ),
         "alltoall",
     )
     moe_grouped_gemm: bool = declare_setting(
-        "multiply all experts of a rank at once, not one after the other: in Transformer Engine's grouped layers, or"
-        " with transformer_impl local by torch.nn.functional.grouped_mm, whose weight gradients go through autograd,"
-        " whatever gradient_accumulation_fusion says",
+        (
+            "multiply all experts of a rank at once, not one after the other: in Transformer"
+            " Engine's grouped layers, or with transformer_impl local by"
+            " torch.nn.functional.grouped_mm, whose weight gradients go through autograd, whatever"
+            " gradient_accumulation_fusion says"
+        ),
         False,
     )
     moe_permute_fusion: bool = declare_setting(
-        "sort tokens by expert, and back, in kernels of Transformer Engine 2.1 or newer; false: in torch's",
+        (
+            "sort tokens by expert, and back, in kernels of Transformer Engine 2.1 or newer;"
+            " false: in torch's"
+        ),
         False,
     )
     moe_shared_expert_overlap: bool = declare_setting(
@@ -88,7 +97,10 @@ class MegatronConfig:
     )
     moe_router_load_balancing_type: Literal["none", "seq_aux_loss", "global_aux_loss"] = (
         declare_setting(
-            "load-balancing loss of routers: of each sample, or of the whole mini-batch, which costs one more forward pass",
+            (
+                "load-balancing loss of routers: of each sample, or of the whole mini-batch, which"
+                " costs one more forward pass"
+            ),
             "none",
         )
     )
@@ -97,7 +109,10 @@ class MegatronConfig:
         "weight of the routers' z loss; null: none", None, FACTOR
     )
     moe_router_bias_update_rate: float = declare_setting(
-        "how far an optimizer step moves each bias by which routers pick experts, towards even loads",
+        (
+            "how far an optimizer step moves each bias by which routers pick experts,"
+            " towards even loads"
+        ),
         0.0,
         BELOW_ONE,
     )
@@ -108,20 +123,31 @@ class MegatronConfig:
         "layers of the last stage; null: as many as others", None, COUNT
     )
     pipeline_model_parallel_layout: str | None = declare_setting(
-        "layers of each model chunk in megatron-core's language, such as Et*3|t*4|t*3L; null: as the keys above say",
+        (
+            "layers of each model chunk in megatron-core's language, such as Et*3|t*4|t*3L; null:"
+            " as the keys above say"
+        ),
         None,
     )
     use_distributed_optimizer: bool | None = declare_setting(
-        "split optimizer state over replicas and context-parallel ranks; null: on GPUs, where there are several",
+        (
+            "split optimizer state over replicas and context-parallel ranks; null: on GPUs, where"
+            " there are several"
+        ),
         None,
     )
     optimizer_cpu_offload: bool = declare_setting(
-        "keep moments and float32 parameters in host memory; a step brings them to the device piece by piece",
+        (
+            "keep moments and float32 parameters in host memory; a step brings them to the device"
+            " piece by piece"
+        ),
         False,
     )
     use_precision_aware_optimizer: bool = declare_setting(
-        "keep 16 bits of a float32 parameter beside the bfloat16 one, and moments in exp_avg_dtype and"
-        " exp_avg_sq_dtype; steps are in float32",
+        (
+            "keep 16 bits of a float32 parameter beside the bfloat16 one, and moments in"
+            " exp_avg_dtype and exp_avg_sq_dtype; steps are in float32"
+        ),
         False,
     )
     exp_avg_dtype: Literal["float32", "bfloat16"] = declare_setting(
@@ -137,12 +163,18 @@ class MegatronConfig:
         "gather updated parameters while the next forward pass runs", False
     )
     recompute_granularity: Literal["full", "selective", "none"] | None = declare_setting(
-        "full: keep only layer inputs for the backward pass; selective: recompute recompute_modules; none: keep all;"
-        " null: full on GPUs that would be too small, else none",
+        (
+            "full: keep only layer inputs for the backward pass; selective: recompute"
+            " recompute_modules; none: keep all; null: full on GPUs that would be too"
+            " small, else none"
+        ),
         None,
     )
     recompute_method: Literal["uniform", "block"] | None = declare_setting(
-        "with full recompute: uniform groups of recompute_num_layers, or only the first recompute_num_layers",
+        (
+            "with full recompute: uniform groups of recompute_num_layers, or only the"
+            " first recompute_num_layers"
+        ),
         None,
     )
     recompute_num_layers: int | None = declare_setting(
@@ -152,20 +184,27 @@ class MegatronConfig:
         Literal["core_attn", "layernorm", "mlp", "moe", "mla_up_proj"], ...
     ] = declare_setting("with selective recompute: the modules to compute again", ("core_attn",))
     transformer_impl: Literal["auto", "local", "transformer_engine"] = declare_setting(
-        "layers of a model: megatron-core's own, or Transformer Engine's (on a CPU: plain torch under its names);"
-        " auto: Transformer Engine where it is installed and the device is a GPU",
+        (
+            "layers of a model: megatron-core's own, or Transformer Engine's (on a CPU: plain torch"
+            " under its names); auto: Transformer Engine where it is installed and the"
+            " device is a GPU"
+        ),
         "auto",
     )
     gradient_accumulation_fusion: bool | None = declare_setting(
-        "linear layers add their weight gradients to the float32 buffers as they multiply; null: on a GPU, where"
-        " Transformer Engine, Apex or torch 2.10 can",
+        (
+            "linear layers add their weight gradients to the float32 buffers as they multiply;"
+            " null: on a GPU, where Transformer Engine, Apex or torch 2.10 can"
+        ),
         None,
     )
 
 
 @dataclass(frozen=True)
 class FSDPConfig:
-    """Settings of a pool under the backend fsdp: every rank is a replica and holds a piece of each parameter."""
+    """Settings of a pool under the backend fsdp: every rank is a replica and holds a piece of
+    each parameter.
+    """
 
     attn_implementation: str = declare_setting(
         "attention of transformers: sdpa, eager, flash_attention_2, ...", "sdpa"
@@ -184,7 +223,9 @@ class FSDPConfig:
 
 @dataclass(frozen=True)
 class LoRAConfig:
-    """The actor trains small matrices beside its linear layers, whose own weights stay as they are (backend fsdp)."""
+    """The actor trains small matrices beside its linear layers, whose own weights stay as they are
+    (backend fsdp).
+    """
 
     rank: int = declare_setting(
         "rank of the matrices; 0: all weights train", 0, Interval(0, 4096, "no layer is so wide")
@@ -193,7 +234,10 @@ class LoRAConfig:
         "the matrices' product counts alpha / rank times", 16.0, POSITIVE
     )
     target_modules: tuple[str, ...] = declare_setting(
-        "last names of linear layers (q_proj, ...); all-linear: all of the decoder's layers, no routers or experts",
+        (
+            "last names of linear layers (q_proj, ...); all-linear: all of the decoder's layers, no"
+            " routers or experts"
+        ),
         ("all-linear",),
     )
     path: str | None = declare_setting(
@@ -235,18 +279,26 @@ class KernelsConfig:
     """Kernels of the actor's and the reference's head, and of the actor's loss."""
 
     backend: Literal["auto", "reference", "chunked", "triton"] = declare_setting(
-        "log-probs and entropies from hidden states: plain torch that makes all logits, plain torch by tiles, or tiles"
-        " with Triton kernels; auto: triton on a GPU that has it, else chunked",
+        (
+            "log-probs and entropies from hidden states: plain torch that makes all logits, plain"
+            " torch by tiles, or tiles with Triton kernels; auto: triton on a GPU that has it,"
+            " else chunked"
+        ),
         "auto",
     )
     stash_megabytes: int | None = declare_setting(
-        "MiB of logits that a micro-batch may keep as float16 for its backward pass instead of computing them again;"
-        " null: 512 for a half-precision model, else 0",
+        (
+            "MiB of logits that a micro-batch may keep as float16 for its backward pass instead of"
+            " computing them again; null: 512 for a half-precision model, else 0"
+        ),
         None,
         Interval(0, MEBIBYTES.high, MEBIBYTES.high_reason),
     )
     num_self_checks: int = declare_setting(
-        "calls at the start of a run that compare the backend with the reference on some rows; 0: none",
+        (
+            "calls at the start of a run that compare the backend with the reference on some"
+            " rows; 0: none"
+        ),
         2,
     )
     fused_loss: bool = declare_setting(
@@ -256,7 +308,9 @@ class KernelsConfig:
 
 @dataclass(frozen=True)
 class TeacherTermConfig:
-    """A divergence from the teacher at reference.path, at the tokens that the policy sampled. docs/sft.md."""
+    """A divergence from the teacher at reference.path, at the tokens that the policy
+    sampled. docs/sft.md.
+    """
 
     loss_mode: str | None = declare_setting(
         "a registered distillation loss: forward_kl or reverse_kl; null: no teacher", None
@@ -273,7 +327,10 @@ class TeacherTermConfig:
 @dataclass(frozen=True)
 class ActorConfig:
     backend: Literal["megatron", "fsdp"] = declare_setting(
-        "trainer of actor, critic and reference: Megatron-Core, or transformers' models under FSDP2",
+        (
+            "trainer of actor, critic and reference: Megatron-Core, or transformers' models"
+            " under FSDP2"
+        ),
         "megatron",
     )
     megatron: MegatronConfig = declare_setting(
@@ -311,8 +368,10 @@ class ActorConfig:
     )
     shuffle: bool = declare_setting("shuffle samples before they are cut into mini-batches", True)
     router_replay: Literal["none", "r2", "r3"] = declare_setting(
-        "experts that tokens meet in updates: as routers pick then; r2: as they did for old_log_probs; r3: as the"
-        " engine's did, for old_log_probs too",
+        (
+            "experts that tokens meet in updates: as routers pick then; r2: as they did for"
+            " old_log_probs; r3: as the engine's did, for old_log_probs too"
+        ),
         "none",
     )
     log_prob_chunk_size: int = declare_setting(
@@ -388,8 +447,11 @@ class ServedRewardModelConfig:
         Interval(0, PROCESSES.high, PROCESSES.high_reason),
     )
     judge: dict[str, Any] | None = declare_setting(
-        "parameters of the reward llm_judge but server, servers and model: the model writes a verdict, which is its"
-        " score; {}: all as they are by default; null: the model has one label, and gives numbers",
+        (
+            "parameters of the reward llm_judge but server, servers and model: the model writes a"
+            " verdict, which is its score; {}: all as they are by default; null: the model has one"
+            " label, and gives numbers"
+        ),
         None,
     )
     dtype: Literal["float32", "bfloat16"] | None = declare_setting(
@@ -406,7 +468,10 @@ class ServedRewardModelConfig:
     )
     env: dict[str, str] = declare_setting("environment of the server processes", factory=dict)
     machines: tuple[int, ...] = declare_setting(
-        "numbers of the machines on which they are started in turns, as rollout.engine_machines; (): the controller's",
+        (
+            "numbers of the machines on which they are started in turns, as"
+            " rollout.engine_machines; (): the controller's"
+        ),
         (),
     )
 
@@ -416,21 +481,30 @@ class RewardModelConfig:
     """A frozen model that scores the samples of a step, beside `reward`. docs/rewards.md."""
 
     path: str | None = declare_setting(
-        "Hugging Face directory of a model with one label, such as the job reward-model writes; null: none",
+        (
+            "Hugging Face directory of a model with one label, such as the job reward-model"
+            " writes; null: none"
+        ),
         None,
     )
     weight: float = declare_setting(
         "its score is multiplied by this and added to that of `reward`", 1.0, WEIGHT
     )
     granularity: Literal["response", "step", "token"] = declare_setting(
-        "what it scores: the response at its last token, each step of it at the step's last token, or each token",
+        (
+            "what it scores: the response at its last token, each step of it at the step's last"
+            " token, or each token"
+        ),
         "response",
     )
     step_separator: str = declare_setting(
         "with granularity step: the text that ends a step, as the response's end does", "\n\n"
     )
     step_reduction: Literal["mean", "sum"] = declare_setting(
-        "with step and token: how a sample's scores become its reward; the reward of each token is its share of that",
+        (
+            "with step and token: how a sample's scores become its reward; the reward of each token"
+            " is its share of that"
+        ),
         "mean",
     )
     activation: Literal["none", "sigmoid"] = declare_setting(
@@ -478,13 +552,16 @@ class WarmupConfig:
 
 @dataclass(frozen=True)
 class SFTConfig:
-    """Settings of the jobs `sft` and `reward-model`. data.train_batch_size: samples of an optimizer step, over all
-    ranks.
+    """Settings of the jobs `sft` and `reward-model`. data.train_batch_size: samples of an optimizer
+    step, over all ranks.
     """
 
     loss_mode: str = declare_setting(
-        "sft, the answers' negative log-probs; forward_kl or reverse_kl, towards the teacher at reference.path; or a"
-        " registered preference loss, such as dpo; of a reward model bradley_terry or regression",
+        (
+            "sft, the answers' negative log-probs; forward_kl or reverse_kl, towards the teacher at"
+            " reference.path; or a registered preference loss, such as dpo; of a reward model"
+            " bradley_terry or regression"
+        ),
         "sft",
     )
     params: dict[str, Any] = declare_setting(
@@ -496,12 +573,17 @@ class SFTConfig:
         TOKENS,
     )
     in_memory: bool = declare_setting(
-        "hold the tokens of all documents, 5 bytes each; false: hold the places of rows in JSONL files, 14 bytes each,"
-        " and read a row when it is drawn (conversations and pairs)",
+        (
+            "hold the tokens of all documents, 5 bytes each; false: hold the places of rows in"
+            " JSONL files, 14 bytes each, and read a row when it is drawn (conversations and pairs)"
+        ),
         True,
     )
     messages_key: str | None = declare_setting(
-        "key of a conversation, whose assistant turns train; null: rows of data.prompt_key and data.label_key",
+        (
+            "key of a conversation, whose assistant turns train; null: rows of data.prompt_key"
+            " and data.label_key"
+        ),
         None,
     )
     tools_key: str = declare_setting(
@@ -511,8 +593,10 @@ class SFTConfig:
         "key of a sample's weight in the loss; null: 1 each", None
     )
     teacher_key: str | None = declare_setting(
-        "with forward_kl and reverse_kl: key of the teacher's tokens of a conversation, so that it need not run; null:"
-        " ask the model at reference.path",
+        (
+            "with forward_kl and reverse_kl: key of the teacher's tokens of a conversation, so that"
+            " it need not run; null: ask the model at reference.path"
+        ),
         None,
     )
     chosen_key: str = declare_setting(

@@ -1,7 +1,9 @@
-"""95 % intervals of a mean over items. An item is what counts: its samples are answers to one question.
+"""95 % intervals of a mean over items. An item is what counts: its samples are answers
+to one question.
 
-scipy is not used: its Wilson interval takes whole counts only, its bootstrap takes 4 to 10 times as long as
-`sample_figures.bootstrap`, and the t quantile alone is not worth 140 MB and a second of import.
+scipy is not used: its Wilson interval takes whole counts only, its bootstrap takes 4 to 10 times as
+long as `sample_figures.bootstrap`, and the t quantile alone is not worth 140 MB and a
+second of import.
 """
 
 from __future__ import annotations
@@ -14,7 +16,9 @@ T95 = {1: 12.706204736432095, 2: 4.302652729911275, 3: 3.182446305284263, 4: 2.7
 
 
 def compute_wilson_interval(mean: float, num_items: float, z: float = Z95) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927). `num_items` independent items, `mean` in [0, 1]."""
+    """95 % score interval of a proportion (Wilson 1927). `num_items` independent items,
+    `mean` in [0, 1].
+    """
     if num_items == 0:
         return 0.0, 1.0
     square = z * z
@@ -28,10 +32,13 @@ def compute_wilson_interval(mean: float, num_items: float, z: float = Z95) -> tu
 
 
 def compute_t95_quantile(degrees_of_freedom: int) -> float:
-    """97.5 % quantile of Student's t: exact up to 4 degrees of freedom, to 3e-4 above (Abramowitz & Stegun 26.7.5)."""
+    """97.5 % quantile of Student's t: exact up to 4 degrees of freedom, to 3e-4 above (Abramowitz &
+    Stegun 26.7.5).
+    """
     if degrees_of_freedom in T95:
         return T95[degrees_of_freedom]
-    z, n = Z95, degrees_of_freedom
+    z = Z95
+    n = degrees_of_freedom
     return (
         z
         + (z**3 + z) / (4 * n)
@@ -42,15 +49,18 @@ def compute_t95_quantile(degrees_of_freedom: int) -> float:
 
 
 def compute_item_interval(item_scores: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """95 % interval of the mean over `item_scores`, each the scores of its samples. Every item has at least one.
+    """95 % interval of the mean over `item_scores`, each the scores of its samples. Every item
+    has at least one.
 
-    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples: Wilson's with Student's t
-    in place of the normal and the effective number of independent answers, mean (1 - mean) / (variance of the mean over
-    items), which lies between the number of items and that of samples (Korn & Graubard 1998). Other scores:
+    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples:
+    Wilson's with Student's t in place of the normal and the effective number of independent
+    answers, mean (1 - mean) / (variance of the mean over items), which lies between the number of
+    items and that of samples (Korn & Graubard 1998). Other scores:
     mean +- t * standard error over items.
     None where one item alone has graded scores: it says nothing of other items.
     """
-    count, means = len(item_scores), [sum(scores) / len(scores) for scores in item_scores]
+    count = len(item_scores)
+    means = [sum(scores) / len(scores) for scores in item_scores]
     mean = sum(means) / count
     variance = (
         sum((m - mean) ** 2 for m in means) / (count - 1) / count if count > 1 else 0.0

@@ -1,4 +1,6 @@
-"""Held-out sets: what is asked of the engines, and accuracy, mean@N and best@N with their intervals."""
+"""Held-out sets: what is asked of the engines, and accuracy, mean@N and best@N with
+their intervals.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class EvaluationSet:
 
 @dataclass(frozen=True)
 class SetResult:
-    """Figures of one evaluation set. N = `num_samples`; only `mean_response_length` counts masked samples."""
+    """Figures of one evaluation set. N = `num_samples`; only `mean_response_length` counts
+    masked samples.
+    """
 
     name: str
     num_items: int  # with at least one sample that counts
@@ -56,10 +60,13 @@ class SetResult:
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Figures of one evaluation, all sets together. An item's score is the mean over its samples."""
+    """Figures of one evaluation, all sets together.
+    An item's score is the mean over its samples.
+    """
 
     accuracy: float  # mean score
-    low: float  # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
+    # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
+    low: float
     high: float
     num_items: int
     mean_response_length: float  # tokens
@@ -80,7 +87,9 @@ class ScoredEvaluationSet:
     results: tuple[tuple[RewardResult, ...], ...]
 
     def collect_valid_scores(self) -> list[tuple[float, ...]]:
-        """Return the scores of the samples that count, an entry an item; empty where all its samples are masked."""
+        """Return the scores of the samples that count, an entry an item; empty where all its
+        samples are masked.
+        """
         return [
             tuple(r.score for r in results if not is_masked(r.status)) for results in self.results
         ]
@@ -114,7 +123,9 @@ def evaluate_sets(
     results = score(
         [_make_reward_sample(prompts, i, s, text) for (i, s), text in zip(rows, texts, strict=True)]
     )
-    answered, first_item, first_row = [], 0, 0
+    answered = []
+    first_item = 0
+    first_row = 0
     for evaluation_set in sets:
         of_set = groups[first_item : first_item + len(evaluation_set.prompts)]
         counts = [len(group) for group in of_set]
@@ -128,7 +139,8 @@ def evaluate_sets(
                 _split_by_counts(results[first_row:last_row], counts),
             )
         )
-        first_item, first_row = first_item + len(of_set), last_row
+        first_item = first_item + len(of_set)
+        first_row = last_row
     return summarize_evaluation(answered)
 
 
@@ -177,8 +189,9 @@ def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
     )
     if not items:
         raise ValueError(
-            f"no sample of the evaluation set {scored_set.name!r} could be scored ({_format_status_counts(statuses)}); fix what the"
-            " reward or the engines reported, or take the set out of the run."
+            f"no sample of the evaluation set {scored_set.name!r} could be scored"
+            f" ({_format_status_counts(statuses)}); fix what the reward or the engines reported,"
+            " or take the set out of the run."
         )
     num_samples = max(map(len, scored_set.results))
     interval = compute_item_interval(items)
@@ -209,9 +222,11 @@ def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
 
 
 def estimate_best_of_k(scores: Sequence[float], k: int) -> float:
-    """Expected best of k of these scores, drawn without replacement: the unbiased estimate of best@k.
+    """Expected best of k of these scores, drawn without replacement: the unbiased
+    estimate of best@k.
 
-    For 0/1 scores it is pass@k of Chen et al. 2021, 1 - C(n - c, k) / C(n, k) with c right answers of n.
+    For 0/1 scores it is pass@k of Chen et al. 2021, 1 - C(n - c, k) / C(n, k) with c
+    right answers of n.
     """
     n = len(scores)
     assert 1 <= k <= n, f"best of {k} out of {n}"
@@ -219,7 +234,9 @@ def estimate_best_of_k(scores: Sequence[float], k: int) -> float:
 
 
 def compute_majority_accuracy(labels: Sequence[str]) -> float:
-    """Accuracy of always giving the most common label: what is reached without reading the question."""
+    """Accuracy of always giving the most common label: what is reached without
+    reading the question.
+    """
     assert labels, "no labels"
     return Counter(labels).most_common(1)[0][1] / len(labels)
 

@@ -1,12 +1,14 @@
-"""best@k, worst@k and maj@k of an evaluation set, with bootstrap intervals over items. Pure; vectorised and seeded.
+"""best@k, worst@k and maj@k of an evaluation set, with bootstrap intervals over items. Pure;
+vectorised and seeded.
 
-best and worst are expected values over all ways to take k of an item's n samples without replacement, in closed form.
-maj is the score of the most common answer among k samples: the mean over all subsets where these are at most NUM_DRAWS,
-else over so many that are drawn.
-Answers that are equally common count as the mean of their scores. An answer is what stands in the last \\boxed{...}, or
-after the last "####", or else the whole response.
+best and worst are expected values over all ways to take k of an item's n samples without
+replacement, in closed form. maj is the score of the most common answer among k samples: the mean
+over all subsets where these are at most NUM_DRAWS, else over so many that are drawn.
+Answers that are equally common count as the mean of their scores. An answer is what stands in the
+last \\boxed{...}, or after the last "####", or else the whole response.
 
-An interval says how the figure would vary over other items: items are drawn with replacement, NUM_RESAMPLES times.
+An interval says how the figure would vary over other items: items are drawn with replacement,
+NUM_RESAMPLES times.
 """
 
 # I items, N samples of each, K figures, R resamples
@@ -44,7 +46,9 @@ class SampleFigure:
 def compute_sample_figures(
     scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]
 ) -> tuple[SampleFigure, ...]:
-    """`scores` and `answers` of the samples that count, an entry an item. Empty where no item has two samples."""
+    """`scores` and `answers` of the samples that count, an entry an item. Empty where no item
+    has two samples.
+    """
     generator = np.random.default_rng(SEED)
     sizes = list_subset_sizes(max((len(of_item) for of_item in scores), default=0))
     names = [(name, k) for k in sizes for name in ("best", "worst", "maj")]
@@ -90,8 +94,9 @@ def compute_expected_extreme(scores_IN: Floats, k: int, is_best: bool) -> Floats
 def compute_majority_score(
     scores_IN: Floats, codes_IN: NDArray[np.int64], k: int, generator: np.random.Generator
 ) -> Floats:
-    """[I] expected score of the most common answer of k samples. `codes_IN`: equal answers of an item have one code,
-    below N."""
+    """[I] expected score of the most common answer of k samples. `codes_IN`: equal answers of an
+    item have one code, below N.
+    """
     num_items, n = scores_IN.shape
     if k == n:
         return _score_most_common_answer(scores_IN, codes_IN, n)
@@ -138,8 +143,10 @@ def bootstrap_intervals(
     num_resamples: int = NUM_RESAMPLES,
     weights_IK: Floats | None = None,
 ) -> Iterator[tuple[float, float | None, float | None]]:
-    """(mean, low, high) of each column over the items that have an entry (not nan): the 2.5 and 97.5 % quantiles of
-    the means of resampled items. All columns are resampled alike. `weights_IK`: of the entries in a mean; None: 1."""
+    """(mean, low, high) of each column over the items that have an entry (not nan): the 2.5 and
+    97.5 % quantiles of the means of resampled items. All columns are resampled alike. `weights_IK`:
+    of the entries in a mean; None: 1.
+    """
     has_entry_IK = ~np.isnan(table_IK)
     weight_IK = has_entry_IK if weights_IK is None else np.where(has_entry_IK, weights_IK, 0.0)
     filled_IK = np.where(has_entry_IK, table_IK, 0.0) * weight_IK

@@ -1,7 +1,8 @@
-"""Health verdicts: what the last steps' metrics say of a run that goes wrong, with the rule and what to do. Pure.
+"""Health verdicts: what the last steps' metrics say of a run that goes wrong, with the rule and
+what to do. Pure.
 
-A rule reads the steps of a run, oldest first, and returns None where it cannot tell (too few steps, no such metric).
-docs/monitoring.md has the table of these rules; a test compares its numbers.
+A rule reads the steps of a run, oldest first, and returns None where it cannot tell (too few steps,
+no such metric). docs/monitoring.md has the table of these rules; a test compares its numbers.
 HealthWatch applies the rules step after step, tells each change, and sums up at the end.
 """
 
@@ -61,8 +62,8 @@ class HealthVerdict:
 
 
 def judge_steps(steps: StepMetrics) -> list[HealthVerdict]:
-    """Return the verdicts of the rules that have enough data. `steps`: the metrics of each step, oldest first, the
-    current one last.
+    """Return the verdicts of the rules that have enough data. `steps`: the metrics of each step,
+    oldest first, the current one last.
     """
     verdicts = []
     for rule in HEALTH_RULES:
@@ -74,16 +75,17 @@ def judge_steps(steps: StepMetrics) -> list[HealthVerdict]:
 
 
 def _judge_entropy_collapse(steps: StepMetrics) -> RuleFinding | None:
-    first, last = (
-        _mean_over_window(steps[:NUM_WINDOW_STEPS], "actor/entropy"),
-        _mean_over_window(steps[-NUM_WINDOW_STEPS:], "actor/entropy"),
-    )
+    first = _mean_over_window(steps[:NUM_WINDOW_STEPS], "actor/entropy")
+    last = _mean_over_window(steps[-NUM_WINDOW_STEPS:], "actor/entropy")
     if first is None or last is None or first <= 0.0 or len(steps) < 2 * NUM_WINDOW_STEPS:
         return None
     is_solved = (
         _mean_over_window(steps[-NUM_WINDOW_STEPS:], "reward/solve_all") or 0.0
     ) > MAX_SOLVED_SHARE
-    should = f"the last {NUM_WINDOW_STEPS} steps should have at least {MIN_ENTROPY_SHARE:g} times the entropy of the first {NUM_WINDOW_STEPS}"
+    should = (
+        f"the last {NUM_WINDOW_STEPS} steps should have at least {MIN_ENTROPY_SHARE:g} times the"
+        f" entropy of the first {NUM_WINDOW_STEPS}"
+    )
     return last < MIN_ENTROPY_SHARE * first and not is_solved, last / first, should
 
 
@@ -93,7 +95,10 @@ def _judge_kl_runaway(steps: StepMetrics) -> RuleFinding | None:
     if not found:
         return None
     worst = max(found, key=lambda key: found[key] / KL_LIMITS[key])
-    should = f"the mean of {worst} over {NUM_WINDOW_STEPS} steps should be at most {KL_LIMITS[worst]:g} nats a token"
+    should = (
+        f"the mean of {worst} over {NUM_WINDOW_STEPS} steps should be at most {KL_LIMITS[worst]:g}"
+        " nats a token"
+    )
     return found[worst] > KL_LIMITS[worst], found[worst], should
 
 
@@ -107,7 +112,10 @@ def _judge_zero_clipping(steps: StepMetrics) -> RuleFinding | None:
     is_decayed = min(rates) < MIN_LR_SHARE * max(
         [*rates, *_collect_finite_values(steps[-1:], PEAK_LR_KEY)]
     )
-    should = f"some tokens should be clipped in {NUM_WINDOW_STEPS} steps that have several optimizer steps each"
+    should = (
+        f"some tokens should be clipped in {NUM_WINDOW_STEPS} steps that have several"
+        " optimizer steps each"
+    )
     return mean == 0.0 and not is_decayed, mean, should
 
 
@@ -120,20 +128,22 @@ def _judge_mismatch_growth(steps: StepMetrics) -> RuleFinding | None:
         return None
     limit = max(MIN_MISMATCH_KL, MAX_MISMATCH_GROWTH * first)
     should = (
-        f"training/rollout_kl of the last {NUM_WINDOW_STEPS} steps should be at most {limit:.3g} nats:"
-        f" {MAX_MISMATCH_GROWTH:g} times that of the first {NUM_WINDOW_STEPS}, or {MIN_MISMATCH_KL:g}"
+        f"training/rollout_kl of the last {NUM_WINDOW_STEPS} steps should be at most {limit:.3g}"
+        f" nats: {MAX_MISMATCH_GROWTH:g} times that of the first {NUM_WINDOW_STEPS},"
+        f" or {MIN_MISMATCH_KL:g}"
     )
     return last > limit, last, should
 
 
 def _judge_grad_norm_spike(steps: StepMetrics) -> RuleFinding | None:
-    before, last = (
-        _collect_finite_values(steps[-NUM_STEPS_BEFORE_SPIKE - 1 : -1], "actor/grad_norm"),
-        _collect_finite_values(steps[-1:], "actor/grad_norm"),
-    )
+    before = _collect_finite_values(steps[-NUM_STEPS_BEFORE_SPIKE - 1 : -1], "actor/grad_norm")
+    last = _collect_finite_values(steps[-1:], "actor/grad_norm")
     if len(before) < NUM_WINDOW_STEPS or not last or (median := statistics.median(before)) <= 0.0:
         return None
-    should = f"actor/grad_norm should be at most {MAX_SPIKE_RATIO:g} times the median of the {NUM_STEPS_BEFORE_SPIKE} steps before"
+    should = (
+        f"actor/grad_norm should be at most {MAX_SPIKE_RATIO:g} times the median of the"
+        f" {NUM_STEPS_BEFORE_SPIKE} steps before"
+    )
     return last[0] > MAX_SPIKE_RATIO * median, last[0] / median, should
 
 
@@ -163,33 +173,50 @@ HEALTH_RULES = (
     HealthRule(
         "entropy_collapse",
         _judge_entropy_collapse,
-        "Raise actor.entropy_coeff or the upper clip of the policy loss, lower actor.optim.lr, or add a KL term.",
+        (
+            "Raise actor.entropy_coeff or the upper clip of the policy loss, lower actor.optim.lr,"
+            " or add a KL term."
+        ),
     ),
     HealthRule(
         "kl_runaway",
         _judge_kl_runaway,
-        "Lower actor.optim.lr or actor.ppo_epochs; against the reference raise the weight of the KL term.",
+        (
+            "Lower actor.optim.lr or actor.ppo_epochs; against the reference raise the weight of"
+            " the KL term."
+        ),
     ),
     HealthRule(
         "reward_errors",
         _make_upper_limit_rule("reward/masked", MAX_MASKED_SHARE),
-        "See reward/status/* for why, and the log of the reward's processes; such samples train nothing.",
+        (
+            "See reward/status/* for why, and the log of the reward's processes; such samples"
+            " train nothing."
+        ),
     ),
     HealthRule(
         "no_signal",
         _make_upper_limit_rule("reward/uniform_groups", MAX_UNIFORM_SHARE),
-        "If reward/solve_all is high take harder prompts, if reward/solve_none is easier ones or a warm-up; or raise"
-        " rollout.n.",
+        (
+            "If reward/solve_all is high take harder prompts, if reward/solve_none is easier ones"
+            " or a warm-up; or raise rollout.n."
+        ),
     ),
     HealthRule(
         "clip_high",
         _make_upper_limit_rule("actor/pg_clipfrac", MAX_CLIPPED_SHARE),
-        "Most of the update is thrown away: lower actor.optim.lr or actor.ppo_epochs, or use larger mini-batches.",
+        (
+            "Most of the update is thrown away: lower actor.optim.lr or actor.ppo_epochs, or use"
+            " larger mini-batches."
+        ),
     ),
     HealthRule(
         "clip_zero",
         _judge_zero_clipping,
-        "The policy hardly moves: raise actor.optim.lr, and look whether advantages are 0 (reward/mixed_groups).",
+        (
+            "The policy hardly moves: raise actor.optim.lr, and look whether advantages are"
+            " 0 (reward/mixed_groups)."
+        ),
     ),
     HealthRule(
         "length_limit",
@@ -199,13 +226,18 @@ HEALTH_RULES = (
     HealthRule(
         "mismatch_growing",
         _judge_mismatch_growth,
-        "Look at the report, section Mismatch; use the engine's dtype in the trainer or algorithm.rollout_correction.",
+        (
+            "Look at the report, section Mismatch; use the engine's dtype in the trainer"
+            " or algorithm.rollout_correction."
+        ),
     ),
     HealthRule(
         "grad_norm_spike",
         _judge_grad_norm_spike,
-        "One such step is clipped by actor.optim.clip_grad; if they come often lower actor.optim.lr, and look at the"
-        " worst samples of the step.",
+        (
+            "One such step is clipped by actor.optim.clip_grad; if they come often lower"
+            " actor.optim.lr, and look at the worst samples of the step."
+        ),
     ),
 )
 
@@ -234,7 +266,9 @@ class HealthTrouble:
 
 
 class HealthWatch:
-    """Keeps of the former steps only those that the rules read. `peak_lr`: of the schedule; None: highest so far."""
+    """Keeps of the former steps only those that the rules read. `peak_lr`: of the schedule; None:
+    highest so far.
+    """
 
     def __init__(self, peak_lr: float | None = None) -> None:
         self._peak_lr = peak_lr or 0.0
@@ -248,7 +282,9 @@ class HealthWatch:
     def judge_step(
         self, step: int, metrics: Mapping[str, float]
     ) -> tuple[dict[str, float], list[str]]:
-        """(metrics health/*, lines for the person who watches: one for each verdict that has changed)."""
+        """(metrics health/*, lines for the person who watches: one for each verdict
+        that has changed).
+        """
         row = {key: float(metrics[key]) for key in RULE_METRIC_KEYS if metrics.get(key) is not None}
         self._peak_lr = row[PEAK_LR_KEY] = max(self._peak_lr, row.get("actor/lr", 0.0))
         if len(self._first_rows) < NUM_WINDOW_STEPS:
@@ -264,7 +300,9 @@ class HealthWatch:
         return {name: asdict(trouble) for name, trouble in self.troubles.items()}
 
     def _collect_kept_rows(self) -> list[dict[str, float]]:
-        """All steps of a short run; of a longer one the first and the last, which is all that any rule reads."""
+        """All steps of a short run; of a longer one the first and the last, which is all that
+        any rule reads.
+        """
         num_between = self._num_steps_seen - len(self._last_rows)
         return [*self._first_rows[: max(0, num_between)], *self._last_rows]
 
@@ -274,7 +312,9 @@ class HealthWatch:
         if verdict.is_bad:
             if known is None:
                 known = self.troubles[verdict.name] = HealthTrouble(step, step, 0, True, "")
-            known.last_step, known.is_now, known.text = step, True, str(verdict)
+            known.last_step = step
+            known.is_now = True
+            known.text = str(verdict)
             known.num_steps += 1
             return "" if was_bad else f"step {step}: {verdict}"
         if known is not None and was_bad:

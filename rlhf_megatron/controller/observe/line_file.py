@@ -1,7 +1,8 @@
-"""The files of JSON lines of a run: written so that all lines but the last are always whole, and over restarts.
+"""The files of JSON lines of a run: written so that all lines but the last are always whole, and
+over restarts.
 
-Rows that a resumed run will write again are moved to superseded/, so that each step has one row. attempts.jsonl
-says when the processes of a run began and ended, and from which step each went on.
+Rows that a resumed run will write again are moved to superseded/, so that each step has one row.
+attempts.jsonl says when the processes of a run began and ended, and from which step each went on.
 """
 
 from __future__ import annotations
@@ -26,14 +27,17 @@ from rlhf_megatron.stop import RunStopped
 logger = logging.getLogger(__name__)
 DISK_FULL_ERRNOS = (ENOSPC, EDQUOT, EFBIG)
 MAX_WAITING_BYTES = 64 << 20  # of lines that wait in memory for room in one file
-MAX_DISK_WAIT_S, DISK_POLL_S = 600.0, 2.0
+MAX_DISK_WAIT_S = 600.0
+DISK_POLL_S = 2.0
 
 SUPERSEDED_DIR = "superseded"
 STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
 FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
 
 ATTEMPTS_FILE = "attempts.jsonl"
-COMPLETE, STOPPED, FAILED = "complete", "stopped", "failed"
+COMPLETE = "complete"
+STOPPED = "stopped"
+FAILED = "failed"
 
 
 def explain_write_error(path: Path, error: OSError) -> OSError:
@@ -42,14 +46,17 @@ def explain_write_error(path: Path, error: OSError) -> OSError:
     if error.errno in DISK_FULL_ERRNOS:
         free = shutil.disk_usage(next(place for place in path.parents if place.exists())).free / 1e6
         text += (
-            f" {free:.0f} MB are free there. Make room: `du -sh {path.parent}/*` shows what is large (record/,"
-            " superseded/, checkpoints, of which trainer.max_ckpt_to_keep keeps fewer), or raise the quota."
+            f" {free:.0f} MB are free there. Make room: `du -sh {path.parent}/*` shows what is"
+            " large (record/, superseded/, checkpoints, of which trainer.max_ckpt_to_keep keeps"
+            " fewer), or raise the quota."
         )
     return OSError(error.errno, text)
 
 
 def write_file_atomically(path: Path, data: bytes) -> None:
-    """The file appears by rename when it is complete and on disk. Raises OSError (see `explain_write_error`)."""
+    """The file appears by rename when it is complete and on disk. Raises OSError
+    (see `explain_write_error`).
+    """
     try:
         direct_file_io.write_large_file_atomically(path, [data])
     except OSError as error:
@@ -57,7 +64,9 @@ def write_file_atomically(path: Path, data: bytes) -> None:
 
 
 def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[], None]) -> None:
-    """Call `write`. While it finds the disk full the run pauses, for PAUSE_S at most; then its OSError is raised."""
+    """Call `write`. While it finds the disk full the run pauses, for PAUSE_S at most; then its
+    OSError is raised.
+    """
     end = None
     while True:
         try:
@@ -79,7 +88,8 @@ def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[],
 class LineFile:
     """Appends whole lines. A line that a former process left unfinished is cut off first.
 
-    Writing raises nothing: lines for which the disk has no room wait in memory, and go first when there is room.
+    Writing raises nothing: lines for which the disk has no room wait in memory, and go first when
+    there is room.
     """
 
     def __init__(self, path: Path) -> None:
@@ -88,7 +98,8 @@ class LineFile:
         self._path = path
         self._file = path.open("ab", buffering=0)
         self._pending_lines: deque[bytes] = deque()
-        self._num_pending_bytes, self._num_lost_lines = 0, 0
+        self._num_pending_bytes = 0
+        self._num_lost_lines = 0
         self._has_warned = False
 
     def write_row(self, row: Mapping[str, Any]) -> None:
@@ -109,9 +120,12 @@ class LineFile:
             self._has_warned = True
 
     def flush(self) -> None:
-        """Write the lines that wait. Raises OSError (see `explain_write_error`); the file then ends with a whole line."""
+        """Write the lines that wait. Raises OSError (see `explain_write_error`); the file then ends
+        with a whole line.
+        """
         while self._pending_lines:
-            line, end = self._pending_lines[0], os.fstat(self._file.fileno()).st_size
+            line = self._pending_lines[0]
+            end = os.fstat(self._file.fileno()).st_size
             try:
                 written = 0
                 while written < len(line):  # a disk that becomes full takes a part
@@ -156,10 +170,11 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> int:
-    """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of metrics.jsonl they were.
+    """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of
+    metrics.jsonl they were.
 
-    A last line that was cut off goes with them, and so do ENDINGS. The steps of a warm-up are others than those of the
-    run.
+    A last line that was cut off goes with them, and so do ENDINGS. The steps of a warm-up are
+    others than those of the run.
     """
     to = run_dir / SUPERSEDED_DIR / f"attempt_{attempt_number:03d}"
     for name in FINAL_OUTPUTS:
@@ -183,7 +198,9 @@ def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[di
 
 
 def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the seconds of the evaluation after `step` that stands: the state of that step was saved before it."""
+    """Return the seconds of the evaluation after `step` that stands: the state of that step was
+    saved before it.
+    """
     return sum(
         row.get("timing_s/evaluate", 0.0)
         for row in rows
@@ -220,8 +237,9 @@ def _parse_step_row(line: bytes) -> dict[str, Any]:
 class RunClock:
     """How much of the time since a run was launched first went into what stands, over restarts.
 
-    `productive_s`: time in steps, evaluations and warm-up whose results count. What a kill undid does not, nor do
-    starting, loading and waiting for a checkpoint. The wall clock is read once; from then on the monotonic one counts.
+    `productive_s`: time in steps, evaluations and warm-up whose results count. What a kill undid
+    does not, nor do starting, loading and waiting for a checkpoint. The wall clock is read once;
+    from then on the monotonic one counts.
     """
 
     first_start_time: float  # unix seconds
@@ -236,7 +254,9 @@ class RunClock:
         self._start_monotonic_s = time.monotonic() - max(0.0, before_s)
 
     def compute_ettr(self) -> float:
-        """Effective training time ratio: productive time / wall time since the first launch; 1 at most."""
+        """Effective training time ratio: productive time / wall time since the first
+        launch; 1 at most.
+        """
         return self.productive_s / max(
             1e-9, self.productive_s, time.monotonic() - self._start_monotonic_s
         )
@@ -272,7 +292,9 @@ class RunAttempts:
     def record_attempt(
         self, start_time: float, resumed_from_step: int | None, **start_fields: Any
     ) -> Iterator[None]:
-        """A line at the start and one at the end, with what it ended by. `facts`: of the start; None is left out."""
+        """A line at the start and one at the end, with what it ended by. `facts`: of the start;
+        None is left out.
+        """
         began = time.monotonic() - max(0.0, time.time() - start_time)
         start = {"kind": "start", "time": start_time, "resumed_from_step": resumed_from_step}
         start |= {name: value for name, value in start_fields.items() if value is not None}

@@ -1,4 +1,6 @@
-"""The directory of a run: who may write to it, and whether a former run in it goes on or is moved aside."""
+"""The directory of a run: who may write to it, and whether a former run in it goes on or
+is moved aside.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ _LOCK_ATTEMPTS = 5  # while others move the directory aside
 
 
 class RunLock:
-    """Held as long as any process has `descriptors` open: also by a child that inherited them, when its parent is dead.
+    """Held as long as any process has `descriptors` open: also by a child that inherited them, when
+    its parent is dead.
 
-    Locked are run.lock, where file systems of the network have locks, and the directory itself, whose lock nobody can
-    delete.
+    Locked are run.lock, where file systems of the network have locks, and the directory itself,
+    whose lock nobody can delete.
     """
 
     def __init__(
@@ -52,8 +55,11 @@ class RunLock:
             os.close(descriptor)
 
     def verify_ownership(self) -> None:
-        """Make a run.lock again that was deleted. Raises ValueError where the directory is not this run's any more."""
-        path, (file, directory) = self.run_dir / LOCK_FILE, self.descriptors
+        """Make a run.lock again that was deleted. Raises ValueError where the directory is not this
+        run's any more.
+        """
+        path = self.run_dir / LOCK_FILE
+        file, directory = self.descriptors
         if not _is_same_file(self.run_dir, directory):
             raise ValueError(
                 f"{self.run_dir} was moved or deleted while this run had it; the run ends."
@@ -63,7 +69,8 @@ class RunLock:
         again = _open_lock_file(path)
         if not _try_flock(again):
             raise ValueError(
-                f"{path} was deleted while this run had it, and another run has taken it; this one ends."
+                f"{path} was deleted while this run had it, and another run has taken it;"
+                " this one ends."
             )
         os.close(file)
         self.descriptors[0] = again
@@ -71,9 +78,11 @@ class RunLock:
 
 
 def acquire_run_lock(run_dir: Path) -> RunLock:
-    """Raises ValueError, with process, host and start time of the holder, when another run has the directory.
+    """Raises ValueError, with process, host and start time of the holder, when another run has
+    the directory.
 
-    On file systems without locks over the network (some NFS) it guards against runs on the same machine only.
+    On file systems without locks over the network (some NFS) it guards against runs on the
+    same machine only.
     """
     path = run_dir / LOCK_FILE
     for _ in range(_LOCK_ATTEMPTS):
@@ -91,9 +100,9 @@ def acquire_run_lock(run_dir: Path) -> RunLock:
             if not all(map(_try_flock, descriptors)):
                 holder = _read_lock_owner(descriptors[0])
                 raise ValueError(
-                    f"{run_dir} is in use by process {holder.get('pid', '?')} on {holder.get('host', '?')}, since"
-                    f" {holder.get('started', '?')}; wait until that run has ended, end it, or set another"
-                    " trainer.experiment_name."
+                    f"{run_dir} is in use by process {holder.get('pid', '?')} on"
+                    f" {holder.get('host', '?')}, since {holder.get('started', '?')}; wait until"
+                    " that run has ended, end it, or set another trainer.experiment_name."
                 )
             if _is_same_file(path, descriptors[0]) and _is_same_file(run_dir, descriptors[1]):
                 opened.pop_all()
@@ -120,7 +129,9 @@ def _try_flock(descriptor: int) -> bool:
 
 
 def _refuse_links_and_other_users(run_dir: Path) -> None:
-    """Whoever has the directory can put links where this run writes. Raises ValueError where that is another user."""
+    """Whoever has the directory can put links where this run writes. Raises ValueError where that
+    is another user.
+    """
     for path in (run_dir, run_dir / LOCK_FILE):
         with contextlib.suppress(FileNotFoundError):
             found = path.lstat() if path.name == LOCK_FILE else path.stat()
@@ -130,8 +141,9 @@ def _refuse_links_and_other_users(run_dir: Path) -> None:
                 )
             if os.getuid() not in (0, found.st_uid):
                 raise ValueError(
-                    f"{path} belongs to another user (id {found.st_uid}); set another trainer.default_local_dir. A"
-                    " checkpoint in it can be gone on from with trainer.resume_mode: resume_path."
+                    f"{path} belongs to another user (id {found.st_uid}); set another"
+                    " trainer.default_local_dir. A checkpoint in it can be gone on from with"
+                    " trainer.resume_mode: resume_path."
                 )
 
 
@@ -174,14 +186,16 @@ class LockedRunDir:
 
 
 def open_run_dir(parent: str, name: str, can_continue: Callable[[Path], bool]) -> LockedRunDir:
-    """`parent`/`name`, locked. A run in it stays where `can_continue(directory)`; else it is moved aside.
+    """`parent`/`name`, locked. A run in it stays where `can_continue(directory)`; else it
+    is moved aside.
 
     Raises ValueError when another run has the directory; that one is not touched.
     """
     path = Path(parent) / name
     if path.is_file():
         move_to_numbered_name(path)
-    lock, moved = acquire_run_lock(path), None
+    lock = acquire_run_lock(path)
+    moved = None
     if any(entry.name != LOCK_FILE for entry in path.iterdir()) and not can_continue(path):
         moved = move_to_numbered_name(path)
         (moved / LOCK_FILE).unlink()

@@ -1,4 +1,6 @@
-"""Facts of a run that loggers know before its first step, and the versions of what it is made of."""
+"""Facts of a run that loggers know before its first step,
+and the versions of what it is made of.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from rlhf_megatron.controller.observe.metrics.performance_metrics import (
 from rlhf_megatron.controller.observe.report.run_overview import SETTINGS_WITHOUT_INFLUENCE
 from rlhf_megatron.data.tokenizer import Tokenizer
 
-REWARD_KEY, LOSS_KEY = "critic/rewards/mean", "sft/loss"
+REWARD_KEY = "critic/rewards/mean"
+LOSS_KEY = "sft/loss"
 MAIN_SETTINGS = (  # settings that are shown even at their defaults
     "model.path",
     "model.dtype",
@@ -82,8 +85,8 @@ def make_run_facts(
 
 
 def read_package_versions(packages: Sequence[str]) -> dict[str, str]:
-    """Return the versions of the interpreter and of `packages`, by distribution name; "not installed" where one is
-    missing.
+    """Return the versions of the interpreter and of `packages`, by distribution name; "not
+    installed" where one is missing.
     """
     return {
         "python": platform.python_version(),

@@ -1,4 +1,5 @@
-"""The first line that a run prints, and its results at the end: summary.json and a picture of the reward curve.
+"""The first line that a run prints, and its results at the end: summary.json and a picture of
+the reward curve.
 
 matplotlib is in the `demo` extra; without it a run says so and makes no picture.
 """
@@ -76,9 +77,11 @@ def draw_reward_curve(
     majority_accuracy: float | None = None,
     sampling_texts: tuple[str, str] = ("sampled", "greedy"),
 ) -> bool:
-    """Mean reward a step and held-out score with its 95 % interval. False where matplotlib is not installed.
+    """Mean reward a step and held-out score with its 95 % interval. False where matplotlib is
+    not installed.
 
-    `sampling_texts`: the samples of a step and those of an evaluation were drawn. The axis is 0 to 1 where all values are in it.
+    `sampling_texts`: the samples of a step and those of an evaluation were drawn. The axis is 0 to
+    1 where all values are in it.
     """
     try:
         import matplotlib
@@ -95,7 +98,8 @@ def draw_reward_curve(
         steps, results = zip(*evaluations, strict=True)
         label = f"val/accuracy, held-out ({sampling_texts[1]})"
         axes.plot(steps, [r.accuracy for r in results], "o-", color="tab:orange", label=label)
-        low, high = [r.low for r in results], [r.high for r in results]
+        low = [r.low for r in results]
+        high = [r.high for r in results]
         axes.fill_between(steps, low, high, color="tab:orange", alpha=0.25, label="95 % interval")
     if majority_accuracy is not None:
         axes.axhline(
@@ -120,10 +124,13 @@ def draw_reward_curve(
 def describe_run_start(
     run_name: str, model: ModelConfig, pools_text: str, engines_text: str, prompt_sets: PromptSets
 ) -> str:
-    """Return the first line that a run says. `pools_text`: its pools and layouts; `engines_text`: number and kind."""
+    """Return the first line that a run says. `pools_text`: its pools and layouts; `engines_text`:
+    number and kind.
+    """
     text = (
         f"{run_name}: {model.path} ({model.dtype}), {pools_text}, {engines_text} engine(s),"
-        f" {len(prompt_sets.train_items)} training and {len(prompt_sets.held_out_items)} held-out prompts"
+        f" {len(prompt_sets.train_items)} training and {len(prompt_sets.held_out_items)}"
+        " held-out prompts"
     )
     skipped = {
         "malformed rows skipped": prompt_sets.num_bad_rows,
@@ -153,7 +160,8 @@ def write_training_summary(
     layouts: Mapping[str, str],
     check_stop: Callable[[], None],
 ) -> None:
-    """Write curve and summary.json of a run that has all of its steps, when the disk has room for them.
+    """Write curve and summary.json of a run that has all of its steps, when the disk has
+    room for them.
 
     Raises OSError with advice where it has none for long; started again, the run writes them.
     """
@@ -185,7 +193,9 @@ def write_loss_summary(
     title: str,
     held_out_losses: Sequence[tuple[int, float]],
 ) -> None:
-    """Write the summary of a job without rewards, as `write_training_summary` does. `held_out_losses`: (step, loss)."""
+    """Write the summary of a job without rewards, as `write_training_summary` does.
+    `held_out_losses`: (step, loss).
+    """
     _write_summary_and_curve(
         summary_fields,
         tracker,
@@ -234,10 +244,8 @@ def summarise_training(
     """Return what a run came to, for people and for scripts."""
     found: dict[str, Any] = {}
     evaluations = tracker.evaluation_results
-    before, after = (
-        [r for step, r in evaluations if step == 0],
-        [r for step, r in evaluations if step > 0],
-    )
+    before = [r for step, r in evaluations if step == 0]
+    after = [r for step, r in evaluations if step > 0]
     for name, results in (("before", before), ("after", after)):
         if results:
             found[f"accuracy_{name}"] = results[-1].accuracy

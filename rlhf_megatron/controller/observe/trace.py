@@ -1,8 +1,9 @@
 """When what ran: trace.json in the trace event format of Chrome's and Perfetto's viewers.
 
-An array, one event a line, each with a comma behind it; both viewers take a file whose closing bracket is missing.
-Times are wall-clock microseconds. A track is a "thread" of the one process: 0 whole steps, 1 stages, then others.
-Format: "Trace Event Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+An array, one event a line, each with a comma behind it; both viewers take a file whose closing
+bracket is missing. Times are wall-clock microseconds. A track is a "thread" of the one process: 0
+whole steps, 1 stages, then others. Format: "Trace Event
+Format", https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from typing import Any
 
 from rlhf_megatron.controller.observe.line_file import LineFile, truncate_file
 
-PROCESS_NUMBER = 1000  # Perfetto takes track 0 for the one with the process's number: that must be no other track's
-STEPS_TRACK, STAGES_TRACK = "steps", "stages"
+# Perfetto takes track 0 for the one with the process's number: that must be no other track's
+PROCESS_NUMBER = 1000
+STEPS_TRACK = "steps"
+STAGES_TRACK = "stages"
 CALL_CATEGORY = "call"  # category of calls to the hosts
-OPENING_LINE, ENDING_LINE = b"[\n", b"]\n"
+OPENING_LINE = b"[\n"
+ENDING_LINE = b"]\n"
 _CLOSING_EVENT = {
     "name": "process_labels",
     "ph": "M",
@@ -72,7 +76,9 @@ class TraceWriter:
     def add_event(
         self, name: str, track: str, category: str, start_s: float, end_s: float, **arguments: Any
     ) -> None:
-        """An event from `start_s` to `end_s`, as `time.monotonic` counts. Not written once closed."""
+        """An event from `start_s` to `end_s`, as `time.monotonic` counts.
+        Not written once closed.
+        """
         first, last = (
             round((self._wall_clock_offset_s + moment) * 1e6) for moment in (start_s, end_s)
         )
@@ -118,11 +124,12 @@ class TraceWriter:
         future.add_done_callback(add_call_event)
 
     def take_call_seconds(self) -> dict[str, float]:
-        """Return the seconds that calls to the hosts took since the last time, by call ("actor.update"), also where no
-        file is written.
+        """Return the seconds that calls to the hosts took since the last time, by call
+        ("actor.update"), also where no file is written.
         """
         with self._lock:
-            taken, self._call_seconds = self._call_seconds, {}
+            taken = self._call_seconds
+            self._call_seconds = {}
         return taken
 
     def close(self) -> None:
@@ -157,7 +164,9 @@ class TraceWriter:
 
 
 def _strip_trace_ending(path: Path) -> float:
-    """Takes off a closing bracket with the event before it, or a line that was cut off. Returns when the rest ended."""
+    """Takes off a closing bracket with the event before it, or a line that was cut off. Returns
+    when the rest ended.
+    """
     lines = path.read_bytes().splitlines(keepends=True)
     while lines and not (lines[-1].endswith(b",\n") or lines == [OPENING_LINE]):
         lines.pop()

@@ -1,4 +1,6 @@
-"""What a run shows and writes: it times stages, reads metrics off batches and tells the loggers. Decides nothing."""
+"""What a run shows and writes: it times stages, reads metrics off batches and tells the loggers.
+Decides nothing.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,8 @@ UNKNOWN_RUN_FACTS = RunFacts()
 class RunTracker:
     """Owned by the controller. Use as a context manager: files are closed on every way out.
 
-    With the logger "jsonl" there is a trace.json too. Its event "track" is the time that the tracker itself took.
+    With the logger "jsonl" there is a trace.json too. Its event "track" is the time that the
+    tracker itself took.
     """
 
     def __init__(
@@ -81,11 +84,15 @@ class RunTracker:
 
     @property
     def run_seconds(self) -> float:
-        """Wall time since the tracker was made, beside what the rows of former processes stand for."""
+        """Wall time since the tracker was made, beside what the rows of former
+        processes stand for.
+        """
         return time.monotonic() - self._start_monotonic_s
 
     def restore_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`rows`: of metrics.jsonl that former processes of this run wrote, as far as they count."""
+        """`rows`: of metrics.jsonl that former processes of this run wrote,
+        as far as they count.
+        """
         self._start_monotonic_s -= max((float(row["seconds"]) for row in rows), default=0.0)
         for row in rows:
             self._record_watched_metric(row["kind"], row["step"], row)
@@ -99,7 +106,9 @@ class RunTracker:
 
     @contextmanager
     def count_as_productive(self) -> Iterator[None]:
-        """Time whose results count, when the block ends without an exception; see `attempts.RunClock`."""
+        """Time whose results count, when the block ends without an exception;
+        see `attempts.RunClock`.
+        """
         start = time.monotonic()
         yield
         self.clock.productive_s += time.monotonic() - start
@@ -119,12 +128,10 @@ class RunTracker:
     @contextmanager
     def track_step(self, step: int) -> Iterator[None]:
         """One turn of the loop; its metrics are written when it ends without an exception."""
-        self._stage_seconds, self._step_metrics, self._train_batch, self._token_batch = (
-            {},
-            {},
-            None,
-            None,
-        )
+        self._stage_seconds = {}
+        self._step_metrics = {}
+        self._train_batch = None
+        self._token_batch = None
         self.trace.step = step
         self.trace.take_call_seconds()  # of what came before the step
         start = time.monotonic()
@@ -134,7 +141,9 @@ class RunTracker:
         self.trace.add_event(f"step {step}", STEPS_TRACK, "step", start, end)
         with self.trace.record_span("track", STAGES_TRACK, "stage"):
             self._log_step(step, end - start)
-        self._stage_seconds, self._train_batch, self._token_batch = {}, None, None
+        self._stage_seconds = {}
+        self._train_batch = None
+        self._token_batch = None
 
     def _log_step(self, step: int, step_seconds: float) -> None:
         metrics = {f"timing_s/{name}": value for name, value in self._stage_seconds.items()} | {
@@ -142,7 +151,8 @@ class RunTracker:
         }
         metrics["training/global_step"] = float(step)
         self.logger_set.restart_stopped_by_full_disk(step)
-        calls, work = self.trace.take_call_seconds(), self.facts.performance_basis
+        calls = self.trace.take_call_seconds()
+        work = self.facts.performance_basis
         if self._train_batch is not None:
             self._log_batch_view(step, self._train_batch)
             metrics = (
@@ -198,8 +208,11 @@ class RunTracker:
     def set_step_batch(
         self, batch: TrainBatch, metrics: dict[str, float], policy_version: int | None = None
     ) -> None:
-        """This step's batch and what the stages say about it. `policy_version`: of the policy that was trained on it."""
-        self._train_batch, self._batch_version = batch, policy_version
+        """This step's batch and what the stages say about it. `policy_version`: of the policy that
+        was trained on it.
+        """
+        self._train_batch = batch
+        self._batch_version = policy_version
         self._step_metrics |= metrics
 
     def set_step_tokens(self, batch: TokenBatch, metrics: dict[str, float]) -> None:
@@ -255,7 +268,9 @@ class RunTracker:
 
 
 def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
-    """Read back a row that `RunTracker.evaluation` wrote: its totals, without the sets and examples."""
+    """Read back a row that `RunTracker.evaluation` wrote: its totals, without the
+    sets and examples.
+    """
     return EvaluationResult(
         accuracy=row["val/accuracy"],
         low=row["val/accuracy_low"],

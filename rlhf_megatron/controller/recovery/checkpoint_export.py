@@ -1,4 +1,6 @@
-"""The weights of a checkpoint as a Hugging Face directory: one process, any machine, whatever layout wrote them."""
+"""The weights of a checkpoint as a Hugging Face directory: one process, any machine, whatever
+layout wrote them.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from rlhf_megatron.weights.lora_adapter import MergedLoraSource, write_peft_adap
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 from rlhf_megatron.weights.value_model import make_reward_model_config, make_value_model_config
 
-HF, HF_CRITIC = "hf", "hf_critic"  # of a run that writes weights itself
+# of a run that writes weights itself
+HF = "hf"
+HF_CRITIC = "hf_critic"
 
 
 @dataclass(frozen=True)
@@ -50,9 +54,11 @@ class ExportableWeights:
         dtype: str | None = None,
         report_bytes: ReportBytes | None = None,
     ) -> int:
-        """Write the new directory `output_directory` and return the number of tensors; `dtype` as of `weights.conversion.conversion_writer.write_hf_directory`.
+        """Write the new directory `output_directory` and return the number of tensors; `dtype` as
+        of `weights.conversion.conversion_writer.write_hf_directory`.
 
-        Raises ValueError before anything is written when `output_directory` is not empty or space is short.
+        Raises ValueError before anything is written when `output_directory` is not empty or
+        space is short.
         """
         return len(
             write_hf_directory(
@@ -65,13 +71,15 @@ class ExportableWeights:
         )
 
     def write_adapter_directory(self, output_directory: Path) -> int:
-        """Write the new directory `output_directory` with the adapter alone, as peft reads it, and return the number of tensors.
+        """Write the new directory `output_directory` with the adapter alone, as peft reads it, and
+        return the number of tensors.
 
         Raises ValueError where no adapter was trained, or `output_directory` exists.
         """
         if self.lora_config is None or not isinstance(self.model.source, MergedLoraSource):
             raise ValueError(
-                f"{self.checkpoint_path} has no adapter: actor.lora.rank was 0; export it without --adapter."
+                f"{self.checkpoint_path} has no adapter: actor.lora.rank was 0; export it"
+                " without --adapter."
             )
         if output_directory.exists():
             raise ValueError(f"{output_directory} exists; give the name of a new directory.")
@@ -90,11 +98,13 @@ def find_exportable_weights(
     model_directory: Path | None = None,
     role: Literal["actor", "critic"] = "actor",
 ) -> ExportableWeights:
-    """Return the weights of a checkpoint of the run `run_or_checkpoint`, or of that checkpoint itself.
+    """Return the weights of a checkpoint of the run `run_or_checkpoint`, or of that
+    checkpoint itself.
 
-    The newest good one; or that of `step`; or with `use_best` that with the best trainer.keep_best. `model_directory`: whose
-    config.json and tokenizer go with the weights, where those of the run are not on this machine. A critic becomes a
-    token classifier of one label, a trained reward model a sequence classifier.
+    The newest good one; or that of `step`; or with `use_best` that with the best trainer.keep_best.
+    `model_directory`: whose config.json and tokenizer go with the weights, where those of the run
+    are not on this machine. A critic becomes a token classifier of one label, a trained reward
+    model a sequence classifier.
 
     Raises ValueError: no such checkpoint, one that is not good, another model.
     """
@@ -103,7 +113,8 @@ def find_exportable_weights(
     if not (found.path / role).is_dir():
         raise ValueError(f"{found.path} has no {role}: the run trained none.")
     config = read_run_config(found.path / CONFIG).config
-    is_critic, is_reward_model = role == "critic", config.job == "reward-model"
+    is_critic = role == "critic"
+    is_reward_model = config.job == "reward-model"
     own = config.critic.path if is_critic and config.critic.path is not None else config.model.path
     directory = model_directory or Path(own)
     hf_config: dict[str, Any]
@@ -113,7 +124,8 @@ def find_exportable_weights(
             check_same_architecture(str(directory), state)
     elif model_directory is not None or own != config.model.path:
         raise ValueError(
-            f"{directory} is not a directory; give one with the config.json of this {role} by --model."
+            f"{directory} is not a directory; give one with the config.json of this {role}"
+            " by --model."
         )
     else:
         hf_config = {name: json.loads(value) for name, value in state.architecture.items()}
@@ -139,7 +151,9 @@ def find_exportable_weights(
 
 
 def _read_hf_config_with_plugins(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
-    """Plugins are run only where one must bring the model's family: others may not be on this machine."""
+    """Plugins are run only where one must bring the model's family: others may not be
+    on this machine.
+    """
     if plugins and str(
         read_json_object(directory / "config.json").get("model_type")
     ) not in load_registry("model family"):
@@ -157,13 +171,15 @@ def _find_checkpoint(
     steps = store.list_steps()
     if not steps:
         raise ValueError(
-            f"{run_or_checkpoint} has no checkpoints: it kept none (trainer.save_freq, save_last), or ended before the first one."
+            f"{run_or_checkpoint} has no checkpoints: it kept none (trainer.save_freq, save_last),"
+            " or ended before the first one."
         )
     if use_best:
         metric = read_run_config(run_or_checkpoint / CONFIG).config.trainer.keep_best
         if metric is None:
             raise ValueError(
-                f"trainer.keep_best of {run_or_checkpoint} is null; give --step, one of {_join_steps(steps)}."
+                f"trainer.keep_best of {run_or_checkpoint} is null; give --step, one"
+                f" of {_join_steps(steps)}."
             )
         values = {
             row["step"]: row[metric]
@@ -173,12 +189,14 @@ def _find_checkpoint(
         step = find_best_step(values, steps, metric)
         if step is None:
             raise ValueError(
-                f"no checkpoint of {run_or_checkpoint} has a value of {metric}; give --step, one of {_join_steps(steps)}."
+                f"no checkpoint of {run_or_checkpoint} has a value of {metric}; give --step, one"
+                f" of {_join_steps(steps)}."
             )
     if step is not None:
         if step not in steps:
             raise ValueError(
-                f"{run_or_checkpoint} has no checkpoint of step {step}; there are {_join_steps(steps)}."
+                f"{run_or_checkpoint} has no checkpoint of step {step}; there"
+                f" are {_join_steps(steps)}."
             )
         return store.verify_checkpoint(store.get_checkpoint_path(step))
     found = store.find_newest()
@@ -193,7 +211,9 @@ def _join_steps(steps: Sequence[int]) -> str:
 def find_best_step(
     value_by_step: Mapping[int, float], steps: Sequence[int], metric: str | None
 ) -> int | None:
-    """The one of `steps` with the best value of `metric`, the later one of two; None where none has a finite one."""
+    """The one of `steps` with the best value of `metric`, the later one of two; None where none
+    has a finite one.
+    """
     found = find_metric(metric) if metric is not None else None
     sign = -1 if found is not None and found.better_direction == "lower" else 1
     known = [
@@ -205,7 +225,8 @@ def find_best_step(
 
 
 def export_missing_weights(run_dir: Path, trainer: TrainerConfig, has_critic: bool) -> list[str]:
-    """Write what `trainer.save_hf` asks for and a complete run has not written. Returns a line for each directory.
+    """Write what `trainer.save_hf` asks for and a complete run has not written. Returns a line for
+    each directory.
 
     Raises ValueError where the last step has no checkpoint.
     """
@@ -224,7 +245,9 @@ def export_missing_weights(run_dir: Path, trainer: TrainerConfig, has_critic: bo
 def describe_saved_weights(
     run_dir: Path, trainer: TrainerConfig, value_by_step: Mapping[int, float]
 ) -> list[str]:
-    """Say what a run has left and what to do with it. `value_by_step`: of trainer.keep_best, by step."""
+    """Say what a run has left and what to do with it. `value_by_step`: of
+    trainer.keep_best, by step.
+    """
     store = CheckpointStore(run_dir / CHECKPOINTS)
     steps = store.list_steps()
     written = [

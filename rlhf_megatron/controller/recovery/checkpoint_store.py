@@ -1,9 +1,11 @@
-"""The checkpoints of a run on disk: one directory a step, which is there complete or not at all. Pure files.
+"""The checkpoints of a run on disk: one directory a step, which is there complete or not at
+all. Pure files.
 
 checkpoints/
     step_000010/          named when all of it was on disk; manifest.json lists what is in it
     .step_000020.partial/ being written; of no use if the run ends now
-    latest                name of the last one committed, for people and scripts; nothing here relies on it
+    latest                name of the last one committed, for people and scripts; nothing
+                          here relies on it
 """
 
 from __future__ import annotations
@@ -46,8 +48,8 @@ class VerifiedCheckpoint:
 class CheckpointStore:
     """`directory`: "checkpoints" of a run. One process writes at a time (`run.lock`); any may read.
 
-    `settle_s`: how long files that other machines have written may take to be seen on this one (NFS caches
-    directories).
+    `settle_s`: how long files that other machines have written may take to be seen on this one (NFS
+    caches directories).
     """
 
     def __init__(self, directory: Path, settle_s: float = 0.0) -> None:
@@ -68,7 +70,8 @@ class CheckpointStore:
     def begin_checkpoint(self, step: int) -> Path:
         """An empty directory to be filled and committed.
 
-        A good checkpoint of that step is never overwritten (ValueError); a broken one is moved aside. Raises OSError.
+        A good checkpoint of that step is never overwritten (ValueError); a broken one is moved
+        aside. Raises OSError.
         """
         final = self.get_checkpoint_path(step)
         if os.path.lexists(final):
@@ -87,11 +90,13 @@ class CheckpointStore:
         versions: Mapping[str, str],
         files: Sequence[FileRecord],
     ) -> VerifiedCheckpoint:
-        """Give the directory of `begin_checkpoint` its manifest and its name. All `files` must be on disk (fsync) already.
+        """Give the directory of `begin_checkpoint` its manifest and its name. All `files` must be
+        on disk (fsync) already.
 
         Raises OSError or ValueError before it has its name, and then it is not committed.
         """
-        partial, final = self._get_hidden_path(step, "partial"), self.get_checkpoint_path(step)
+        partial = self._get_hidden_path(step, "partial")
+        final = self.get_checkpoint_path(step)
         manifest = CheckpointManifest(
             step, policy_version, dict(layouts), dict(versions), tuple(files)
         )
@@ -116,7 +121,8 @@ class CheckpointStore:
         _remove_directory(self._get_hidden_path(step, "partial"))
 
     def find_newest(self) -> VerifiedCheckpoint | None:
-        """The newest checkpoint that verifies; a WARNING for each newer one. None where there is no checkpoint.
+        """The newest checkpoint that verifies; a WARNING for each newer one. None where there is
+        no checkpoint.
 
         Raises ValueError when there are some and none verifies.
         """
@@ -134,13 +140,15 @@ class CheckpointStore:
         if problems:
             listed = "\n  ".join(problems)
             raise ValueError(
-                f"{self.directory} has {len(problems)} checkpoints and none of them is good; move the directory away to"
-                f" start anew:\n  {listed}"
+                f"{self.directory} has {len(problems)} checkpoints and none of them is good; move"
+                f" the directory away to start anew:\n  {listed}"
             )
         return None
 
     def verify_checkpoint(self, path: Path) -> VerifiedCheckpoint:
-        """Compare a checkpoint with its manifest. Raises ValueError naming the files that differ, and how."""
+        """Compare a checkpoint with its manifest. Raises ValueError naming the files that
+        differ, and how.
+        """
         try:
             manifest = verify_file_digests(path)
         except (ValueError, OSError) as error:
@@ -154,9 +162,11 @@ class CheckpointStore:
         return VerifiedCheckpoint(path, manifest)
 
     def prune_old_checkpoints(self, num_kept: int, best_step: int | None = None) -> list[int]:
-        """Remove the steps before the `num_kept` newest good checkpoints (0: none), and return them.
+        """Remove the steps before the `num_kept` newest good checkpoints (0: none),
+        and return them.
 
-        Broken ones do not count, so the newest good one always stays; and so does that of step `best_step`.
+        Broken ones do not count, so the newest good one always stays; and so does that of
+        step `best_step`.
         """
         removed = []
         num_good = 0
@@ -180,7 +190,9 @@ class CheckpointStore:
         return removed
 
     def remove_unfinished(self) -> list[Path]:
-        """Remove what a killed run left half written or half removed, and return it. By the one who holds the lock."""
+        """Remove what a killed run left half written or half removed, and return it. By the one who
+        holds the lock.
+        """
         if not self.directory.is_dir():
             return []
         left = [entry for entry in self.directory.iterdir() if _UNFINISHED.fullmatch(entry.name)]

@@ -1,6 +1,8 @@
-"""The lock file of a run: its resolved settings, the versions of packages, digests of what it reads.
+"""The lock file of a run: its resolved settings, the versions of packages, digests of
+what it reads.
 
-`rlhf-megatron train config.lock.yaml` takes it as any configuration, and refuses to start where a digest differs.
+`rlhf-megatron train config.lock.yaml` takes it as any configuration, and refuses to start where a
+digest differs.
 """
 
 from __future__ import annotations
@@ -35,15 +37,18 @@ PACKAGES = (
     ),
     *("transformer-engine", "triton", "ray"),
 )
-_WHOLE, _PIECE = 64 << 20, 1 << 20  # bytes
+# bytes
+_WHOLE = 64 << 20
+_PIECE = 1 << 20
 _READ = {key for key in INPUTS if key.startswith(("model.", "critic.", "reference.", "data."))}
 
 
 def make_lock_yaml(resolved_yaml: str) -> str:
-    """Return the text of the lock file of a run whose plugins are loaded. It reads what the run reads. `resolved_yaml`: all
-    settings, as `render_config_yaml` writes them.
+    """Return the text of the lock file of a run whose plugins are loaded. It reads what the run
+    reads. `resolved_yaml`: all settings, as `render_config_yaml` writes them.
 
-    A model of a hub, and each file of a data set, has its name and revision there: another machine can fetch it.
+    A model of a hub, and each file of a data set, has its name and revision there: another
+    machine can fetch it.
     """
     tree = yaml.safe_load(resolved_yaml)
     lock = {"packages": read_package_versions(PACKAGES), "digests": digest_run_inputs(tree)}
@@ -55,15 +60,20 @@ def make_lock_yaml(resolved_yaml: str) -> str:
     for files in (tree["data"], *tree["data"]["sources"]):
         for name in ("train_files", "val_files"):
             files[name] = [format_hub_file_name(file) for file in files[name]]
-    head = f"# What a run was made of. `rlhf-megatron {tree['job']} {LOCK_FILE}` makes it again, or says what changed.\n"
+    head = (
+        f"# What a run was made of. `rlhf-megatron {tree['job']} {LOCK_FILE}` makes it again, or"
+        " says what changed.\n"
+    )
     rest = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return head + yaml.safe_dump({LOCK: lock}, sort_keys=False, allow_unicode=True) + rest
 
 
 def digest_run_inputs(config_tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return 16 hexadecimal digits of each file that a run reads, by its setting and, of a model, its name.
+    """Return 16 hexadecimal digits of each file that a run reads, by its setting and, of a
+    model, its name.
 
-    Files that are not there are left out. Of a file over 64 MiB one MiB in 64 counts, the last one, and its size.
+    Files that are not there are left out. Of a file over 64 MiB one MiB in 64 counts, the last
+    one, and its size.
     """
     files = dict(_find_input_files("", config_tree))
     plugins = digests_of_plugins(config_tree["plugins"])
@@ -77,30 +87,32 @@ def check_config_lock(
 ) -> None:
     """Compare what a configuration reads with the lock that its file has, if any.
 
-    Versions of packages that differ are said; so are digests where the run `allows_changes` to differ. Otherwise it raises
-    ConfigError with each digest that differs.
+    Versions of packages that differ are said; so are digests where the run `allows_changes` to
+    differ. Otherwise it raises ConfigError with each digest that differs.
     """
     if loaded_config.lock_contents is None:
         return
-    packages, locked = (
-        _require_lock_section(loaded_config.lock_contents, "packages"),
-        _require_lock_section(loaded_config.lock_contents, "digests"),
-    )
+    packages = _require_lock_section(loaded_config.lock_contents, "packages")
+    locked = _require_lock_section(loaded_config.lock_contents, "digests")
     for name, now in read_package_versions(
         tuple(name for name in packages if name != "python")
     ).items():
         if packages.get(name) != now:
             log_line(
-                f"note: {name} is {now}, and was {packages.get(name, 'not told')} when the run was locked"
+                f"note: {name} is {now}, and was {packages.get(name, 'not told')} when the"
+                " run was locked"
             )
     found = digest_run_inputs(yaml.safe_load(render_config_yaml(loaded_config.config)))
     differing = [
         name for name in sorted(locked.keys() | found.keys()) if locked.get(name) != found.get(name)
     ]
     problems = [
-        f"{name} has digest {found.get(name, 'none: it is not there')}, and"
-        f" {locked.get(name, 'none: the run did not read it')} when the run was locked: what a locked run reads must"
-        " be the same; restore it, or go on with what is there: --allow-changes."
+        (
+            f"{name} has digest {found.get(name, 'none: it is not there')}, and"
+            f" {locked.get(name, 'none: the run did not read it')} when the run was locked: what a"
+            " locked run reads must be the same; restore it, or go on with what is"
+            " there: --allow-changes."
+        )
         for name in differing
     ]
     if problems and not allows_changes:
@@ -114,7 +126,8 @@ def _require_lock_section(lock: Mapping[str, Any], section_name: str) -> Mapping
     if not isinstance(part, dict):
         raise ConfigError(
             [
-                f"{LOCK} ({lock}) must have {section_name}, as a run writes it into {LOCK_FILE}; take that file."
+                f"{LOCK} ({lock}) must have {section_name}, as a run writes it into {LOCK_FILE};"
+                " take that file."
             ]
         )
     return part

@@ -1,7 +1,9 @@
-"""Numbers that are not finite: a run counts skipped steps, describes them, keeps capsules of them, and ends at a limit.
+"""Numbers that are not finite: a run counts skipped steps, describes them, keeps capsules of them,
+and ends at a limit.
 
-A skip is an optimizer step that changed nothing on any rank, or a step of the loop that was not trained on because a
-log-prob, value or advantage is not finite. The limit counts skips in a row of one role.
+A skip is an optimizer step that changed nothing on any rank, or a step of the loop that was not
+trained on because a log-prob, value or advantage is not finite. The limit counts skips in a
+row of one role.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ NONFINITE_EXIT_CODE = 17  # of a run that ended because of them
 
 
 class NonFiniteNumbers(Exception):
-    """trainer.max_consecutive_skips is reached. The message says what was seen and names the capsule."""
+    """trainer.max_consecutive_skips is reached. The message says what was seen and
+    names the capsule.
+    """
 
 
 SamplesOf = Callable[[int], TrainBatch]
@@ -60,7 +64,9 @@ class NonFiniteSkips:
         return max(self.consecutive_by_role.values(), default=self._num_before_restart)
 
     def restore_count(self, num_consecutive: int) -> None:
-        """Go on from a stored `num_consecutive`: every role counts from there until it makes a step."""
+        """Go on from a stored `num_consecutive`: every role counts from there until
+        it makes a step.
+        """
         self._num_before_restart = num_consecutive
         self.consecutive_by_role.clear()
 
@@ -91,7 +97,9 @@ class NonFiniteSkips:
         )
 
     def count_supervised_step(self, is_skipped: bool, step: int = 0) -> None:
-        """Count a supervised step of the actor; 0: of a warm-up. Raises NonFiniteNumbers at the limit."""
+        """Count a supervised step of the actor; 0: of a warm-up. Raises
+        NonFiniteNumbers at the limit.
+        """
         self.count_optimizer_step("actor", is_skipped)
         self._raise_at_limit(
             step, ["Look at the learning rate and at the weights that the run starts from."]
@@ -111,7 +119,8 @@ class NonFiniteSkips:
     def report_skipped_updates(
         self, step: int, skips: Sequence[tuple[RoleSkips, SamplesOf, MiniBatchOf]]
     ) -> None:
-        """Report what the updates of a step skipped, complete capsules, and end the run at the limit.
+        """Report what the updates of a step skipped, complete capsules, and end the
+        run at the limit.
 
         `skips`: of each role, with its samples and mini-batches by number. Raises NonFiniteNumbers.
         """
@@ -143,7 +152,9 @@ class NonFiniteSkips:
         batch: TrainBatch,
         columns: Sequence[NonFiniteColumn],
     ) -> None:
-        """A whole step is not trained on: one skip for each of `roles`. Raises NonFiniteNumbers at the limit."""
+        """A whole step is not trained on: one skip for each of `roles`. Raises
+        NonFiniteNumbers at the limit.
+        """
         text = f"not finite: {describe_non_finite_columns(columns, batch)}"
         self.note(f"step {step} is not trained on: {text}")
         is_of_critic = all(column.name in ("values", "returns") for column in columns)
@@ -186,13 +197,17 @@ class NonFiniteSkips:
             self.capsules.find_newest() if self.capsules is not None else None
         )
         kept = (
-            f"The capsule {capsule} has what was skipped: rlhf-megatron train CONFIG --replay {capsule}"
+            (
+                f"The capsule {capsule} has what was skipped: rlhf-megatron train CONFIG"
+                f" --replay {capsule}"
+            )
             if capsule is not None
             else "No capsule was kept (trainer.capsules_kept, or the disk)."
         )
         raise NonFiniteNumbers(
-            f"numbers are not finite: {self.num_consecutive} skips in a row (trainer.max_consecutive_skips ="
-            f" {self.trainer.max_consecutive_skips}), the last in step {step}. {' '.join(descriptions)}\n{kept}"
+            f"numbers are not finite: {self.num_consecutive} skips in a row"
+            f" (trainer.max_consecutive_skips = {self.trainer.max_consecutive_skips}), the last in"
+            f" step {step}. {' '.join(descriptions)}\n{kept}"
         )
 
 
@@ -215,7 +230,9 @@ class RoleSkips:
 def describe_skipped_update(
     step: int, role_skips: RoleSkips, samples: TrainBatch, findings: Sequence[NonFiniteReport]
 ) -> dict[str, Any]:
-    """Describe a skipped mini-batch. `findings`: those of all ranks of the role's pool, in rank order."""
+    """Describe a skipped mini-batch. `findings`: those of all ranks of the role's pool,
+    in rank order.
+    """
     layout = role_skips.worker.layout
     plans = plan_scattered_call(samples, layout, role_skips.token_budget)
     errors = sorted({found.error for found in findings if found.error})
@@ -323,25 +340,27 @@ def summarise_skipped_update(facts: Mapping[str, Any]) -> str:
     if losses:
         ids = sorted({sample for entry in losses for sample in entry["samples"]})
         parts.append(
-            f"{len(losses)} micro-batches with such a loss (samples {_join_first_names(list(map(str, ids)))})"
+            f"{len(losses)} micro-batches with such a loss"
+            f" (samples {_join_first_names(list(map(str, ids)))})"
         )
     if facts["tokens"]:
         ids = [str(entry["sample"]) for entry in facts["tokens"]]
         parts.append(
-            f"log-probs or values of {facts['num_bad_tokens']} tokens (samples {_join_first_names(ids)})"
+            f"log-probs or values of {facts['num_bad_tokens']} tokens"
+            f" (samples {_join_first_names(ids)})"
         )
     return "; ".join(parts)
 
 
 def _find_first_nonfinite(layout: ParallelLayout, findings: Sequence[NonFiniteReport]) -> str:
-    """Forward passes come first, from the first stage to the last; gradients then, from the last to the first."""
+    """Forward passes come first, from the first stage to the last; gradients then, from the
+    last to the first.
+    """
     seen_first: list[tuple[bool, int, int, str]] = []
     for rank, found in enumerate(findings):
         if found.first_bad_tensor:
-            is_gradient, stage = (
-                found.first_bad_tensor.startswith("gradient"),
-                layout.locate_rank(rank).pp,
-            )
+            is_gradient = found.first_bad_tensor.startswith("gradient")
+            stage = layout.locate_rank(rank).pp
             seen_first.append(
                 (
                     is_gradient,

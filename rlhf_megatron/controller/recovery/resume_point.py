@@ -1,4 +1,6 @@
-"""Finds the checkpoint that a run starts from, and checks that this configuration may go on from there."""
+"""Finds the checkpoint that a run starts from, and checks that this configuration may go
+on from there.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from rlhf_megatron.plugins import compute_plugin_digests
 from rlhf_megatron.weights.hf_reader import read_hf_config
 
 CHECKPOINTS = "checkpoints"
-RUN_STATE, CONFIG = "run_state.batch", "config.yaml"
+RUN_STATE = "run_state.batch"
+CONFIG = "config.yaml"
 
 _NO_ARCHITECTURE = (
     "_name_or_path",
@@ -95,7 +98,8 @@ class ResumePoint:
 def is_run_resumed(run_dir: Path, trainer: TrainerConfig) -> bool:
     """Tell whether the run in the directory is resumed. This is cheap: nothing is verified yet.
 
-    With resume_path it is resumed when it began at that checkpoint and has a checkpoint of its own since.
+    With resume_path it is resumed when it began at that checkpoint and has a checkpoint of
+    its own since.
     """
     if trainer.resume_mode == "disable" or not CheckpointStore(run_dir / CHECKPOINTS).list_steps():
         return False
@@ -117,8 +121,8 @@ def describe_complete_run(run_dir: Path, trainer: TrainerConfig) -> str | None:
     if steps < total:
         return None
     return (
-        f"{run_dir} is already complete: {steps} steps were made, and trainer.total_training_steps is {total}. Set more"
-        " steps to train on, or start anew with --fresh."
+        f"{run_dir} is already complete: {steps} steps were made, and trainer.total_training_steps"
+        f" is {total}. Set more steps to train on, or start anew with --fresh."
     )
 
 
@@ -127,7 +131,8 @@ def find_resume_point(
 ) -> ResumePoint | None:
     """Return the checkpoint to start from, or None for a new run.
 
-    Raises ValueError when there are checkpoints and none is intact, or when this configuration cannot go on from it.
+    Raises ValueError when there are checkpoints and none is intact, or when this configuration
+    cannot go on from it.
     """
     trainer = config.trainer
     is_same_run = is_run_resumed(run_dir, trainer)
@@ -187,8 +192,11 @@ def read_architecture(model_path: str) -> dict[str, str]:
 
 
 def check_same_architecture(model_path: str, state: RunState) -> None:
-    """Raise ValueError where a model directory is of another architecture than the policy of a checkpoint."""
-    now, before = read_architecture(model_path), state.architecture
+    """Raise ValueError where a model directory is of another architecture than the policy
+    of a checkpoint.
+    """
+    now = read_architecture(model_path)
+    before = state.architecture
     different = [
         f"{name} is {now.get(name, 'missing')} and was {before.get(name, 'missing')}"
         for name in sorted(now.keys() | before.keys())
@@ -196,39 +204,47 @@ def check_same_architecture(model_path: str, state: RunState) -> None:
     ]
     if different:
         raise ValueError(
-            f"model.path ({model_path}) has another architecture than the resumed run: {'; '.join(different)}. Set it"
-            " back, or start anew with --fresh."
+            f"model.path ({model_path}) has another architecture than the resumed run:"
+            f" {'; '.join(different)}. Set it back, or start anew with --fresh."
         )
 
 
 def _require_steps_left(
     num_total_steps: int, state: RunState, checkpoint: Path, is_same_run: bool
 ) -> None:
-    """Refuse a run without steps to do. In its own directory it may still lack the last evaluation and the summary."""
+    """Refuse a run without steps to do. In its own directory it may still lack the last evaluation
+    and the summary.
+    """
     if state.step > num_total_steps or (state.step == num_total_steps and not is_same_run):
         raise ValueError(
-            f"nothing is left to do: {checkpoint} is after step {state.step}, and trainer.total_training_steps is"
-            f" {num_total_steps}; set more steps than {state.step}."
+            f"nothing is left to do: {checkpoint} is after step {state.step}, and"
+            f" trainer.total_training_steps is {num_total_steps}; set more steps"
+            f" than {state.step}."
         )
 
 
 def check_schedule_can_resume(schedule: ScheduleConfig, has_filter: bool, state: RunState) -> None:
-    """Raise ValueError where a synchronous run would go on with groups in flight, or inside of a step's prompts."""
+    """Raise ValueError where a synchronous run would go on with groups in flight, or inside of a
+    step's prompts.
+    """
     if not does_schedule_take_turns(schedule) or state.cursor is None:
         return
     expected = state.step * state.cursor.batch_size
     if state.untrained or not (has_filter or state.cursor.num_drawn == expected):
         raise ValueError(
-            f"schedule.name ({schedule.name}) cannot go on from this checkpoint: {state.cursor.num_drawn} prompts were"
-            f" started and {len(state.untrained)} of them not trained, but whole steps need {expected} prompts; restore"
-            " the schedule that the run began with."
+            f"schedule.name ({schedule.name}) cannot go on from this checkpoint:"
+            f" {state.cursor.num_drawn} prompts were started and {len(state.untrained)} of them"
+            f" not trained, but whole steps need {expected} prompts; restore the schedule that the"
+            " run began with."
         )
 
 
 def _restore_prompt_stream(
     prompt_stream: ItemStream[Any] | None, state: RunState, changes: ConfigChanges
 ) -> None:
-    """Raises ValueError, with both values of what changed, when the prompts would come in another order."""
+    """Raises ValueError, with both values of what changed, when the prompts would come in
+    another order.
+    """
     if state.cursor is None or prompt_stream is None:
         return
     try:

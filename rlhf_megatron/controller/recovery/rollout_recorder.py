@@ -1,4 +1,6 @@
-"""Recorded rollouts: one file a step, written after `score`, and where the run stood before the first."""
+"""Recorded rollouts: one file a step, written after `score`, and where the run stood
+before the first.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,9 @@ class RolloutRecorder:
         return self.directory / f"step_{step:06d}.batch"
 
     def write_step(self, step: int, batch: ScoredBatch) -> None:
-        """Write a step, without what later stages have added. A disk that is full costs the record of the step."""
+        """Write a step, without what later stages have added. A disk that is full costs the
+        record of the step.
+        """
         scored = ScoredBatch(
             **{field.name: getattr(batch, field.name) for field in fields(ScoredBatch)}
         )
@@ -65,7 +69,10 @@ class RolloutRecorder:
         if not path.exists():
             known = sorted(p.name for p in self.directory.glob("step_*.batch"))
             raise ValueError(
-                f"step {step} is not recorded: {path} does not exist (recorded: {known[0]} .. {known[-1]})."
+                (
+                    f"step {step} is not recorded: {path} does not exist (recorded: {known[0]}"
+                    f" .. {known[-1]})."
+                )
                 if known
                 else f"no recorded step under {self.directory}; run with --record first."
             )

@@ -1,8 +1,9 @@
-"""How long the files of data.routes stay: until a checkpoint has what was trained on them, where a run makes any, since
-a run that goes on from an earlier one trains on its journal's samples again; else until they were trained on.
+"""How long the files of data.routes stay: until a checkpoint has what was trained on them, where a
+run makes any, since a run that goes on from an earlier one trains on its journal's samples again;
+else until they were trained on.
 
-A recorded run keeps all, for its replays. What a killed process has left and no journal names goes at the start. How
-much stands where is told each step, and once where little more may.
+A recorded run keeps all, for its replays. What a killed process has left and no journal names goes
+at the start. How much stands where is told each step, and once where little more may.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ _NEARLY = 0.8  # of what may stand on a machine
 
 
 class RouteFileRetention:
-    """`directory`: None where no engine writes any. `is_kept`: the run has a journal. `most_bytes`: of all files of a
-    machine; 0: what its disk has room for. `note`: takes a line for whoever watches the run."""
+    """`directory`: None where no engine writes any. `is_kept`: the run has a journal. `most_bytes`:
+    of all files of a machine; 0: what its disk has room for. `note`: takes a line for whoever
+    watches the run.
+    """
 
     def __init__(
         self,
@@ -52,7 +55,9 @@ class RouteFileRetention:
                 self.remove_files_through_step(step)
 
     def remove_unneeded_files(self, needed_handles: Collection[str]) -> None:
-        """Remove the files that a former process has left and that are not in `needed_handles`, and say how much may come."""
+        """Remove the files that a former process has left and that are not in `needed_handles`, and
+        say how much may come.
+        """
         if not self.directory:
             return
         paths = {split_route_handle(handle)[1] for handle in needed_handles}
@@ -65,7 +70,9 @@ class RouteFileRetention:
         )
 
     def measure_storage(self, route_names: Iterable[str] | None) -> dict[str, float]:
-        """Return what stands on the machines of these, which a step has trained on, before they may go."""
+        """Return what stands on the machines of these, which a step has trained on,
+        before they may go.
+        """
         if not self.directory:
             return {}
         found = {
@@ -77,9 +84,10 @@ class RouteFileRetention:
             if held.num_bytes > _NEARLY * most and store not in self._warned_addresses:
                 self._warned_addresses.add(store)
                 self._note(
-                    f"files of routes{store and ' at '}{store} have {held.num_bytes / 1e9:.3g} GB of the"
-                    f" {most / 1e9:.3g} that may stand there, and beyond these the run ends: save more often"
-                    " (trainer.save_freq), since what was saved goes, raise rollout.routes_gb, or make room"
+                    f"files of routes{store and ' at '}{store} have {held.num_bytes / 1e9:.3g} GB"
+                    f" of the {most / 1e9:.3g} that may stand there, and beyond these the run"
+                    " ends: save more often (trainer.save_freq), since what was saved goes, raise"
+                    " rollout.routes_gb, or make room"
                 )
         in_memory = sum(held.num_resident_bytes for held in found.values())
         spilled = sum(held.num_bytes for held in found.values()) - in_memory

@@ -1,9 +1,9 @@
 """The controller writes and loads checkpoints of a run; docs/checkpoints.md lists their files.
 
-A save begins between two steps and is committed at the end of a later one: the hosts copy their state to memory, the
-run goes on while they write, and when all files are complete the directory is renamed. One save runs at a time.
-Before a save, and every so many steps, `require_equal_replicas` compares what ranks hold alike, so that no checkpoint has
-weights that differ or are not finite.
+A save begins between two steps and is committed at the end of a later one: the hosts copy their
+state to memory, the run goes on while they write, and when all files are complete the directory is
+renamed. One save runs at a time. Before a save, and every so many steps, `require_equal_replicas`
+compares what ranks hold alike, so that no checkpoint has weights that differ or are not finite.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from rlhf_megatron.data.direct_file_io import fsync_path, write_large_file_atomi
 from rlhf_megatron.runtime.role_proxies import CriticProxy, HostProxy, RoleProxies, TrainedProxy
 from rlhf_megatron.weights.checkpoint_manifest import FileRecord, SaveResult, make_file_record
 
-REFERENCE, RNG = "reference", "rng"
+REFERENCE = "reference"
+RNG = "rng"
 PACKAGES = ("torch", "megatron-core", "rlhf-megatron")
 NUM_SHOWN = 20  # findings in a message
 SPARE_SHARE = 0.05  # of the estimated size, that must be free beside it
@@ -43,12 +44,16 @@ SETTLE_S = 90.0  # over the 60 s that NFS may show an old listing of a directory
 
 
 class CheckpointSaveFailed(OSError):
-    """A checkpoint could not be written and trainer.save_failure is stop. Earlier checkpoints are untouched."""
+    """A checkpoint could not be written and trainer.save_failure is stop. Earlier checkpoints
+    are untouched.
+    """
 
 
 @dataclass(frozen=True)
 class _PendingSave:
-    """A save whose files the hosts are writing. Values are from the request, not from the commit."""
+    """A save whose files the hosts are writing.
+    Values are from the request, not from the commit.
+    """
 
     step: int
     policy_version: int
@@ -60,13 +65,15 @@ class _PendingSave:
 class RunCheckpointer:
     """Saves and restores the state of hosts and controller.
 
-    `config_yaml`: the run's configuration, stored in each checkpoint. `has_critic`: the critic is saved too.
-    `has_frozen_start`: a KL term needs a reference and no path gives it, so the policy after the warm-up is saved as
-    well. `run_dir`: locked by this run. `note`: takes a line for whoever watches the run. `turns`: of trainer and
-    engines that share devices; a save needs the trainer's.
+    `config_yaml`: the run's configuration, stored in each checkpoint. `has_critic`: the critic is
+    saved too. `has_frozen_start`: a KL term needs a reference and no path gives it, so the policy
+    after the warm-up is saved as well. `run_dir`: locked by this run. `note`: takes a line for
+    whoever watches the run. `turns`: of trainer and engines that share devices; a save needs
+    the trainer's.
 
-    `commit_callback(step)` is called when a checkpoint has its name, from `begin_save`, `commit_if_written` or `wait_for_save`. `choose_best_step(steps)`: the one
-    that is kept beside the newest, None where none is.
+    `commit_callback(step)` is called when a checkpoint has its name, from `begin_save`,
+    `commit_if_written` or `wait_for_save`. `choose_best_step(steps)`: the one that is kept beside
+    the newest, None where none is.
     """
 
     def __init__(
@@ -102,10 +109,11 @@ class RunCheckpointer:
             note(f"removed {path}: it was not complete when the run ended")
 
     def begin_save(self, state: RunState) -> None:
-        """Begin a checkpoint of `state` and of the hosts as they are now; return when they may change.
+        """Begin a checkpoint of `state` and of the hosts as they are now; return when
+        they may change.
 
-        Waits for the save before. A step that has a checkpoint is not saved again. Raises SaveFailed when
-        trainer.save_failure is stop.
+        Waits for the save before. A step that has a checkpoint is not saved again. Raises
+        SaveFailed when trainer.save_failure is stop.
         """
         self.wait_for_save()
         if self._last_checkpoint is not None and self._last_checkpoint.manifest.step == state.step:
@@ -135,14 +143,19 @@ class RunCheckpointer:
             self.wait_for_save()
 
     def commit_if_written(self) -> dict[str, float]:
-        """Commit a complete save; called at each step's end. Returns metrics since the last call. Raises SaveFailed."""
+        """Commit a complete save; called at each step's end. Returns metrics since the last call.
+        Raises SaveFailed.
+        """
         if self._pending_save is not None and self._are_hosts_done_writing():
             self._finish_save(self._trainer.stage_timeout_s)
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     def wait_for_save(self, timeout_s: float | None = None) -> None:
-        """Finish the running save; give up after `timeout_s` (None: trainer.stage_timeout_s). Raises SaveFailed."""
+        """Finish the running save; give up after `timeout_s` (None: trainer.stage_timeout_s).
+        Raises SaveFailed.
+        """
         if self._pending_save is None:
             return
         deadline = time.monotonic() + (
@@ -160,13 +173,15 @@ class RunCheckpointer:
         state = read_run_state(checkpoint)
         if self._has_warmed_up_reference(state) and not (checkpoint.path / REFERENCE).is_dir():
             raise ValueError(
-                f"{checkpoint.path} has no reference policy, but a KL term needs the one after the warm-up; restore the"
-                " settings of the KL terms that the run began with, or give reference.path."
+                f"{checkpoint.path} has no reference policy, but a KL term needs the one after the"
+                " warm-up; restore the settings of the KL terms that the run began with, or"
+                " give reference.path."
             )
         for worker in self._trained_workers:
             if not (checkpoint.path / worker.role).is_dir():
                 raise ValueError(
-                    f"{checkpoint.path} has no {worker.role}; restore the settings that the run began with."
+                    f"{checkpoint.path} has no {worker.role}; restore the settings that the run"
+                    " began with."
                 )
         _await_all_results(
             worker.load(directory=checkpoint.path / worker.role) for worker in self._trained_workers
@@ -179,8 +194,9 @@ class RunCheckpointer:
                 keeper.load_rng(directory=checkpoint.path / RNG).result()
             else:
                 self._note(
-                    f"{pool}: the layout was {checkpoint.manifest.layouts.get(pool)} and is {layout}; random states start"
-                    " anew and sums have another order, so results differ in the last bits from an undisturbed run"
+                    f"{pool}: the layout was {checkpoint.manifest.layouts.get(pool)} and is"
+                    f" {layout}; random states start anew and sums have another order, so results"
+                    " differ in the last bits from an undisturbed run"
                 )
         if checkpoint.path.parent == self.store.directory:
             self._last_checkpoint = checkpoint
@@ -213,7 +229,8 @@ class RunCheckpointer:
 
     def _finish_save(self, timeout_s: float) -> None:
         assert self._pending_save is not None
-        save, self._pending_save = self._pending_save, None
+        save = self._pending_save
+        self._pending_save = None
         finishing = time.monotonic()
         results = _await_all_results(
             worker.finish_save(timeout_s=timeout_s) for worker in self._trained_workers
@@ -244,7 +261,8 @@ class RunCheckpointer:
             "checkpoint/num_failed": float(self._num_failed_saves),
         }
         self._note(
-            f"committed step {save.step}: {found.path} ({_format_bytes(num_bytes)}, {seconds:.1f} s)"
+            f"committed step {save.step}: {found.path} ({_format_bytes(num_bytes)},"
+            f" {seconds:.1f} s)"
         )
         self.commit_callback(save.step)
         self.store.prune_old_checkpoints(
@@ -283,8 +301,8 @@ class RunCheckpointer:
         free = shutil.disk_usage(self.store.directory).free
         if free < needed:
             raise OSError(
-                f"it needs about {_format_bytes(needed)} and {_format_bytes(free)} are free at {self.store.directory}; make room, or"
-                " lower trainer.max_ckpt_to_keep"
+                f"it needs about {_format_bytes(needed)} and {_format_bytes(free)} are free at"
+                f" {self.store.directory}; make room, or lower trainer.max_ckpt_to_keep"
             )
 
     def _has_warmed_up_reference(self, state: RunState) -> bool:
@@ -301,7 +319,9 @@ class RunCheckpointer:
 
 
 def _await_all_results(calls: Iterable[Future[Result]]) -> list[Result]:
-    """The results of calls that are all made before the first is awaited: different ranks work at the same time."""
+    """The results of calls that are all made before the first is awaited: different ranks work at
+    the same time.
+    """
     return [call.result() for call in list(calls)]
 
 
@@ -314,14 +334,17 @@ def _collect_written_files(results: Sequence[SaveResult]) -> list[FileRecord]:
 
 
 def _link_reference_files(last_checkpoint: VerifiedCheckpoint, directory: Path) -> list[FileRecord]:
-    """Link the reference of the checkpoint before, which never changes; copy it where links are not possible."""
+    """Link the reference of the checkpoint before, which never changes; copy it where links
+    are not possible.
+    """
     files = [
         record
         for record in last_checkpoint.manifest.files
         if record.path.startswith(f"{REFERENCE}/")
     ]
     for record in files:
-        source, target = last_checkpoint.path / record.path, directory / record.path
+        source = last_checkpoint.path / record.path
+        target = directory / record.path
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source, target)
@@ -336,14 +359,17 @@ def _format_bytes(num_bytes: int) -> str:
 
 
 class ReplicasDiffer(ValueError):
-    """Ranks disagree on what they hold alike, or parameters are not finite. The run must not go on with them."""
+    """Ranks disagree on what they hold alike, or parameters are not finite. The run must not
+    go on with them.
+    """
 
 
 def require_equal_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
-    """Check that the ranks of `workers` hold the same bits where they hold the same tensors. Returns metrics.
+    """Check that the ranks of `workers` hold the same bits where they hold the same tensors.
+    Returns metrics.
 
-    Pools are checked at the same time. Raises ReplicasDiffer naming each tensor and the ranks that differ from the
-    majority.
+    Pools are checked at the same time. Raises ReplicasDiffer naming each tensor and the ranks that
+    differ from the majority.
     """
     start = time.monotonic()
     reports = _await_all_results(worker.check_replicas() for worker in workers)
@@ -362,15 +388,17 @@ def require_equal_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
     ]
     if differences:
         raise ReplicasDiffer(
-            f"tensors that ranks hold alike are not the same ({len(differences)}):\n  {_join_first_lines(differences)}\n"
-            "A rank computed, received or stored something else, by its hardware or a race. Start again from the newest"
-            " checkpoint, which was checked; if the same rank differs again, replace its machine."
+            "tensors that ranks hold alike are not the same"
+            f" ({len(differences)}):\n  {_join_first_lines(differences)}\n"
+            "A rank computed, received or stored something else, by its hardware or a race. Start"
+            " again from the newest checkpoint, which was checked; if the same rank differs again,"
+            " replace its machine."
         )
     if not_finite:
         raise ReplicasDiffer(
-            f"parameters are not finite ({len(not_finite)}):\n  {_join_first_lines(not_finite)}\nThe last optimizer step was"
-            " finite and overflowed them: lower the learning rate or clip_grad, and start again from the newest"
-            " checkpoint."
+            f"parameters are not finite ({len(not_finite)}):\n  {_join_first_lines(not_finite)}\n"
+            "The last optimizer step was finite and overflowed them: lower the learning rate or"
+            " clip_grad, and start again from the newest checkpoint."
         )
     return {"timing_s/desync": time.monotonic() - start}
 

@@ -1,13 +1,18 @@
-"""The journal of a run: what is finished of the steps after its last checkpoint, so that none of it is done again.
+"""The journal of a run: what is finished of the steps after its last checkpoint, so that none of it
+is done again.
 
 journal/
     step_000007.groups    of the step that is generated: samples as they come, appended
-    step_000007.scored    all of them with their rewards; the groups are gone, but those whose routes may get lost
-    step_000007.train     what the models say of them; a column that the scored batch has stands there alone
-    group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in the background
+    step_000007.scored    all of them with their rewards; the groups are gone, but those whose
+                          routes may get lost
+    step_000007.train     what the models say of them; a column that the scored batch has
+                          stands there alone
+    group_00000042.samples    of the prompt at position 42 of the stream, where groups are made in
+                              the background
 
-A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as absent, with a
-warning; so does one that was written under other settings, and one whose files of routes (data.expert_route_files) are gone.
+A record is a length, a SHA-256 and `data.codec` bytes. One that does not fit its digest counts as
+absent, with a warning; so does one that was written under other settings, and one whose files of
+routes (data.expert_route_files) are gone.
 """
 
 from __future__ import annotations
@@ -36,12 +41,15 @@ from rlhf_megatron.rollout.group_columns import GroupColumns
 logger = logging.getLogger(__name__)
 
 MAGIC = b"RLJ1"
-_DIGEST_BYTES, _LENGTH_BYTES = 32, 8
+_DIGEST_BYTES = 32
+_LENGTH_BYTES = 8
 _HEADER_BYTES = len(MAGIC) + _LENGTH_BYTES + _DIGEST_BYTES
 _DIGEST = slice(_HEADER_BYTES - _DIGEST_BYTES, _HEADER_BYTES)
 _GROUP = re.compile(r"group_(\d{8,})\.samples")
 _NAME = re.compile(r"\.?step_(\d{6,})\.(groups|scored|train)")
-GROUPS, SCORED, TRAIN = "groups", "scored", "train"
+GROUPS = "groups"
+SCORED = "scored"
+TRAIN = "train"
 
 
 @codec.register("JournalledGroup")
@@ -70,12 +78,15 @@ class JournalledBatch:
 
 
 class StepJournal:
-    """`settings_digest`: digest of those that a step's batch depends on. Its steps are those after the last checkpoint.
+    """`settings_digest`: digest of those that a step's batch depends on. Its steps are those after
+    the last checkpoint.
 
-    A disk that is full costs the journal, never the run: what could not be written is done again after a kill.
+    A disk that is full costs the journal, never the run: what could not be written is done
+    again after a kill.
 
-    Batches are written by a thread, beside what the ranks do with them. What a batch replaces stays until it is on
-    disk, and every other call waits for it. Nothing is written that is made of the rest in no time: no advantages.
+    Batches are written by a thread, beside what the ranks do with them. What a batch replaces stays
+    until it is on disk, and every other call waits for it. Nothing is written that is made of the
+    rest in no time: no advantages.
     """
 
     def __init__(
@@ -84,7 +95,9 @@ class StepJournal:
         settings_digest: str,
         report_regained_seconds: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`report_regained_seconds`: told the seconds that a former process spent on what is given back."""
+        """`report_regained_seconds`: told the seconds that a former process spent on what
+        is given back.
+        """
         self.directory = directory
         self.settings_digest = settings_digest
         self.report_regained_seconds = report_regained_seconds
@@ -96,12 +109,15 @@ class StepJournal:
 
     def wait_for_write(self) -> None:
         """Wait until the last batch is on disk."""
-        pending, self._pending_write = self._pending_write, None
+        pending = self._pending_write
+        self._pending_write = None
         if pending is not None:
             pending.result()
 
     def read_groups(self, step: int) -> dict[int, list[GeneratedSample]]:
-        """The groups of a step that were journalled, by index. Call it before `append_groups` of that step."""
+        """The groups of a step that were journalled, by index. Call it before
+        `append_groups` of that step.
+        """
         self.wait_for_write()
         path = self._get_step_path(step, GROUPS)
         records, self._intact_group_bytes = read_records(path)
@@ -147,8 +163,8 @@ class StepJournal:
     def read_latest_batch(self, step: int) -> JournalledBatch | None:
         """The furthest that is known of a step: with what the models say, or with rewards only.
 
-        What later steps have then counts only where this one has all: their samples came from the policy that this
-        step's update made.
+        What later steps have then counts only where this one has all: their samples came from the
+        policy that this step's update made.
         """
         self.wait_for_write()
         found = self._read_batch_record(step, TRAIN)
@@ -165,14 +181,17 @@ class StepJournal:
         seconds: float,
         num_drawn: int | None = None,
     ) -> None:
-        """A batch that is scored, or annotated. It replaces what the step had before, when it is on disk, which
-        `wait_for_write` waits for."""
+        """A batch that is scored, or annotated. It replaces what the step had before, when it is on
+        disk, which `wait_for_write` waits for.
+        """
         self.wait_for_write()
         entry = JournalledBatch(self.settings_digest, batch, dict(metrics), seconds, num_drawn)
         self._pending_write = self._writer_thread.submit(self._write_batch_record, step, entry)
 
     def _write_batch_record(self, step: int, entry: JournalledBatch) -> None:
-        batch, (scored, self._last_scored_record) = entry.batch, (self._last_scored_record, None)
+        batch = entry.batch
+        scored = self._last_scored_record
+        self._last_scored_record = None
         kind, former = (TRAIN, SCORED) if isinstance(batch, AnnotatedBatch) else (SCORED, GROUPS)
         if kind == TRAIN and scored is not None and scored[0] == step:
             shared = [
@@ -228,7 +247,9 @@ class StepJournal:
         return self._restore_shared_columns(step, records[0])
 
     def _restore_shared_columns(self, step: int, entry: JournalledBatch) -> JournalledBatch | None:
-        """`entry` with the columns that stand in the record of its scored batch, where that is there as it was."""
+        """`entry` with the columns that stand in the record of its scored batch, where that is
+        there as it was.
+        """
         if not entry.base:
             return entry
         if (scored := self._read_batch_record(step, SCORED)) is not None:
@@ -260,10 +281,11 @@ class StepJournal:
 
 
 class GroupJournal:
-    """Finished groups that have not been trained, or whose training no checkpoint has: a file for each.
+    """Finished groups that have not been trained, or whose training no checkpoint has: a
+    file for each.
 
-    `settings`: digest of those that samples depend on; groups made under others count as absent. One thread appends,
-    another one drops.
+    `settings`: digest of those that samples depend on; groups made under others count as absent.
+    One thread appends, another one drops.
     """
 
     def __init__(self, directory: Path, settings_digest: str) -> None:
@@ -273,8 +295,8 @@ class GroupJournal:
     def write_prompt_groups(
         self, stream_position: int, samples_by_request: Sequence[Sequence[GeneratedSample]]
     ) -> None:
-        """Write the samples of each request of the prompt at position `stream_position` of the stream. They are on disk when
-        this returns.
+        """Write the samples of each request of the prompt at position `stream_position` of the
+        stream. They are on disk when this returns.
         """
         path = self._get_group_path(stream_position)
         data = [
@@ -294,7 +316,9 @@ class GroupJournal:
         write_or_warn(path, write_records)
 
     def read_prompt_groups(self) -> dict[int, list[list[GeneratedSample]]]:
-        """Read the samples of each request, by position. Files that a killed process was writing are removed."""
+        """Read the samples of each request, by position. Files that a killed process was
+        writing are removed.
+        """
         for path in self.directory.glob(".group_*.part"):
             path.unlink(missing_ok=True)
         found: dict[int, list[JournalledGroup]] = {}
@@ -314,12 +338,14 @@ class GroupJournal:
     def forget_saved(self, state: RunState) -> None:
         """A checkpoint has what was trained or dropped before it."""
         if state.cursor is not None:
-            untrained, num_drawn = {*state.untrained}, state.cursor.num_drawn
+            untrained = {*state.untrained}
+            num_drawn = state.cursor.num_drawn
             self._remove_groups(lambda number: number < num_drawn and number not in untrained)
 
     def keep_only_positions(self, stream_positions: Collection[int]) -> None:
-        """Forget all others, also damaged ones and those of other settings: they are of another history of the run,
-        which may come back to their settings."""
+        """Forget all others, also damaged ones and those of other settings: they are of another
+        history of the run, which may come back to their settings.
+        """
         self._remove_groups(lambda number: number not in stream_positions)
 
     def _remove_groups(self, is_removed: Callable[[int], bool]) -> None:
@@ -362,7 +388,9 @@ def _drop_groups_without_routes(
 
 
 def find_journalled_routes(directory: Path) -> set[str]:
-    """Return the files of routes that any record of a journal names, of whatever step or settings."""
+    """Return the files of routes that any record of a journal names,
+    of whatever step or settings.
+    """
     records = (
         one for path in directory.glob("*") if path.is_file() for one in read_records(path)[0]
     )
@@ -399,7 +427,8 @@ def write_or_warn(
 
 def encode_record(value: Any) -> list[codec.Buffer]:
     """The pieces to write one after the other; columns are not copied."""
-    parts, digest = codec.encode_message_pieces(value), hashlib.sha256()
+    parts = codec.encode_message_pieces(value)
+    digest = hashlib.sha256()
     for part in parts:
         digest.update(part)
     length = sum(map(len, parts))

@@ -1,7 +1,8 @@
-"""`SavePolicy` decides when the state of a run is saved: every `save_freq` steps, and as `save_last` says at the end.
+"""`SavePolicy` decides when the state of a run is saved: every `save_freq` steps, and as
+`save_last` says at the end.
 
-`StageGuard` stands around every stage of a step: it times it, gives it its deadline, and starts none when the run is to
-stop; between two stages it commits a checkpoint that is complete.
+`StageGuard` stands around every stage of a step: it times it, gives it its deadline, and starts
+none when the run is to stop; between two stages it commits a checkpoint that is complete.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ def is_run_state_saved(trainer: TrainerConfig) -> bool:
 class SavePolicy:
     """Saves the state of a run through a checkpointer; without one it saves nothing.
 
-    `capture(step)` returns the state after that step. `save_weights` writes those that the hosts have.
-    `check_lock` raises when the run directory is not the run's any more.
+    `capture(step)` returns the state after that step. `save_weights` writes those that the hosts
+    have. `check_lock` raises when the run directory is not the run's any more.
     """
 
     def __init__(
@@ -59,7 +60,9 @@ class SavePolicy:
             self._checkpointer.commit_callback = self._handle_commit
 
     def record_initial_state(self, step: int, is_saved: bool) -> None:
-        """Take the state after `step`, before the next one begins. With save_freq, a warm-up is on disk then."""
+        """Take the state after `step`, before the next one begins. With save_freq, a warm-up
+        is on disk then.
+        """
         if self._capture_state is None:
             return
         self._last_state = self._capture_state(step)
@@ -78,10 +81,8 @@ class SavePolicy:
             return
         self._check_run_dir_lock()
         self._last_state = self._capture_state(step)
-        freq, is_last = (
-            self._trainer_config.save_freq,
-            step == self._trainer_config.total_training_steps,
-        )
+        freq = self._trainer_config.save_freq
+        is_last = step == self._trainer_config.total_training_steps
         if (freq and step % freq == 0) or (is_last and self._trainer_config.save_last == "state"):
             self._begin_save()
 
@@ -93,12 +94,14 @@ class SavePolicy:
     def take_metrics(self) -> dict[str, float]:
         """Return the metrics of checkpoints since the last call."""
         self.commit_if_written()
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     @contextmanager
     def save_when_stopped(self, stop_request: StopRequest) -> Iterator[None]:
-        """Save the last whole step when the block ends by RunStopped, if the run saves at all and there is time.
+        """Save the last whole step when the block ends by RunStopped, if the run saves at all and
+        there is time.
 
         The journal keeps what it has of the step after it.
         """
@@ -123,8 +126,8 @@ class SavePolicy:
             self._checkpointer.wait_for_save()
 
     def _save_before_stop(self, step: int, remaining_seconds: float) -> list[str] | None:
-        """Keep what fits into `remaining_seconds` of a run that stops after `step`. Returns it in words, or None where a save
-        failed.
+        """Keep what fits into `remaining_seconds` of a run that stops after `step`. Returns it in
+        words, or None where a save failed.
         """
         said = []
         if self._save_weights is not None:
@@ -137,8 +140,11 @@ class SavePolicy:
         if self._committed_step != step and takes_s is not None and takes_s > remaining_seconds:
             return [
                 *said,
-                f"the state after step {step} is not saved: the last save took {takes_s:.0f} s, of trainer.stop_grace_s"
-                f" {max(0, remaining_seconds):.0f} s are left. Started again, the run goes on after step {self._committed_step}",
+                (
+                    f"the state after step {step} is not saved: the last save took {takes_s:.0f} s,"
+                    f" of trainer.stop_grace_s {max(0, remaining_seconds):.0f} s are left. Started"
+                    f" again, the run goes on after step {self._committed_step}"
+                ),
             ]
         self._begin_save()
         self._checkpointer.wait_for_save()
@@ -193,7 +199,9 @@ class StageGuard:
 
     @contextmanager
     def __call__(self, stage: str, is_continuation: bool = False) -> Iterator[None]:
-        """Run a stage. `is_continuation`: it belongs to the stage before, which cannot stop half done."""
+        """Run a stage. `is_continuation`: it belongs to the stage before, which cannot
+        stop half done.
+        """
         if not is_continuation:
             self.stop_request.raise_if_requested()
             self.save_policy.commit_if_written()

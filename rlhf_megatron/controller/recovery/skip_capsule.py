@@ -1,14 +1,18 @@
-"""A capsule holds what a skipped mini-batch needs to run again, in `capsules/step_000012_actor/` of a run.
+"""A capsule holds what a skipped mini-batch needs to run again, in
+`capsules/step_000012_actor/` of a run.
 
-    capsule.json       what was skipped and why: ranks, parameters, micro-batches, samples and tokens
+    capsule.json       what was skipped and why: ranks, parameters, micro-batches,
+                       samples and tokens
     config.yaml        of the run
     samples.batch      the samples with all that the controller knew of them (TrainBatch)
-    mini_batch.batch   what was trained on, with its loss weights; not where the step was left out before any update
+    mini_batch.batch   what was trained on, with its loss weights; not where the step was left out
+                       before any update
     weights/           of the role, sharded, as they stood; loads under any layout
     rng/               random states of each rank
 
-At the skip the hosts write weights and random states into `.step_000012_actor.partial`; the controller adds the rest
-and renames the directory. When the disk fails, the capsule is lost and the run goes on.
+At the skip the hosts write weights and random states into `.step_000012_actor.partial`; the
+controller adds the rest and renames the directory. When the disk fails, the capsule is lost and
+the run goes on.
 """
 
 from __future__ import annotations
@@ -29,13 +33,12 @@ from rlhf_megatron.data.direct_file_io import fsync_path
 from rlhf_megatron.ranks.workers.rank_reports import WEIGHTS
 
 DIRECTORY = "capsules"
-FORMAT, FORMAT_VERSION = "rlhf_megatron capsule", 1
-FACTS, CONFIG, SAMPLES, MINI_BATCH = (
-    "capsule.json",
-    "config.yaml",
-    "samples.batch",
-    "mini_batch.batch",
-)
+FORMAT = "rlhf_megatron capsule"
+FORMAT_VERSION = 1
+FACTS = "capsule.json"
+CONFIG = "config.yaml"
+SAMPLES = "samples.batch"
+MINI_BATCH = "mini_batch.batch"
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,9 @@ class SkipCapsule:
 
 
 class CapsuleStore:
-    """The capsules of a run. `max_steps` steps have one at most; `note` takes a line for whoever watches the run."""
+    """The capsules of a run. `max_steps` steps have one at most; `note` takes a line for whoever
+    watches the run.
+    """
 
     def __init__(
         self, run_dir: Path, config_yaml: str, max_steps: int, note: Callable[[str], None]
@@ -70,7 +75,9 @@ class CapsuleStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def choose_partial_directory(self, step: int, role: str) -> Path | None:
-        """Return where the hosts write if this step has a skip; None when no more capsules are kept."""
+        """Return where the hosts write if this step has a skip; None when no more
+        capsules are kept.
+        """
         kept = {path.name.rpartition("_")[0] for path in self.directory.glob("step_*")}
         name = f"step_{step:06d}"
         is_full = name not in kept and len(kept) >= self.max_steps
@@ -89,7 +96,9 @@ class CapsuleStore:
         samples: TrainBatch,
         mini_batch: TokenBatch | None,
     ) -> Path | None:
-        """Complete the directory, rename it and return the new path. When the disk fails, note it and return None."""
+        """Complete the directory, rename it and return the new path. When the disk fails, note it
+        and return None.
+        """
         path = partial_directory.with_name(
             partial_directory.name.removeprefix(".").removesuffix(".partial")
         )
@@ -130,8 +139,8 @@ def read_skip_capsule(path: Path) -> SkipCapsule:
         raise ValueError(f"{path / FACTS} is not the file of a capsule.")
     if facts.get("format_version") != FORMAT_VERSION:
         raise ValueError(
-            f"{path} is a capsule of format {facts.get('format_version')}; this version of the package reads"
-            f" {FORMAT_VERSION}."
+            f"{path} is a capsule of format {facts.get('format_version')}; this version of the"
+            f" package reads {FORMAT_VERSION}."
         )
     samples = read_message_file(path / SAMPLES)
     mini_batch = read_message_file(path / MINI_BATCH) if (path / MINI_BATCH).exists() else None

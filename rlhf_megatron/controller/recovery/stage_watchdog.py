@@ -1,8 +1,9 @@
-"""The hang doctor: a stage of a step that is not finished in time ends the run, with one report of who was doing what.
+"""The hang doctor: a stage of a step that is not finished in time ends the run, with one report of
+who was doing what.
 
-The report has all hosts by rank, the threads of the controller, and the last calls to engines. It is the error's
-message and stands in HANG_REPORT of the run directory. Calls outside of stages have a deadline too
-(`runtime.remote_worker_group`); theirs is the same report.
+The report has all hosts by rank, the threads of the controller, and the last calls to engines. It
+is the error's message and stands in HANG_REPORT of the run directory. Calls outside of stages have
+a deadline too (`runtime.remote_worker_group`); theirs is the same report.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ _INTERRUPT = signal.SIGUSR2
 
 
 class StageWatchdog:
-    """Callable: `with watchdog("generate"): ...` on the main thread raises HostTimeoutError when that takes too long.
+    """Callable: `with watchdog("generate"): ...` on the main thread raises HostTimeoutError when
+    that takes too long.
 
-    A context manager around the whole run. `stage_timeouts_s`: stages with a deadline of their own. A main thread that
-    does not come back to Python is not waited for: END_S after the report the process ends with code 1.
+    A context manager around the whole run. `stage_timeouts_s`: stages with a deadline of their own.
+    A main thread that does not come back to Python is not waited for: END_S after the report the
+    process ends with code 1.
     """
 
     def __init__(
@@ -62,8 +65,11 @@ class StageWatchdog:
     def set_report_sources(
         self, group: WorkerGroup, list_recent_calls: Callable[[], Sequence[object]]
     ) -> None:
-        """Set what a report covers. `list_recent_calls` returns the last calls to engines, as printed."""
-        self._worker_group, self._list_recent_calls = group, list_recent_calls
+        """Set what a report covers. `list_recent_calls` returns the last calls to
+        engines, as printed.
+        """
+        self._worker_group = group
+        self._list_recent_calls = list_recent_calls
         group.set_hang_describer(self._report_late_call)
 
     def __enter__(self) -> StageWatchdog:
@@ -174,7 +180,8 @@ class StageWatchdog:
 def _kill_process_with_report(report_text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(
-            f"{report_text}\nThe controller did not end within {END_S:g} s of this report; it is ended.\n"
+            f"{report_text}\nThe controller did not end within {END_S:g} s of this report; it"
+            " is ended.\n"
         )
         sys.stderr.flush()
     os._exit(1)

@@ -1,6 +1,8 @@
-"""From rewards, log-probs and values to what multiplies the importance ratio and what the critic learns.
+"""From rewards, log-probs and values to what multiplies the importance ratio and what the
+critic learns.
 
-Also: The rollout correction of a step's batch on the controller: columns for the update, and metrics.
+Also: The rollout correction of a step's batch on the controller: columns for the
+update, and metrics.
 """
 
 from __future__ import annotations
@@ -30,11 +32,12 @@ KL_BLOCK_TOKENS = 65536  # tokens
 def compute_correction_columns(
     batch: AnnotatedBatch, is_valid: Tensor, correction_params: CorrectionParams, is_bypass: bool
 ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-    """(columns of a TrainBatch, metrics `rollout_corr/*`). Nothing where the trainer's log-probs were not computed.
+    """(columns of a TrainBatch, metrics `rollout_corr/*`). Nothing where the trainer's log-probs
+    were not computed.
 
-    In bypass mode the loss makes weights and rejection from the policy as it moves, so that here they are for metrics
-    only. The mean that a batch normalisation divides by cannot be known there before all micro-batches are done: it is
-    that of the policy before the update, in both modes.
+    In bypass mode the loss makes weights and rejection from the policy as it moves, so that here
+    they are for metrics only. The mean that a batch normalisation divides by cannot be known there
+    before all micro-batches are done: it is that of the policy before the update, in both modes.
     """
     if batch.old_log_probs is None:
         return {}, {}
@@ -56,10 +59,11 @@ def compute_correction_columns(
 
 
 class AdvantageStage:
-    """Callable: a step's batch -> (the batch with advantages, metrics). Call it once a step, in order.
+    """Callable: a step's batch -> (the batch with advantages, metrics). Call it once a
+    step, in order.
 
-    Its state is `kl_controller`, the controller of the KL term in the reward: the weight of a step is made from the KL of the
-    steps before it.
+    Its state is `kl_controller`, the controller of the KL term in the reward: the weight of a step
+    is made from the KL of the steps before it.
     """
 
     def __init__(self, config: AlgorithmConfig, setup: AlgorithmSetup) -> None:
@@ -86,17 +90,18 @@ class AdvantageStage:
     def estimate_advantages(
         self, batch: AnnotatedBatch, is_valid: Tensor
     ) -> tuple[AdvantageOutputs, dict[str, float]]:
-        """(what the estimator makes of the rewards, metrics of what it was given). `is_valid`: [B] bool."""
-        kl, metrics = None, {}
+        """(what the estimator makes of the rewards, metrics of what it was given).
+        `is_valid`: [B] bool.
+        """
+        kl = None
+        metrics = {}
         kl_coef = 0.0
         if self.kl_controller is not None:
             assert batch.old_log_probs is not None and batch.ref_log_probs is not None, (
                 "KL needs both log-probs"
             )
-            kl, kl_coef = (
-                _compute_step_kl(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty),
-                self.kl_controller.kl_coef,
-            )
+            kl = _compute_step_kl(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty)
+            kl_coef = self.kl_controller.kl_coef
             mean = compute_mean_kl(kl, is_valid, batch.response_mask, batch.offsets)
             if math.isfinite(
                 mean.nats_per_response
@@ -109,8 +114,8 @@ class AdvantageStage:
         if self.setup.needs_greedy_rewards:
             if batch.greedy_rewards is None:
                 raise ValueError(
-                    "algorithm.adv_estimator needs the rewards of greedy samples, and this step was recorded without"
-                    " them; record a run that has this estimator."
+                    "algorithm.adv_estimator needs the rewards of greedy samples, and this step"
+                    " was recorded without them; record a run that has this estimator."
                 )
             metrics |= compute_greedy_reward_metrics(batch)
         rewards = None

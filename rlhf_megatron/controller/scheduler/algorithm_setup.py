@@ -1,4 +1,6 @@
-"""What a configuration names, loaded and checked before a process is started: registered parts, prompts, tokenizer."""
+"""What a configuration names, loaded and checked before a process is started: registered parts,
+prompts, tokenizer.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class AlgorithmSetup:
     needs_values: bool = False  # there is a critic
     needs_token_rewards: bool = False  # per-token rewards, also without KL in them
     needs_log_probs: bool = True  # of the trainer's policy before the update, in every step
-    update_returns_old_log_probs: bool = False  # the old log-probs of a step are those of its one update, which tells them afterwards
+    # the old log-probs of a step are those of its one update, which tells them afterwards
+    update_returns_old_log_probs: bool = False
     correction: CorrectionParams = field(default_factory=CorrectionParams)
     is_bypass: bool = (
         False  # the engine's log-probs are the old ones, and the loss makes the correction
@@ -61,7 +64,9 @@ class AlgorithmSetup:
 
 
 def load_algorithm_setup(config: RunConfig) -> AlgorithmSetup:
-    """Runs the plugins of the run. Raises ConfigError with all unknown names, wrong parameters and unmet needs."""
+    """Runs the plugins of the run. Raises ConfigError with all unknown names, wrong parameters
+    and unmet needs.
+    """
     load_plugins(config.plugins)
     problems = list(drop_none(check_named_parts(LoadedConfig.from_config(config))))
     if problems:
@@ -118,8 +123,8 @@ def make_run_data(
     prompt_sets: PromptSets,
     tokenizer: Tokenizer,
 ) -> RunData:
-    """Collect what the controller of a run reads. `seed`: of the order where `data_config` has none. `stop_strings`: strings that
-    end answers.
+    """Collect what the controller of a run reads. `seed`: of the order where `data_config` has
+    none. `stop_strings`: strings that end answers.
 
     Raises ValueError for a stop string that is not one token.
     """

@@ -1,4 +1,6 @@
-"""Whether steps have a pass for the trainer's log-probs before the update. Without torch: the simulator asks, too."""
+"""Whether steps have a pass for the trainer's log-probs before the update. Without torch: the
+simulator asks, too.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ _TRAINER_LOG_PROB_NEEDS = {"log_probs", "old_log_probs", "sum_squares"}
 
 
 def needs_log_probs_pass(algorithm: AlgorithmConfig, estimator_needs: Collection[str]) -> bool:
-    """Whether the trainer's log-probs are needed. The loss needs them unless a correction puts the engine's in their
-    place; a KL in the reward, an estimator or a mean of weights over the step may need them even then. `estimator_needs`: of the
-    estimator.
+    """Whether the trainer's log-probs are needed. The loss needs them unless a correction puts the
+    engine's in their place; a KL in the reward, an estimator or a mean of weights over the step may
+    need them even then. `estimator_needs`: of the estimator.
     """
     correction = resolve_rollout_correction(algorithm.rollout_correction)
     is_mean = correction.rollout_is is not None and bool(correction.rollout_is_batch_normalize)
@@ -32,8 +34,9 @@ def update_returns_old_log_probs(
     num_samples: int,
     estimator_needs: Collection[str],
 ) -> bool:
-    """Whether a step is one optimizer step of all its `num_samples`, and nothing reads the trainer's log-probs before
-    it: the update tells them, no pass of their own is needed, and the importance ratio is 1 to the bit.
+    """Whether a step is one optimizer step of all its `num_samples`, and nothing reads the
+    trainer's log-probs before it: the update tells them, no pass of their own is needed, and the
+    importance ratio is 1 to the bit.
     """
     correction = resolve_rollout_correction(algorithm.rollout_correction)
     is_one = actor.ppo_epochs == 1 and actor.mini_batch_size == num_samples

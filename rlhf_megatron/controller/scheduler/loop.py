@@ -1,11 +1,13 @@
 """The loop: take -> annotate -> advantages -> update -> sync. Read this page first.
 
-Nothing here knows an algorithm, an engine, a launcher, a layout or a schedule. A supply hands out the samples of a
-step: made in that step (`supply/foreground.py`: next -> generate -> score), or meanwhile, by other threads
-(`supply/background.py`). Every other line is a method of `StepStages`; what flows between them stands in `data/batch.py`.
+Nothing here knows an algorithm, an engine, a launcher, a layout or a schedule. A supply hands out
+the samples of a step: made in that step (`supply/foreground.py`: next -> generate -> score), or
+meanwhile, by other threads (`supply/background.py`). Every other line is a method of `StepStages`;
+what flows between them stands in `data/batch.py`.
 
 After a kill the loop is entered again at the step after the last checkpoint:
-a stage that the journal has already hands back what was finished, and the stages behind it pass that on.
+a stage that the journal has already hands back what was finished, and the stages behind
+it pass that on.
 """
 
 from __future__ import annotations
@@ -43,9 +45,11 @@ def run_training_loop(
     save_policy: SavePolicy,
     plan: LoopPlan,
 ) -> None:
-    """The steps after `plan.steps_done`. The engines serve the current weights when it is called and when it returns.
+    """The steps after `plan.steps_done`. The engines serve the current weights when it is called
+    and when it returns.
 
-    Raises RunStopped between two stages when the run was asked to stop: always before an update, or after its sync.
+    Raises RunStopped between two stages when the run was asked to stop: always before an update, or
+    after its sync.
     """
     if plan.is_evaluation_due(plan.num_steps_done) and not plan.has_start_evaluation:
         _run_evaluation_stage(stages, tracker, stage_guard, plan, plan.num_steps_done)

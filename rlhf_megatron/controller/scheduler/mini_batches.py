@@ -1,4 +1,6 @@
-"""A step's samples as mini-batches, each with its loss weights under one global denominator. Pure."""
+"""A step's samples as mini-batches, each with its loss weights under one global
+denominator. Pure.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from rlhf_megatron.data.seeds import derive_seed
 def compute_token_weights(
     batch: TokenBatch, loss_agg_mode: str, scale_factor: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss weights [T], metric weights [T]); the counts are those of `batch`, which is a whole mini-batch."""
+    """(loss weights [T], metric weights [T]); the counts are those of `batch`, which is a
+    whole mini-batch.
+    """
     num_tokens = int(batch.response_mask.sum())
     weights = compute_loss_weights(
         loss_agg_mode, batch.response_mask, batch.offsets, num_tokens, len(batch), scale_factor
@@ -36,7 +40,9 @@ def compute_token_weights(
 def iterate_mini_batch_indices(
     num_samples: int, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The samples of each mini-batch of a step, over all epochs: in an order of (seed, step, epoch)."""
+    """The samples of each mini-batch of a step, over all epochs: in an order of
+    (seed, step, epoch).
+    """
     for epoch in range(num_epochs):
         order = list(range(num_samples))
         if use_shuffle:
@@ -55,7 +61,9 @@ def make_token_selection_mask(
     step: int,
     mini_batch_number: int,
 ) -> Tensor | None:
-    """[T] bool: what `loss_config` chooses of mini-batch `mini_batch_number` of a step; None for a loss that chooses nothing."""
+    """[T] bool: what `loss_config` chooses of mini-batch `mini_batch_number` of a step; None for a
+    loss that chooses nothing.
+    """
     if loss_config.loss_mode not in PICKS:
         return None
     assert mini_batch_samples.old_log_probs is not None, (
@@ -91,11 +99,11 @@ def make_actor_mini_batch(
     is_picked: Tensor | None = None,
     is_bypass: bool = False,
 ) -> MiniBatch:
-    """`samples` as a mini-batch of the actor. `is_picked`: see `make_token_selection_mask`; `is_bypass`: the engine's log-probs are the old
-    ones.
+    """`samples` as a mini-batch of the actor. `is_picked`: see `make_token_selection_mask`;
+    `is_bypass`: the engine's log-probs are the old ones.
 
-    What is rejected, and samples of masked status, have loss weight 0 in every term; they count in the denominators,
-    and in metrics, as any token.
+    What is rejected, and samples of masked status, have loss weight 0 in every term; they count in
+    the denominators, and in metrics, as any token.
     """
     weights, for_metrics = compute_token_weights(samples, loss_agg_mode, scale_factor)
     weights.mul_(make_valid_token_mask(samples))
@@ -125,8 +133,8 @@ def make_critic_mini_batch(
 ) -> ValueMiniBatch:
     """`samples` as a mini-batch of the critic.
 
-    A sample of masked status has no return to learn: its weights are 0. It counts in the denominator of the loss, as
-    it does in the actor's.
+    A sample of masked status has no return to learn: its weights are 0. It counts in the
+    denominator of the loss, as it does in the actor's.
     """
     assert samples.values is not None and samples.returns is not None, (
         "a critic's update needs values and returns"
@@ -150,8 +158,9 @@ def make_supervised_mini_batch(
     scale_factor: float | None = None,
     sample_weights: Tensor | None = None,
 ) -> MiniBatch:
-    """A mini-batch for the loss "sft" over what trains in `batch`. `sample_weights`: [B], 1 each where None; they
-    multiply the loss of a sample and leave the denominators, which count tokens and samples, as they are.
+    """A mini-batch for the loss "sft" over what trains in `batch`. `sample_weights`: [B], 1 each
+    where None; they multiply the loss of a sample and leave the denominators, which count tokens
+    and samples, as they are.
     """
     weights, for_metrics = compute_token_weights(batch, loss_agg_mode, scale_factor)
     if sample_weights is not None:

@@ -1,8 +1,9 @@
-"""The scores of a reward model on the hosts become rewards: one a response, one a step of it, or one a token.
+"""The scores of a reward model on the hosts become rewards: one a response, one a step of it,
+or one a token.
 
-A step ends with the token at which the text of the response so far holds one more separator; the response's last token
-ends the last step. Pieces of text are tokens decoded one by one, so that a separator is found where it is spread over
-several of them.
+A step ends with the token at which the text of the response so far holds one more separator; the
+response's last token ends the last step. Pieces of text are tokens decoded one by one, so that a
+separator is found where it is spread over several of them.
 """
 
 # B samples, T tokens of their prompts and responses, N tokens that are scored
@@ -62,7 +63,9 @@ class ModelRewardScorer:
     def add_model_scores(
         self, reward_model: RewardModelProxy, rollout: RolloutBatch, results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """`results` of the samples of `rollout`, with the model's scores; masked ones as they are."""
+        """`results` of the samples of `rollout`, with the model's scores;
+        masked ones as they are.
+        """
         asked = self.request_scores(reward_model, make_scored_batch(rollout, results))
         assert asked is not None
         rewards = asked.await_scored_batch().rewards.tolist()
@@ -72,12 +75,15 @@ class ModelRewardScorer:
         ]
 
     def mask_scored_tokens(self, batch: ScoredBatch) -> Tensor:
-        """[T] bool: the tokens that are scored, of each sample one at least (the last, where it has no response)."""
+        """[T] bool: the tokens that are scored, of each sample one at least (the last, where it
+        has no response).
+        """
         if self.config.granularity == "token":
             is_scored_T = batch.response_mask.clone()
         else:
             is_scored_T = torch.zeros_like(batch.response_mask)
-        mask, borders = batch.response_mask, batch.offsets.tolist()
+        mask = batch.response_mask
+        borders = batch.offsets.tolist()
         for begin, end in pairwise(borders):
             of_response = mask[begin:end].nonzero().view(-1).tolist()
             is_scored_T[begin + (of_response[-1] if of_response else end - begin - 1)] = True
@@ -92,7 +98,8 @@ class ModelRewardScorer:
     def add_scores_to_rewards(
         self, batch: ScoredBatch, is_scored_T: Tensor, scores_T: Tensor
     ) -> ScoredBatch:
-        """`batch` with the model's scores in its rewards, and as the part `reward_model` before their weight.
+        """`batch` with the model's scores in its rewards, and as the part `reward_model`
+        before their weight.
 
         `scores_T`: [T], as the model gave them at `is_scored_T`.
         """
@@ -136,8 +143,11 @@ class PendingScores:
 
 
 def find_step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
-    """Return the places of the pieces that complete a separator; of overlapping ones the first counts."""
-    found, rest = [], ""
+    """Return the places of the pieces that complete a separator; of overlapping ones
+    the first counts.
+    """
+    found = []
+    rest = ""
     for place, piece in enumerate(token_texts):
         rest += piece
         if separator in rest:

@@ -1,5 +1,6 @@
-"""What the models on the hosts do in a step: they annotate its samples (log-probs, entropies, values) and learn from
-them in epochs x mini-batches, one optimizer step each."""
+"""What the models on the hosts do in a step: they annotate its samples (log-probs, entropies,
+values) and learn from them in epochs x mini-batches, one optimizer step each.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ CALLS_IN_FLIGHT = 2  # of a role: one that runs and one that waits, so that a po
 
 @dataclass(frozen=True)
 class RoleUpdate:
-    """The training of one role in a step. `send_update` still takes mini-batch, token budget and capsule."""
+    """The training of one role in a step. `send_update` still takes mini-batch, token
+    budget and capsule.
+    """
 
     proxy: TrainedProxy
     send_update: partial[Future[UpdateResult]]
@@ -80,7 +83,8 @@ class UpdateSettings:
 
     @classmethod
     def from_run_config(cls, config: RunConfig) -> UpdateSettings:
-        factor, budget = config.actor.loss_scale_factor, config.actor.ppo_max_token_len_per_gpu
+        factor = config.actor.loss_scale_factor
+        budget = config.actor.ppo_max_token_len_per_gpu
         return cls(
             config.actor,
             config.critic,
@@ -100,7 +104,8 @@ def plan_actor_update(
     workers: RoleProxies, settings: UpdateSettings, step: int, batch: TrainBatch
 ) -> RoleUpdate:
     """The policy's update of a step."""
-    actor, seed = settings.actor, settings.seed
+    actor = settings.actor
+    seed = settings.seed
     iterate_indices = partial(
         iterate_mini_batch_indices,
         len(batch),
@@ -142,7 +147,9 @@ def plan_actor_update(
 def attach_old_log_probs(
     batch: TrainBatch, settings: UpdateSettings, step: int, old_log_probs: TokenLogProbs
 ) -> TrainBatch:
-    """`batch` with what the update of its one mini-batch told, in the order of that one's samples."""
+    """`batch` with what the update of its one mini-batch told,
+    in the order of that one's samples.
+    """
     actor = settings.actor
     sample_indices = next(
         iterate_mini_batch_indices(
@@ -162,12 +169,11 @@ def plan_critic_update(
     workers: RoleProxies, settings: UpdateSettings, step: int, batch: TrainBatch
 ) -> RoleUpdate:
     """The critic's update of a step; its order of samples is the actor's."""
-    actor, critic = settings.actor, settings.critic
+    actor = settings.actor
+    critic = settings.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
-    size, mode = (
-        critic.mini_batch_size or actor.mini_batch_size,
-        critic.loss_agg_mode or actor.loss_agg_mode,
-    )
+    size = critic.mini_batch_size or actor.mini_batch_size
+    mode = critic.loss_agg_mode or actor.loss_agg_mode
     iterate_indices = partial(
         iterate_mini_batch_indices,
         len(batch),
@@ -209,15 +215,17 @@ def request_annotations(
     record_routes: bool = False,
     reward_scorer: ModelRewardScorer | None = None,
 ) -> AnnotatedBatch:
-    """Columns of the actor (without `use_actor` none) and, where estimator and loss need them, of the critic and the
-    reference. `record_routes`: ranks keep the experts that the samples meet in the actor, where routing is replayed.
-    `reward_scorer`: what a reward model on the hosts adds to the samples' rewards.
+    """Columns of the actor (without `use_actor` none) and, where estimator and loss need them, of
+    the critic and the reference. `record_routes`: ranks keep the experts that the samples meet in
+    the actor, where routing is replayed. `reward_scorer`: what a reward model on the hosts adds to
+    the samples' rewards.
 
-    All calls are made before the first result is awaited: pools of their own work at the same time. In one pool they
-    run in the order actor, critic, reference, reward model.
+    All calls are made before the first result is awaited: pools of their own work at the same time.
+    In one pool they run in the order actor, critic, reference, reward model.
     """
     tokens = _make_token_batch(scored_batch, record_routes)
-    budget, temperature = settings.actor.ppo_max_token_len_per_gpu, settings.temperature
+    budget = settings.actor.ppo_max_token_len_per_gpu
+    temperature = settings.temperature
     asked = {"with_sum_squares": True} if setup.needs_sum_squares else {}
     actor = critic = reference = teacher = None
     if use_actor:
@@ -257,7 +265,9 @@ def request_annotations(
 
 
 def record_actor_routes(workers: RoleProxies, settings: UpdateSettings, batch: ScoredBatch) -> None:
-    """Have the ranks keep the experts that samples meet in the actor before its update, as `request_annotations` does."""
+    """Have the ranks keep the experts that samples meet in the actor before its update, as
+    `request_annotations` does.
+    """
     budget = settings.actor.ppo_max_token_len_per_gpu
     workers.actor.log_probs(
         _make_token_batch(batch, record_routes=True), budget, temperature=settings.temperature
@@ -282,12 +292,13 @@ def run_role_updates(
     on_ranks_busy: Callable[[], None] = lambda: None,
     on_old_log_probs: Callable[[TokenLogProbs], None] = lambda old_log_probs: None,
 ) -> dict[str, float]:
-    """Train each role. Returns metrics averaged over its optimizer steps. `on_ranks_busy` is called once the ranks have
-    work, `on_old_log_probs` with each `UpdateResult.own`.
+    """Train each role. Returns metrics averaged over its optimizer steps. `on_ranks_busy` is called
+    once the ranks have work, `on_old_log_probs` with each `UpdateResult.own`.
 
-    Roles take turns, one mini-batch each, as long as they have any: that is the order in which one pool runs them.
-    Pools of their own work at the same time. A role's next mini-batch goes out when its last but one is done.
-    `skips` sees each outcome; once it has had enough nothing is sent any more, and NonFiniteNumbers raised.
+    Roles take turns, one mini-batch each, as long as they have any: that is the order in which one
+    pool runs them. Pools of their own work at the same time. A role's next mini-batch goes out when
+    its last but one is done. `skips` sees each outcome; once it has had enough nothing is sent any
+    more, and NonFiniteNumbers raised.
     """
     skips = skips or NonFiniteSkips()
     runs = [_RoleUpdateRun(update, step, skips) for update in updates]
@@ -329,7 +340,9 @@ class _RoleUpdateRun:
         self._pending_results: deque[Future[UpdateResult]] = deque()
 
     def send_next(self, mini_batches: Iterator[TokenBatch]) -> bool:
-        """Send the next one. Return whether there was one. It is made here and kept nowhere: one stands at a time."""
+        """Send the next one. Return whether there was one. It is made here and kept nowhere: one
+        stands at a time.
+        """
         mini_batch = next(mini_batches, None)
         if mini_batch is None or self._all_skips.is_limit_reached:
             return mini_batch is not None
@@ -359,8 +372,8 @@ def skip_step_with_bad_columns(
     batch: TrainBatch,
     bad_columns: Sequence[NonFiniteColumn],
 ) -> dict[str, float]:
-    """Skip the step, in place of `run_role_updates`, for a batch with `bad_columns` that are not finite. Returns the metrics
-    of skipped steps.
+    """Skip the step, in place of `run_role_updates`, for a batch with `bad_columns` that are not
+    finite. Returns the metrics of skipped steps.
     """
     roles = {update.proxy.role: update for update in updates}
     skips.skip_whole_step(workers, step, list(roles), batch, bad_columns)
@@ -378,7 +391,9 @@ def skip_step_with_bad_columns(
 def average_update_metrics(
     role: str, num_epochs: int, results: Sequence[UpdateResult]
 ) -> dict[str, float]:
-    """Means over the optimizer steps that were made, nan where none was; counts, the last lr, under the role's name."""
+    """Means over the optimizer steps that were made, nan where none was; counts, the last lr, under
+    the role's name.
+    """
     made = [result for result in results if not result.is_skipped]
     count = len(made) or math.nan
     return {

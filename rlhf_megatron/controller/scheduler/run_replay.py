@@ -1,7 +1,8 @@
-"""`train --replay` without engines: a recorded run trains on its rollouts again, a capsule runs its mini-batch again.
+"""`train --replay` without engines: a recorded run trains on its rollouts again, a capsule runs its
+mini-batch again.
 
-A capsule runs in any layout and on any device, forward and backward, to see whether the number that was not finite
-shows again; no optimizer step is made.
+A capsule runs in any layout and on any device, forward and backward, to see whether the number that
+was not finite shows again; no optimizer step is made.
 """
 
 from __future__ import annotations
@@ -90,10 +91,8 @@ def replay_run(
         tracker.show_note(f"replay of steps 1 .. {last_step} of {recorded_run_dir}")
         group = connect_group()
         stack.callback(group.close)
-        workers, data = (
-            RoleProxies(group, tracker.trace.record_call),
-            RunData(None, (), tokenizer, ()),
-        )
+        workers = RoleProxies(group, tracker.trace.record_call)
+        data = RunData(None, (), tokenizer, ())
         sync = PolicySync(start.policy_version)
         stages = ReplayStages(
             config, workers, None, data, parts, sync, refuse_to_score, recorded_rollouts=recorder
@@ -156,7 +155,8 @@ class CapsuleReplayResult:
 def replay_capsule(
     config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, capsule_dir: Path
 ) -> CapsuleReplayResult:
-    """Load the weights of a capsule and run its mini-batch, forward and backward. Written to replay.json too.
+    """Load the weights of a capsule and run its mini-batch, forward and backward. Written to
+    replay.json too.
 
     Raises ValueError for a directory that is no capsule, or one of another model.
     """
@@ -215,16 +215,12 @@ def _rerun_forward_backward(
 ) -> tuple[bool, dict[str, Any]]:
     worker: TrainedProxy
     if isinstance(mini_batch, ValueMiniBatch):
-        worker, call = (
-            workers.critic,
-            workers.critic.rerun_forward_backward(mini_batch, token_budget),
-        )
+        worker = workers.critic
+        call = workers.critic.rerun_forward_backward(mini_batch, token_budget)
     else:
         assert isinstance(mini_batch, MiniBatch)
-        worker, call = (
-            workers.actor,
-            workers.actor.rerun_forward_backward(mini_batch, token_budget, **arguments),
-        )
+        worker = workers.actor
+        call = workers.actor.rerun_forward_backward(mini_batch, token_budget, **arguments)
     is_skipped = call.result().is_skipped
     findings = [of_rank[-1] for of_rank in worker.take_skip_reports().result()]
     layout = worker.layout
@@ -257,7 +253,8 @@ def _recompute_bad_columns(
         mini_batch: TokenBatch = make_supervised_mini_batch(tokens)
         arguments: dict[str, Any] = {"temperature": temperature, "loss": "sft"}
         if capsule.role == "critic":
-            mini_batch, arguments = _make_zero_value_batch(tokens), {}
+            mini_batch = _make_zero_value_batch(tokens)
+            arguments = {}
         _, found = _rerun_forward_backward(
             workers, capsule, mini_batch, token_budgets[capsule.role], arguments
         )
@@ -318,7 +315,8 @@ def _describe_pass(pass_facts: Mapping[str, Any]) -> list[str]:
     for entry in pass_facts["micro_batches"]:
         loss = entry["loss"] if isinstance(entry["loss"], str) else f"{entry['loss']:.6g}"
         lines.append(
-            f"  replica {entry['replica']} micro-batch {entry['micro_batch']}: loss {loss}, samples {entry['samples']}"
+            f"  replica {entry['replica']} micro-batch {entry['micro_batch']}: loss {loss},"
+            f" samples {entry['samples']}"
         )
     norm = (
         pass_facts["grad_norm"]
@@ -348,8 +346,12 @@ def _describe_column(column: NonFiniteColumn, batch: TrainBatch, is_bad_again: b
 
 def _verdict_line(is_reproduced: bool) -> str:
     if is_reproduced:
-        return "reproduced: the weights and the batch of the capsule give numbers that are not finite here too"
+        return (
+            "reproduced: the weights and the batch of the capsule give numbers that are not"
+            " finite here too"
+        )
     return (
-        "not reproduced: every number is finite here. What was not came from elsewhere: a fault of the hardware, a race"
-        " between ranks, an engine, or the arithmetic of the device and layout that it ran on"
+        "not reproduced: every number is finite here. What was not came from elsewhere: a fault of"
+        " the hardware, a race between ranks, an engine, or the arithmetic of the device and"
+        " layout that it ran on"
     )

@@ -1,7 +1,7 @@
 """Samples to rewards, and back to columns of a batch.
 
-Also: One greedy sample a prompt, for estimators that need `align_greedy_rewards`. What a step trains on where rewards
-decide how often a sample does: PF-PPO, see algorithms/resampling.py.
+Also: One greedy sample a prompt, for estimators that need `align_greedy_rewards`. What a step
+trains on where rewards decide how often a sample does: PF-PPO, see algorithms/resampling.py.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ RESAMPLING_SEED_PURPOSE = 13  # of the seed
 def align_greedy_rewards(
     rollout: RolloutBatch, greedy_rollout: RolloutBatch, greedy_results: Sequence[RewardResult]
 ) -> Tensor:
-    """[B] float32: for each sample of `rollout` the reward of the greedy sample of its prompt; nan: masked status.
+    """[B] float32: for each sample of `rollout` the reward of the greedy sample of its prompt; nan:
+    masked status.
 
     `greedy_results`: one for each sample of `greedy_rollout`.
     """
@@ -81,8 +82,8 @@ def compute_greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def release_free_memory() -> None:
-    """Give memory of answers and messages back to the system: their pieces are too small for the C library to do so
-    by itself.
+    """Give memory of answers and messages back to the system: their pieces are too small for the C
+    library to do so by itself.
     """
     with suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL(None).malloc_trim(0)
@@ -112,7 +113,9 @@ def make_scored_batch(
     greedy_rollout: RolloutBatch | None = None,
     greedy_results: Sequence[RewardResult] = (),
 ) -> ScoredBatch:
-    """`rollout` with a result a sample, and where there are greedy samples their rewards as a column."""
+    """`rollout` with a result a sample, and where there are greedy samples their
+    rewards as a column.
+    """
     names = sorted({name for result in results for name in result.parts})
     return add_columns(
         ScoredBatch,
@@ -131,10 +134,11 @@ def make_scored_batch(
 def resample_batch(
     batch: TrainBatch, pf_ppo: PFPPOConfig, seed: int, step: int
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """(as many samples of `batch`, drawn with all their columns; metrics). `batch` itself where that is switched off.
+    """(as many samples of `batch`, drawn with all their columns; metrics). `batch` itself where
+    that is switched off.
 
-    Drawn by (seed, step), so that a resumed or replayed step draws the same. Made for the update only: the metrics of
-    rewards and lengths tell what the policy sampled.
+    Drawn by (seed, step), so that a resumed or replayed step draws the same. Made for the update
+    only: the metrics of rewards and lengths tell what the policy sampled.
     """
     if not pf_ppo.enable:
         return batch, {}
@@ -148,7 +152,8 @@ def resample_batch(
     return select_samples(batch, drawn), {"pf_ppo/distinct_samples": len(set(drawn)) / len(batch)}
 
 
-# Groups without signal are left out of a step; other prompts are generated in their place (`algorithms.prompt_groups`).
+# Groups without signal are left out of a step; other prompts are generated in their
+# place (`algorithms.prompt_groups`).
 
 
 def filter_groups_with_signal(
@@ -159,12 +164,16 @@ def filter_groups_with_signal(
 ) -> tuple[ScoredBatch, dict[str, float]]:
     """(the first `num_wanted_groups` groups that teach, metrics).
 
-    `make_further_batch(number)` generates and scores a further batch, counted from 1; at most `max_num_gen_batches` there are in
-    all. Where these have too few groups, the step has what they have. Where none teaches it has `first_batch` as it is, which
-    `has_no_signal` tells later stages.
+    `make_further_batch(number)` generates and scores a further batch, counted from 1; at most
+    `max_num_gen_batches` there are in all. Where these have too few groups, the step has what they
+    have. Where none teaches it has `first_batch` as it is, which `has_no_signal`
+    tells later stages.
     """
     kept: list[ScoredBatch] = []
-    batch, num_batches, num_generated, num_kept = first_batch, 1, 0, 0
+    batch = first_batch
+    num_batches = 1
+    num_generated = 0
+    num_kept = 0
     while True:
         is_kept = _mask_samples_with_signal(batch, filter_config)
         num_generated += batch.group_ids.unique().numel()
@@ -173,7 +182,8 @@ def filter_groups_with_signal(
             num_kept += kept[-1].group_ids.unique().numel()
         if num_kept >= num_wanted_groups or num_batches == filter_config.max_num_gen_batches:
             break
-        batch, num_batches = make_further_batch(num_batches), num_batches + 1
+        batch = make_further_batch(num_batches)
+        num_batches = num_batches + 1
     metrics = GroupFilterReport(filter_config, num_wanted_groups)(
         min(num_kept, num_wanted_groups), num_generated, num_kept
     )
@@ -203,8 +213,11 @@ class GroupFilterReport:
         num_batches = num_generated_groups / self._num_wanted_groups
         if num_taken_groups < self._num_wanted_groups:
             logger.warning(
-                "algorithm.filter_groups: %d of %d groups differ in %s after %g batches (max_num_gen_batches); %s."
-                " Easier or harder prompts, more samples a prompt or more batches give more.",
+                (
+                    "algorithm.filter_groups: %d of %d groups differ in %s after %g batches"
+                    " (max_num_gen_batches); %s. Easier or harder prompts, more samples a prompt or"
+                    " more batches give more."
+                ),
                 num_taken_groups,
                 self._num_wanted_groups,
                 self._filter_config.metric,
@@ -239,8 +252,8 @@ def _select_first_groups(batch: ScoredBatch, num_groups: int) -> ScoredBatch:
 
 
 def align_reward_parts(batches: Sequence[ScoredBatchType]) -> list[ScoredBatchType]:
-    """Give all batches the same parts of the reward: a batch without samples of some data source lacks those of its
-    reward.
+    """Give all batches the same parts of the reward: a batch without samples of some data source
+    lacks those of its reward.
     """
     names = sorted({name for batch in batches for name in batch.reward_parts})
     return [

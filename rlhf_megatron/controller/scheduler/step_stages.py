@@ -1,4 +1,6 @@
-"""What each line of the loop does, in terms of the two things the controller talks to: the workers and a fleet."""
+"""What each line of the loop does, in terms of the two things the controller talks to: the
+workers and a fleet.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,8 @@ from rlhf_megatron.runtime.role_proxies import RoleProxies
 class StepStages:
     """One object a run. Every method is one line of the loop page.
 
-    `generate_rollout` hands back what the journal has of a step, with the columns of later stages; those pass it on as it is.
+    `generate_rollout` hands back what the journal has of a step, with the columns of later stages;
+    those pass it on as it is.
     """
 
     config: RunConfig
@@ -169,8 +172,8 @@ class StepStages:
         return rollout
 
     def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
-        """`batch_number`: of those that the step has generated, counted from 0. Its groups stand behind those of the
-        batches before it in the journal.
+        """`batch_number`: of those that the step has generated, counted from 0. Its groups stand
+        behind those of the batches before it in the journal.
         """
         rollout = self.config.rollout
         params = self.make_sampling_params(SamplingConfig(rollout.temperature))
@@ -202,7 +205,8 @@ class StepStages:
         self.turns.give_devices_to_engines()
         groups = self.fleet.generate(requests, record_groups, known)
         faults.reach_fault_point("rollout.after_generate")
-        sampled, greedy = groups[: len(prompts)], groups[len(prompts) :]
+        sampled = groups[: len(prompts)]
+        greedy = groups[len(prompts) :]
         self._pending_greedy_rollout = (
             collect_rollout_batch(prompts, greedy, self.run_data.tokenizer) if greedy else None
         )
@@ -240,22 +244,25 @@ class StepStages:
 
     def _score_batch(self, rollout: RolloutBatch) -> ScoredBatch:
         faults.reach_fault_point("reward.before_score")
-        greedy, self._pending_greedy_rollout = self._pending_greedy_rollout, None
+        greedy = self._pending_greedy_rollout
+        self._pending_greedy_rollout = None
         self._step_route_files.update(rollout.routes or ())
         self.turns.give_devices_to_scorers()
         results = self.scorer(
             make_reward_samples(rollout) + (make_reward_samples(greedy) if greedy else [])
         )
-        results, of_greedy = results[: len(rollout)], results[len(rollout) :]
+        of_greedy = results[len(rollout) :]
+        results = results[: len(rollout)]
         if greedy is not None:
             self._greedy_rollouts.append(greedy)
         return make_scored_batch(rollout, results, greedy, of_greedy)
 
     def annotate_step(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
-        """Log-probs of the trainer's policy; values and the reference's log-probs where they are needed. What was
-        annotated while others were awaited stays as it is.
+        """Log-probs of the trainer's policy; values and the reference's log-probs where they are
+        needed. What was annotated while others were awaited stays as it is.
 
-        Raises ValueError where engine and trainer disagree at the first step. Later ones are compared as they train.
+        Raises ValueError where engine and trainer disagree at the first step. Later ones are
+        compared as they train.
         """
         if self._is_annotation_journalled:
             if self._records_routes(step):  # by the process that annotated it, which is gone
@@ -274,7 +281,9 @@ class StepStages:
     def _compare_log_probs(
         self, step: int, batch: AnnotatedBatch, is_before_training: bool = False
     ) -> None:
-        """Compare the engine's log-probs with the trainer's, once a step: at the first one before it trains."""
+        """Compare the engine's log-probs with the trainer's, once a step: at the first one
+        before it trains.
+        """
         is_due = (
             is_before_training == (step == self.mismatch_check.first_step)
             and not self._has_compared_log_probs
@@ -288,8 +297,9 @@ class StepStages:
     def compute_annotations(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
         """Some samples or all of a step, with what the models say of them.
 
-        Where the engine's log-probs are the old ones and nothing needs the trainer's, or the update tells them itself,
-        these are computed at the first step only: no run begins without a comparison of engine and trainer.
+        Where the engine's log-probs are the old ones and nothing needs the trainer's, or the update
+        tells them itself, these are computed at the first step only: no run begins without a
+        comparison of engine and trainer.
         """
         self.turns.give_devices_to_trainer()
         is_recorded = self._records_routes(step)
@@ -312,7 +322,9 @@ class StepStages:
         return self.setup.update_returns_old_log_probs and step > self.config.trainer.critic_warmup
 
     def _records_routes(self, step: int) -> bool:
-        """Whether the log-probs of a step are there to record the experts that its updates' tokens meet, too."""
+        """Whether the log-probs of a step are there to record the experts that its updates'
+        tokens meet, too.
+        """
         return self.config.actor.router_replay == "r2" and step > self.config.trainer.critic_warmup
 
     def compute_advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
@@ -325,12 +337,13 @@ class StepStages:
         return train
 
     def update_models(self, step: int, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Epochs x mini-batches, one optimizer step each. Returns the batch, with the columns that the update told
-        where the old log-probs are its own, and metrics averaged over them.
+        """Epochs x mini-batches, one optimizer step each. Returns the batch, with the columns that
+        the update told where the old log-probs are its own, and metrics averaged over them.
 
-        Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for it.
-        A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers, ReplicasDiffer.
-        There is a critic where the batch has values. In the first `trainer.critic_warmup` steps it learns alone.
+        Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for
+        it. A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers,
+        ReplicasDiffer. There is a critic where the batch has values. In the first
+        `trainer.critic_warmup` steps it learns alone.
         """
         self.turns.give_devices_to_trainer()
         self._is_policy_updated = step > self.config.trainer.critic_warmup
@@ -386,7 +399,9 @@ class StepStages:
         return batch, self._step_metrics
 
     def _log_update_log_probs(self, step: int, batch: TrainBatch) -> TrainBatch:
-        """The metrics of log-probs that the update told; a first step's are those of a resumed run, too."""
+        """The metrics of log-probs that the update told; a first step's are those of a
+        resumed run, too.
+        """
         self._has_compared_log_probs = False
         self._compare_log_probs(
             step, batch, is_before_training=step == self.mismatch_check.first_step
@@ -399,8 +414,8 @@ class StepStages:
     def sync_weights(self) -> dict[str, float]:
         """Trainer's weights to all engines, verified; the policy version goes up by one.
 
-        After a step that trained the critic only, nothing is sent and the version stays. Colocated engines get that
-        one again before they generate.
+        After a step that trained the critic only, nothing is sent and the version stays. Colocated
+        engines get that one again before they generate.
         """
         self._step_metrics |= (
             self.weight_sync()
@@ -413,7 +428,8 @@ class StepStages:
         return self._step_metrics
 
     def evaluate_held_out(self, is_final: bool = True) -> EvaluationResult | None:
-        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run, `test_samples` a set between.
+        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run,
+        `test_samples` a set between.
 
         None where the run has no held-out items.
         """
@@ -455,7 +471,9 @@ class StepStages:
         return evaluate_sets(sets, generate_groups, self.run_data.tokenizer.decode, score_samples)
 
     def save_hf_weights(self, run_dir: Path) -> None:
-        """Trained weights in Hugging Face layout: the policy's, and the critic's where there is one."""
+        """Trained weights in Hugging Face layout: the policy's, and the critic's
+        where there is one.
+        """
         self.turns.give_devices_to_trainer()
         self.workers.host.save_hf(directory=run_dir / "hf").result()
         if self.setup.needs_values:
@@ -468,8 +486,8 @@ class StepStages:
         return require_equal_replicas(self.workers.list_trained_proxies(self.setup.needs_values))
 
     def _restore_journalled_batch(self, step: int) -> ScoredBatch | None:
-        """Return what a former process had of this step, after bringing the controller to where that one had left
-        it.
+        """Return what a former process had of this step, after bringing the controller to where
+        that one had left it.
         """
         found = self.journal.read_latest_batch(step) if self.journal is not None else None
         if self.journal is None or found is None:

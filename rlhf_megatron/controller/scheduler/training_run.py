@@ -125,8 +125,9 @@ def run_training(
 ) -> None:
     """A run from the first sync to the summary, or what is left of it.
 
-    `connect_group` waits for the hosts; `run_lock`: of the directory; `service_places`: where servers and reward workers run.
-    Raises RunStopped where `stop_request` asks for it, after the state was saved if the run has checkpoints.
+    `connect_group` waits for the hosts; `run_lock`: of the directory; `service_places`: where
+    servers and reward workers run. Raises RunStopped where `stop_request` asks for it, after the
+    state was saved if the run has checkpoints.
     """
     trainer = config.trainer
     seed_process(trainer.seed, 0)
@@ -214,13 +215,13 @@ def _note_run_start(config: RunConfig, tracker: RunTracker, prompt_sets: PromptS
     if spread := describe_engine_placement(config):
         tracker.show_note(f"engines by machine: {spread}")
         tracker.show_note(
-            "a run that goes on on other machines needs its directory there: put trainer.default_local_dir on a file"
-            " system that all see"
+            "a run that goes on on other machines needs its directory there: put"
+            " trainer.default_local_dir on a file system that all see"
         )
         if config.actor.router_replay == "r3":
             tracker.show_note(
-                "routes stay on the machines of their engines: where the run directory is not shared, a run that"
-                " goes on on other machines generates again what they have"
+                "routes stay on the machines of their engines: where the run directory is not"
+                " shared, a run that goes on on other machines generates again what they have"
             )
 
 
@@ -233,9 +234,12 @@ def _connect_run(
     stop_request: StopRequest,
     service_places: RunPlacement,
 ) -> RunConnections:
-    """Wait for hosts, engines and reward servers; all end with `stack`. Hosts that lend their devices come first."""
+    """Wait for hosts, engines and reward servers; all end with `stack`. Hosts that lend their
+    devices come first.
+    """
     hosts = _connect_hosts(stack, config, connect_group) if config.rollout.colocated else None
-    setup, reward_servers = EngineSetup.from_config(config), None
+    setup = EngineSetup.from_config(config)
+    reward_servers = None
     if has_served_model(config):
         progress = make_throttled_progress(tracker.show_note, stop_request.raise_if_requested)
         servers = RewardModelServers(
@@ -271,7 +275,8 @@ def _make_step_stages(
     journal: StepJournal | GroupJournal | None,
     route_files: RouteFileRetention,
 ) -> StepStages:
-    workers, servers = connections.workers, connections.reward_servers
+    workers = connections.workers
+    servers = connections.reward_servers
     capsules = CapsuleStore(
         run_dir, render_config_yaml(config), config.trainer.capsules_kept, tracker.show_note
     )
@@ -308,7 +313,9 @@ def _write_run_summary(
     worker_group: WorkerGroup,
     stop_request: StopRequest,
 ) -> None:
-    trainer, accuracy, model = config.trainer, run_state.warmup_accuracy, config.model.path
+    trainer = config.trainer
+    accuracy = run_state.warmup_accuracy
+    model = config.model.path
     write_training_summary(
         trainer,
         config.rollout,
@@ -329,7 +336,8 @@ def make_loop_plan(
     trainer: TrainerConfig, num_steps_done: int, evaluated_steps: Sequence[int]
 ) -> LoopPlan:
     """`evaluated_steps`: the steps whose evaluation stands."""
-    last_step, is_evaluated = trainer.total_training_steps, num_steps_done in evaluated_steps
+    last_step = trainer.total_training_steps
+    is_evaluated = num_steps_done in evaluated_steps
     return LoopPlan(
         last_step, num_steps_done, trainer.test_freq, trainer.val_before_train, is_evaluated
     )
@@ -373,7 +381,8 @@ def _make_weight_sync(
 def _make_weight_probe(
     config: RunConfig, actor: ActorProxy, prompt_sets: PromptSets
 ) -> EngineWeightProbe:
-    length, budget = config.data.max_response_length, config.actor.ppo_max_token_len_per_gpu
+    length = config.data.max_response_length
+    budget = config.actor.ppo_max_token_len_per_gpu
     prompts = [item.prompt_ids for item in prompt_sets.train_items]
     return EngineWeightProbe(
         config.checks, config.is_float32_throughout, config.rollout, length, budget, actor, prompts
@@ -400,7 +409,9 @@ def _open_route_files(
     records_rollouts: bool,
     tracker: RunTracker,
 ) -> RouteFileRetention:
-    """Open the files of routes, and remove those of a former attempt that the journal does not name."""
+    """Open the files of routes, and remove those of a former attempt that the journal
+    does not name.
+    """
     directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
     most_bytes = round(config.rollout.routes_gb * 1e9)
     files = RouteFileRetention(
@@ -438,7 +449,8 @@ def _make_checkpointer(
 
 
 def _describe_pools(config: RunConfig) -> str:
-    pools, cores = build_pool_specs(config), len(os.sched_getaffinity(0))
+    pools = build_pool_specs(config)
+    cores = len(os.sched_getaffinity(0))
     text = " and ".join(map(str, pools)) + (
         " with the critic" if has_critic(config) and len(pools) == 1 else ""
     )
@@ -453,7 +465,9 @@ def open_run_tracker(
     resume_point: ResumePoint | None,
     attempts: RunAttempts,
 ) -> RunTracker:
-    """Goes on with the files of a run that is resumed; rows that will be written again leave them first."""
+    """Goes on with the files of a run that is resumed; rows that will be written again
+    leave them first.
+    """
     rows = []
     clock = RunClock(attempts.first_start_time)
     resumed_from_step = (
@@ -485,7 +499,9 @@ def open_run_tracker(
 def _connect_hosts(
     stack: ExitStack, config: RunConfig, connect_group: Callable[[], WorkerGroup]
 ) -> WorkerGroup:
-    """They end with `stack`. Colocated ones have left their devices to the engines, which start after them."""
+    """They end with `stack`. Colocated ones have left their devices to the engines, which
+    start after them.
+    """
     group = connect_group()
     stack.callback(group.close)
     if config.rollout.colocated:
@@ -501,7 +517,9 @@ def _start_engines(
     stop_request: StopRequest,
     engine_place: LaunchPlacement,
 ) -> tuple[EngineFleet, Path]:
-    """Servers without weights, and the directory through which these come. They end with `stack`."""
+    """Servers without weights, and the directory through which these come.
+    They end with `stack`.
+    """
 
     def report_engine_start(engine_name: str, elapsed_s: float, log_line: str) -> None:
         tracker.show_stage(f"{engine_name} starts ({elapsed_s:.0f} s) {log_line[-80:]}")
@@ -527,7 +545,9 @@ def _restore_run_state(
     checkpointer: RunCheckpointer,
     tracker: RunTracker,
 ) -> RunState:
-    """Hosts and controller as they were at the checkpoint; the engines get those weights by the sync that follows."""
+    """Hosts and controller as they were at the checkpoint; the engines get those weights by the
+    sync that follows.
+    """
     with tracker.time_stage("restore"):
         state = checkpointer.restore_checkpoint(resume_point.checkpoint)
     stages.weight_sync.policy_version = (
@@ -558,10 +578,8 @@ def _warm_up_from_start(
             RecordedStart(warm.num_steps, stages.weight_sync.policy_version + 1)
         )
     accuracy = warm.last_evaluation.accuracy if warm.last_evaluation else None
-    architecture, plugins = (
-        read_architecture(config.model.path),
-        compute_plugin_digests(config.plugins),
-    )
+    architecture = read_architecture(config.model.path)
+    plugins = compute_plugin_digests(config.plugins)
     return RunState(
         0, 0, None, {}, warm.num_steps, accuracy, architecture=architecture, plugins=plugins
     )
@@ -571,7 +589,8 @@ def capture_run_state(
     stages: StepStages, supply: BatchSupply, run_clock: RunClock, earlier_state: RunState, step: int
 ) -> RunState:
     """The state after `step`, as it stands now. `earlier_state`: a former state of this run."""
-    stream, kl = stages.run_data.stream, stages.advantage_stage.kl_controller
+    stream = stages.run_data.stream
+    kl = stages.advantage_stage.kl_controller
     state = replace(
         earlier_state,
         step=step,

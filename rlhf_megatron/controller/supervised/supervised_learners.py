@@ -1,7 +1,8 @@
-"""What a step of the supervised jobs does, in terms of a model's two verbs: log_probs (or values) and update.
+"""What a step of the supervised jobs does, in terms of a model's two verbs: log_probs (or
+values) and update.
 
-Nothing here knows a backend, a launcher or a layout. `AnswerLearner` learns documents; `PreferenceLearner` learns pairs, and
-`RewardModelLearner` a model that scores them.
+Nothing here knows a backend, a launcher or a layout. `AnswerLearner` learns documents;
+`PreferenceLearner` learns pairs, and `RewardModelLearner` a model that scores them.
 """
 
 # P pairs, B documents, T tokens
@@ -59,7 +60,9 @@ class SupervisedLearner(Protocol):
     """How a job learns, and what it measures."""
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
-        """Make one optimizer step over the samples. Returns metrics: "sft/loss", which the step made smaller."""
+        """Make one optimizer step over the samples. Returns metrics: "sft/loss", which the
+        step made smaller.
+        """
 
     def measure_loss(self, batch: DocumentSampleBatch) -> LossSums:
         """Return the loss without learning."""
@@ -92,7 +95,9 @@ class AnswerLearner:
 
 @dataclass(frozen=True)
 class DistillationLearner(AnswerLearner):
-    """A divergence from the teacher's most likely tokens, at the places that train. Measured as answers are."""
+    """A divergence from the teacher's most likely tokens, at the places that train. Measured
+    as answers are.
+    """
 
     teacher: ReferenceProxy | None = None  # asked where the rows do not bring what it told
     teacher_token_budget: int = 0
@@ -119,7 +124,9 @@ class DistillationLearner(AnswerLearner):
 
 @dataclass(frozen=True)
 class PreferenceLearner:
-    """A preference loss: its slopes by the log-probs of both answers become the loss weights of their tokens."""
+    """A preference loss: its slopes by the log-probs of both answers become the loss weights
+    of their tokens.
+    """
 
     actor: ActorProxy
     reference: ReferenceProxy | None  # None: the loss needs none
@@ -151,7 +158,9 @@ class PreferenceLearner:
         return self._compute_pair_loss(batch)[0]
 
     def _compute_pair_loss(self, batch: DocumentSampleBatch) -> tuple[LossSums, Tensor]:
-        """Figures of the pairs, and [B] float64 slopes of the mean weighted loss by the log-prob of each document."""
+        """Figures of the pairs, and [B] float64 slopes of the mean weighted loss by the log-prob of
+        each document.
+        """
         tokens = batch.tokens
         asked = [self.actor.log_probs(tokens, self.token_budget, temperature=1.0)]
         if self.reference is not None:
@@ -175,7 +184,9 @@ class PreferenceLearner:
 
 @dataclass(frozen=True)
 class RewardModelLearner:
-    """A loss of pairs of rewards. A document's reward is the value of the state behind its last token."""
+    """A loss of pairs of rewards. A document's reward is the value of the state behind
+    its last token.
+    """
 
     critic: CriticProxy
     pair_loss: Callable[[PreferencePairs, Any], Any]
@@ -203,11 +214,14 @@ class RewardModelLearner:
         return self._compute_pair_loss(batch)[1]
 
     def _compute_pair_loss(self, batch: DocumentSampleBatch) -> tuple[TokenBatch, LossSums, Tensor]:
-        """The documents with their rewards' places, figures, and slopes as `PreferenceLearner` has them."""
+        """The documents with their rewards' places, figures, and slopes as
+        `PreferenceLearner` has them.
+        """
         tokens = append_next_state_positions(batch.tokens)
         values = self.critic.values(tokens, self.token_budget).result().values
         rewards = sum_by_sequence(values, tokens.offsets).double().view(-1, 2).requires_grad_()
-        zeros, ones = torch.zeros_like(rewards), torch.ones_like(rewards)
+        zeros = torch.zeros_like(rewards)
+        ones = torch.ones_like(rewards)
         return tokens, *_compute_loss_and_slopes(
             self.pair_loss, self.loss_params, rewards, zeros, ones, batch.weights
         )
@@ -261,10 +275,11 @@ def make_supervised_learner(
     teacher_top_k: int,
     workers: RoleProxies,
 ) -> SupervisedLearner:
-    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss does not have.
+    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss
+    does not have.
 
-    `reference_token_budget`: tokens of a micro-batch, where it is not the actor's; `teacher_top_k`: 0 where there is no
-    teacher.
+    `reference_token_budget`: tokens of a micro-batch, where it is not the actor's; `teacher_top_k`:
+    0 where there is no teacher.
     """
     budget = actor.ppo_max_token_len_per_gpu
     of_reference = reference_token_budget or budget
@@ -297,8 +312,9 @@ def compute_held_out_metrics(
     batch_size: int,
     max_samples: int | None,
 ) -> dict[str, float]:
-    """Losses and perplexities of the held-out sets, of the first `max_samples` samples of each (None: all), and of all
-    together; what a preference loss measures beside."""
+    """Losses and perplexities of the held-out sets, of the first `max_samples` samples of each
+    (None: all), and of all together; what a preference loss measures beside.
+    """
     by_set = {
         one.name: add_loss_sums(
             [

@@ -1,7 +1,8 @@
-"""The whole supervised job on the controller: hosts up, or resumed; steps; held-out losses; checkpoints; summary.
+"""The whole supervised job on the controller: hosts up, or resumed; steps; held-out losses;
+checkpoints; summary.
 
-Used by `rlhf-megatron sft` and `reward-model`. It has no engines and no rewards, and is otherwise a run
-as `controller.scheduler.training_run` makes one.
+Used by `rlhf-megatron sft` and `reward-model`. It has no engines and no rewards, and is otherwise a
+run as `controller.scheduler.training_run` makes one.
 """
 
 from __future__ import annotations
@@ -75,7 +76,9 @@ HELD_OUT_LOSS = "val/loss"
 def load_supervised_data(
     model_config: ModelConfig, data_config: DataConfig, sft: SFTConfig, is_pairs: bool
 ) -> tuple[DocumentSets, Tokenizer]:
-    """Documents and tokenizer of a job. Raises ValueError for what a user can fix; starts nothing."""
+    """Documents and tokenizer of a job. Raises ValueError for what a user can
+    fix; starts nothing.
+    """
     tokenizer = load_tokenizer(model_config.tokenizer_path or model_config.path, model_config.path)
     return load_documents(data_config, sft, tokenizer, is_pairs), tokenizer
 
@@ -83,7 +86,9 @@ def load_supervised_data(
 def make_document_stream(
     data_config: DataConfig, seed: int, document_sets: DocumentSets
 ) -> ItemStream[SampleSource]:
-    """Return the order of samples; the batch of a step depends on the step alone. `seed`: where `data_config` has none."""
+    """Return the order of samples; the batch of a step depends on the step alone. `seed`: where
+    `data_config` has none.
+    """
     return ItemStream(
         document_sets.sources,
         data_config.train_batch_size,
@@ -140,13 +145,13 @@ def run_supervised_training(
     run_lock: RunLock,
     stop_request: StopRequest,
 ) -> None:
-    """Make a run, or what is left of it, up to its summary, as `controller.scheduler.training_run.run_training` does with engines."""
-    trainer, sft, is_pairs, batch_size = (
-        config.trainer,
-        config.sft,
-        learns_from_pairs(config),
-        config.data.train_batch_size,
-    )
+    """Make a run, or what is left of it, up to its summary, as
+    `controller.scheduler.training_run.run_training` does with engines.
+    """
+    trainer = config.trainer
+    sft = config.sft
+    is_pairs = learns_from_pairs(config)
+    batch_size = config.data.train_batch_size
     seed_process(trainer.seed, 0)
     load_plugins(config.plugins)
     sets, tokenizer = load_supervised_data(config.model, config.data, sft, is_pairs)
@@ -246,8 +251,11 @@ def run_supervised_training(
 def capture_supervised_state(
     steps: SupervisedSteps, run_clock: RunClock, earlier_state: RunState, step: int
 ) -> RunState:
-    """Return the state after `step`, as it stands now. `earlier_state`: a former state of this job."""
-    skips, seconds = steps.skips.num_consecutive, run_clock.productive_s
+    """Return the state after `step`, as it stands now.
+    `earlier_state`: a former state of this job.
+    """
+    skips = steps.skips.num_consecutive
+    seconds = run_clock.productive_s
     return replace(
         earlier_state,
         step=step,
@@ -293,7 +301,9 @@ def run_supervised_loop(
     save_policy: SavePolicy,
     plan: LoopPlan,
 ) -> None:
-    """Make the steps after `plan.steps_done`. Raises RunStopped between two stages when the run was asked to stop."""
+    """Make the steps after `plan.steps_done`. Raises RunStopped between two stages when the run was
+    asked to stop.
+    """
     if plan.is_evaluation_due(plan.num_steps_done) and not plan.has_start_evaluation:
         _run_held_out_stage(steps, tracker, stage_guard, plan, plan.num_steps_done)
     for step in range(plan.num_steps_done + 1, plan.last_step + 1):
@@ -337,8 +347,9 @@ def describe_supervised_run(
     """Return the first line that a run says."""
     epochs = trainer.total_training_steps * batch_size / document_sets.num_train
     text = (
-        f"{trainer.experiment_name}: {model_config.path} ({model_config.dtype}), {' and '.join(map(str, pools))}, {loss_mode} on"
-        f" {document_sets.num_train} training and {document_sets.num_held_out} held-out {'pairs' if is_pairs else 'documents'},"
+        f"{trainer.experiment_name}: {model_config.path} ({model_config.dtype}),"
+        f" {' and '.join(map(str, pools))}, {loss_mode} on {document_sets.num_train} training and"
+        f" {document_sets.num_held_out} held-out {'pairs' if is_pairs else 'documents'},"
         f" {epochs:.3g} epochs"
     )
     return "; ".join([text, *document_sets.counts.describe_counts()])

@@ -42,10 +42,11 @@ def run_supervised_warmup(
 ) -> WarmupResult:
     """Supervised steps until `stop_accuracy` of sampled held-out answers or `max_steps`.
 
-    `make_batch`: training items by index -> prompts with their right answers. `measure_accuracy(n)`: syncs the engines and
-    samples the first n held-out items; a number: make this many steps and never evaluate. `should_stop` raises where
-    the run is to end, and so may `count_step`, which is told of each step whether it was skipped. The optimizer of the actor
-    is a fresh one afterwards.
+    `make_batch`: training items by index -> prompts with their right answers.
+    `measure_accuracy(n)`: syncs the engines and samples the first n held-out items; a number: make
+    this many steps and never evaluate. `should_stop` raises where the run is to end, and so may
+    `count_step`, which is told of each step whether it was skipped. The optimizer of the actor is a
+    fresh one afterwards.
     """
     last_step = measure_accuracy if isinstance(measure_accuracy, int) else config.max_steps
     result: EvaluationResult | None = None
@@ -86,7 +87,8 @@ def run_policy_warmup(
 ) -> WarmupResult:
     """The warm-up of a run, and what starts from its result: reference and critic.
 
-    `num_steps`: in a replay, the steps to make without evaluation. Raises RunStopped between two steps.
+    `num_steps`: in a replay, the steps to make without evaluation. Raises RunStopped
+    between two steps.
     """
     config = stages.config
     if not config.warmup.max_steps:
@@ -130,7 +132,8 @@ def run_policy_warmup(
 
 
 def _pass_policy_to_critic(stages: StepStages, directory: Path, keep_directory: bool) -> None:
-    """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has a path of its own.
+    """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has
+    a path of its own.
 
     Through files because the critic may stand on other ranks in another layout.
     """

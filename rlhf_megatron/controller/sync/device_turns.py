@@ -1,9 +1,11 @@
-"""`rollout.colocated`: trainer and engines take turns with the same devices. docs/colocated.md has a
-table of a step.
+"""`rollout.colocated`: trainer and engines take turns with the same devices. docs/colocated.md has
+a table of a step.
 
-What an engine has released comes back without contents. So the engines' turn always begins with a stream of weights,
-of a new version or of the same one again. An engine that is started again in the engines' turn needs weights, too: then
-the caches alone go and come back, and the trainer's parameters come and go; what others were generating goes on."""
+What an engine has released comes back without contents. So the engines' turn always begins with a
+stream of weights, of a new version or of the same one again. An engine that is started again in the
+engines' turn needs weights, too: then the caches alone go and come back, and the trainer's
+parameters come and go; what others were generating goes on.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +28,9 @@ Turn = Literal["trainer", "engines", "scorers", None]  # None: on the way
 
 
 class DeviceTurns:
-    """Hands the devices over; stages, weight syncs and checkpoints call it first, on the controller's thread. This one
-    is for a trainer and engines that have devices of their own."""
+    """Hands the devices over; stages, weight syncs and checkpoints call it first, on the
+    controller's thread. This one is for a trainer and engines that have devices of their own.
+    """
 
     resend_weights: Callable[
         [], object
@@ -43,7 +46,9 @@ class DeviceTurns:
         """The servers of a reward model have their devices when this returns."""
 
     def prepare_weight_stream(self) -> None:
-        """The trainer's parameters, and memory for the engines' weights, are there when this returns."""
+        """The trainer's parameters, and memory for the engines' weights, are there
+        when this returns.
+        """
 
     def finish_weight_stream(self) -> None:
         """Engines have their caches, and can serve, when this returns."""
@@ -56,7 +61,8 @@ class DeviceTurns:
 class ColocatedDeviceTurns(DeviceTurns):
     """Made when it is the engines' turn: see `offload_trainer`.
 
-    Every step can be made again from wherever an error has left it, so that a run that ends can still save its state.
+    Every step can be made again from wherever an error has left it, so that a run that ends can
+    still save its state.
     """
 
     def __init__(
@@ -68,7 +74,8 @@ class ColocatedDeviceTurns(DeviceTurns):
     ) -> None:
         """`roles`: those that learn, the actor first. `scorers`: asleep."""
         self._trained_roles = tuple(roles)
-        self._actor, self._roles_beside_actor = roles[0], roles[1:]
+        self._actor = roles[0]
+        self._roles_beside_actor = roles[1:]
         self._reference = reference
         self._fleet = fleet
         self._scorers = scorers
@@ -87,7 +94,9 @@ class ColocatedDeviceTurns(DeviceTurns):
             _wait_for_calls(role.onload(parts=TRAINER_PARTS) for role in self._trained_roles)
 
     def give_devices_to_scorers(self) -> None:
-        """Give the devices to the reward servers. Only after `give_devices_to_engines`: trainer and engines hold nothing then."""
+        """Give the devices to the reward servers. Only after `give_devices_to_engines`: trainer and
+        engines hold nothing then.
+        """
         if self._scorers is None or self._current_turn == "scorers":
             return
         assert self._current_turn == "engines", "samples are scored when the engines have made them"
@@ -126,13 +135,15 @@ class ColocatedDeviceTurns(DeviceTurns):
         self._measure_memory("generation")
 
     def take_metrics(self) -> dict[str, float]:
-        metrics, self._metrics = self._metrics | {"timing_s/turns": self._turn_seconds}, {}
+        metrics = self._metrics | {"timing_s/turns": self._turn_seconds}
+        self._metrics = {}
         self._turn_seconds = 0.0
         return metrics
 
     @contextmanager
     def _change_turn(self, next_turn: Turn) -> Iterator[None]:
-        start, self._current_turn = time.monotonic(), None
+        start = time.monotonic()
+        self._current_turn = None
         yield
         self._current_turn = next_turn
         self._turn_seconds += time.monotonic() - start
@@ -159,7 +170,9 @@ class ColocatedDeviceTurns(DeviceTurns):
 
 
 def find_largest_memory(reports_by_rank: Sequence[Sequence[MemoryReport]]) -> dict[str, int]:
-    """Return the largest of each number over ranks, which have a report a model. "used_bytes" only where known."""
+    """Return the largest of each number over ranks, which have a report a model. "used_bytes"
+    only where known.
+    """
     found = {
         "device_bytes": max(
             of[0].process_bytes or sum(report.held_bytes for report in of) for of in reports_by_rank
@@ -180,8 +193,9 @@ def list_engine_bytes(engines: Sequence[InferenceEngine]) -> Iterator[int]:
 
 
 def offload_trainer(roles: Sequence[TrainedProxy]) -> None:
-    """Take a colocated trainer off its devices before the engines start: they shall find the memory free that they are
-    to use."""
+    """Take a colocated trainer off its devices before the engines start: they shall find the memory
+    free that they are to use.
+    """
     for role in roles:
         role.offload().result()
 
@@ -193,8 +207,11 @@ def _wait_for_calls(calls: Iterable[Future[list[None]]]) -> None:
 
 
 def refuse_engine_probe(engine: InferenceEngine) -> None:
-    """Stands in place of a probe, for which the trainer would have to score while the engine holds the device."""
+    """Stands in place of a probe, for which the trainer would have to score while the engine
+    holds the device.
+    """
     raise EngineError(
-        f"{engine.address.name} cannot tell digests of the weights that stand in it, and rollout.colocated leaves no"
-        " room for a probe; use engines that the run starts, or rollout.colocated: false."
+        f"{engine.address.name} cannot tell digests of the weights that stand in it, and"
+        " rollout.colocated leaves no room for a probe; use engines that the run starts, or"
+        " rollout.colocated: false."
     )

@@ -1,4 +1,6 @@
-"""Fixed prompts, continued by an engine and scored by the trainer: the check for an engine that cannot tell digests."""
+"""Fixed prompts, continued by an engine and scored by the trainer: the check for an engine that
+cannot tell digests.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _SEED = 20_000  # of the first; the others count up
 
 
 class EngineWeightProbe:
-    """Callable with an engine that serves. To be called while the hosts hold what the engine was sent."""
+    """Callable with an engine that serves. To be called while the hosts hold what the
+    engine was sent.
+    """
 
     def __init__(
         self,
@@ -40,8 +44,8 @@ class EngineWeightProbe:
         actor: ActorProxy,
         prompts: Sequence[tuple[int, ...]],
     ) -> None:
-        """The probe of a run, on the first of its `prompts` (token ids). `has_exact_weights`: trainer and engines have the same
-        float32 weights; `token_budget`: of a micro-batch.
+        """The probe of a run, on the first of its `prompts` (token ids). `has_exact_weights`:
+        trainer and engines have the same float32 weights; `token_budget`: of a micro-batch.
         """
         params = SamplingParams(min(NUM_TOKENS, max_response_length), rollout.temperature)
         self.actor = actor
@@ -55,7 +59,9 @@ class EngineWeightProbe:
         ]
 
     def __call__(self, engine: InferenceEngine) -> None:
-        """Raises EngineError naming the token on which engine and trainer differ most, when that is too much."""
+        """Raises EngineError naming the token on which engine and trainer differ most, when
+        that is too much.
+        """
         samples = [group[0] for group in engine.generate(self._requests, self.timeout_s)]
         if not all(sample.token_ids for sample in samples):
             raise EngineError(
@@ -74,8 +80,9 @@ class EngineWeightProbe:
         if past:
             raise EngineError(
                 f"{engine.address.name} does not sample from the weights that it was sent: over"
-                f" {int(tokens.response_mask.sum())} tokens after {len(samples)} prompts {'; '.join(past)}; the worst"
-                f" is {_describe_worst_token(by_engine, by_trainer, tokens)}. It is STALE."
+                f" {int(tokens.response_mask.sum())} tokens after {len(samples)} prompts"
+                f" {'; '.join(past)}; the worst is"
+                f" {_describe_worst_token(by_engine, by_trainer, tokens)}. It is STALE."
             )
 
     def _make_token_batch(self, samples: Sequence[GeneratedSample]) -> TokenBatch:
@@ -109,5 +116,6 @@ def _describe_worst_token(
     place = int(tokens.response_mask[tokens.offsets[prompt] : position].sum())
     return (
         f"token {int(tokens.token_ids[position])} at place {place} after prompt {prompt}: log-prob"
-        f" {engine_log_probs[position]:.5f} by the engine, {trainer_log_probs[position]:.5f} by the trainer"
+        f" {engine_log_probs[position]:.5f} by the engine, {trainer_log_probs[position]:.5f} by"
+        " the trainer"
     )

@@ -1,4 +1,6 @@
-"""One weight sync as a transaction: begin -> stream -> verify -> commit. The policy version counts syncs."""
+"""One weight sync as a transaction: begin -> stream -> verify -> commit. The policy
+version counts syncs.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,9 @@ NAMES_SHOWN = 5
 
 
 class PolicySync:
-    """The last act of a step, unless the step left the policy as it was. This one is for a run without engines: the
-    version still counts."""
+    """The last act of a step, unless the step left the policy as it was. This one is for a run
+    without engines: the version still counts.
+    """
 
     def __init__(self, policy_version: int = 0) -> None:
         self.policy_version = policy_version  # of the policy: how many times this was called
@@ -54,7 +57,9 @@ class WeightSender(Protocol):
 
 
 class WeightSync(PolicySync):
-    """Callable; owned by the controller. An engine that fails on the way is STALE and set aside; the others go on."""
+    """Callable; owned by the controller. An engine that fails on the way is STALE and set aside;
+    the others go on.
+    """
 
     def __init__(
         self,
@@ -70,9 +75,12 @@ class WeightSync(PolicySync):
         device_turns: DeviceTurns | None = None,
         ranks_per_machine: int | None = None,
     ) -> None:
-        """`probe_engine` is called with an engine that serves and cannot tell digests. It raises EngineError. `model_path`:
-        the directory whose configuration and tokenizer go with files of weights (`transport` disk). `device_turns`: of trainer
-        and engines, where they share devices. `ranks_per_machine`: see `deliver_weights`."""
+        """`probe_engine` is called with an engine that serves and cannot tell digests. It raises
+        EngineError. `model_path`:
+        the directory whose configuration and tokenizer go with files of weights (`transport` disk).
+        `device_turns`: of trainer and engines, where they share devices. `ranks_per_machine`:
+        see `deliver_weights`.
+        """
         assert transport != "disk" or model_path is not None, (
             "files of weights need a configuration"
         )
@@ -92,8 +100,10 @@ class WeightSync(PolicySync):
         fleet.resync_engines = self.resync_engines
 
     def __call__(self, is_full_resync: bool = False) -> dict[str, float]:
-        """Trainer's weights to all engines. `is_full_resync`: the same version once more, to engines that have released
-        theirs. Raises EngineError when none is left in which they stand as sent."""
+        """Trainer's weights to all engines. `is_full_resync`: the same version once more, to
+        engines that have released theirs. Raises EngineError when none is left in which they
+        stand as sent.
+        """
         start = time.monotonic()
         version = self.policy_version if is_full_resync else self.policy_version + 1
         self.device_turns.prepare_weight_stream()
@@ -121,7 +131,8 @@ class WeightSync(PolicySync):
         )  # an engine without digests, which must serve for its probe
         self.fleet.commit_weight_update(version, waits_for_all=is_probed)
         faults.reach_fault_point("sync.after_commit")
-        self.policy_version, self._sent_digests = version, sent.digests
+        self.policy_version = version
+        self._sent_digests = sent.digests
         if self.transport == "disk":
             remove_other_versions(self.transfer_dir, version_to_keep=version)
         for engine in self.fleet.live_engines:
@@ -136,10 +147,11 @@ class WeightSync(PolicySync):
         }
 
     def resync_engines(self, engines: Sequence[InferenceEngine]) -> None:
-        """Sends the same version again to these engines, verified: they were started again, or the run was.
+        """Sends the same version again to these engines, verified: they were started again,
+        or the run was.
 
-        To be called between a sync and the next update, while no call runs on the hosts. Raises EngineError naming the
-        engines that failed, which are STALE then; the others serve.
+        To be called between a sync and the next update, while no call runs on the hosts. Raises
+        EngineError naming the engines that failed, which are STALE then; the others serve.
         """
         failures: dict[str, str] = {}
         opened = _apply_to_engines(
@@ -172,7 +184,9 @@ class WeightSync(PolicySync):
     def _make_send_arguments(
         self, version: int, engines: Sequence[InferenceEngine]
     ) -> _SendArguments:
-        """The arguments of `send_weights`, which its callers call themselves: the way to the bytes stays short."""
+        """The arguments of `send_weights`, which its callers call themselves: the way to the
+        bytes stays short.
+        """
         return {
             "version": version,
             "engines": [engine.address for engine in engines],
@@ -186,8 +200,9 @@ class WeightSync(PolicySync):
     def _sum_send_reports(
         self, reports: Sequence[SendReport], version: int, engines: Sequence[InferenceEngine]
     ) -> _SyncTotals:
-        """Adds up what senders report. Files become a model directory, for engines that could not take them one by
-        one."""
+        """Adds up what senders report. Files become a model directory, for engines that could not
+        take them one by one.
+        """
         failures: dict[str, list[str]] = {}
         digests: dict[str, int] = {}
         for report in reports:
@@ -217,8 +232,9 @@ class WeightSync(PolicySync):
         return sent
 
     def _probe_or_set_aside(self, engine: InferenceEngine) -> None:
-        """Probes an engine that has no digests. One that fails is set aside; raises its EngineError when none is
-        left."""
+        """Probes an engine that has no digests. One that fails is set aside; raises its EngineError
+        when none is left.
+        """
         try:
             self._probe_or_mark_stale(engine)
         except EngineError as error:
@@ -243,7 +259,8 @@ class WeightSync(PolicySync):
         found = engine.get_served_version()
         if found != self.policy_version:
             raise EngineError(
-                f"{engine.address.name} serves version {found} after the sync of {self.policy_version}."
+                f"{engine.address.name} serves version {found} after the sync"
+                f" of {self.policy_version}."
             )
         if standing is None:
             self._probe_or_mark_stale(engine)
@@ -273,7 +290,9 @@ def _apply_to_engines(
     action: Callable[[InferenceEngine], None],
     failure_by_engine: dict[str, str],
 ) -> list[InferenceEngine]:
-    """Return the engines for which `action` raised no EngineError, and add what the others said to `failure_by_engine`."""
+    """Return the engines for which `action` raised no EngineError, and add what the others said
+    to `failure_by_engine`.
+    """
     good = []
     for engine in engines:
         try:
@@ -288,7 +307,9 @@ def _apply_to_engines(
 def verify_engine_digests(
     engine_name: str, sent_digests: dict[str, str], engine_digests: dict[str, str] | None
 ) -> None:
-    """Compares what stands in the engine with what was exported, bit for bit. None: the engine cannot tell."""
+    """Compares what stands in the engine with what was exported, bit for bit. None: the
+    engine cannot tell.
+    """
     if engine_digests is None:
         return
     wrong = sorted(
@@ -298,10 +319,13 @@ def verify_engine_digests(
     )
     if wrong:
         shown = ", ".join(
-            f"{n} (sent {sent_digests.get(n, 'nothing')}, stands {engine_digests.get(n, 'nothing')})"
+            (
+                f"{n} (sent {sent_digests.get(n, 'nothing')}, stands"
+                f" {engine_digests.get(n, 'nothing')})"
+            )
             for n in wrong[:NAMES_SHOWN]
         )
         raise EngineError(
-            f"{engine_name}: {len(wrong)} of {len(sent_digests)} tensors that stand in it differ from what was exported: {shown}."
-            " It is STALE."
+            f"{engine_name}: {len(wrong)} of {len(sent_digests)} tensors that stand in it differ"
+            f" from what was exported: {shown}. It is STALE."
         )

@@ -1,6 +1,8 @@
-"""Generated tasks by name (`data.task`). A task is a function from its parameters to `TaskRows`; one a file.
+"""Generated tasks by name (`data.task`). A task is a function from its parameters to
+`TaskRows`; one a file.
 
-Parameters may have `has_own_shots`: True where prompts hold solved problems already, so that `data.few_shot` must not.
+Parameters may have `has_own_shots`: True where prompts hold solved problems already, so that
+`data.few_shot` must not.
 """
 
 from __future__ import annotations

@@ -29,7 +29,9 @@ class AdditionParams:
 
 @TASKS.register("addition", AdditionParams)
 def generate_addition_rows(params: AdditionParams) -> TaskRows:
-    """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first `num_val` are held out."""
+    """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first
+    `num_val` are held out.
+    """
     width = params.num_digits
     numbers = range(10**width)
     rows = [
@@ -61,7 +63,8 @@ class FewShotAdditionParams:
             raise ValueError(f"num_shots ({self.num_shots}) must be at least 0.")
         if not self.operations or len(set(self.operations)) < len(self.operations):
             raise ValueError(
-                f"operation ({list(self.operations)}) must name one or more that differ; use [add, sub, mul]."
+                f"operation ({list(self.operations)}) must name one or more that differ; use"
+                " [add, sub, mul]."
             )
         for operation in self.operations:
             _check_num_val(
@@ -79,9 +82,11 @@ class FewShotAdditionParams:
 
 @TASKS.register("few_shot_addition", FewShotAdditionParams)
 def generate_few_shot_addition_rows(params: FewShotAdditionParams) -> TaskRows:
-    """One-digit problems behind solved ones, for a pretrained model: "2+3=5\\n4+8=12\\n...7+6=" -> "13".
+    """One-digit problems behind solved ones, for a pretrained model:
+    "2+3=5\\n4+8=12\\n...7+6=" -> "13".
 
-    A problem that stands solved in the prompt is never held out. Each of several operations has its own source name.
+    A problem that stands solved in the prompt is never held out. Each of several operations has its
+    own source name.
     """
     parts = [_generate_operation_rows(params, operation) for operation in params.operations]
     return TaskRows(

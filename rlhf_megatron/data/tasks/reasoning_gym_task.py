@@ -1,7 +1,9 @@
-"""Problems of the library reasoning-gym (https://github.com/open-thought/reasoning-gym), generated, none downloaded.
+"""Problems of the library reasoning-gym (https://github.com/open-thought/reasoning-gym), generated,
+none downloaded.
 
-The question is the prompt, the answer the label (empty where a problem has many answers), and `extra` holds the whole
-entry of the library, which the reward `generate_reasoning_gym_rows` scores by.
+The question is the prompt, the answer the label (empty where a problem has many answers), and
+`extra` holds the whole entry of the library, which the reward
+`generate_reasoning_gym_rows` scores by.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class ReasoningGymTaskParams:
                 raise ValueError(f"{name} ({value}) must be at least 1.")
         if "{question}" not in self.template:
             raise ValueError(
-                f"template ({self.template!r}) must have {{question}} in it, where the question goes."
+                f"template ({self.template!r}) must have {{question}} in it, where the"
+                " question goes."
             )
         taken = sorted({"size", "seed"} & set(self.config))
         if taken:
@@ -46,9 +49,11 @@ class ReasoningGymTaskParams:
 
 @TASKS.register("reasoning_gym", ReasoningGymTaskParams)
 def generate_reasoning_gym_rows(params: ReasoningGymTaskParams) -> TaskRows:
-    """`num_val` held-out and `size` training problems with different questions, in the order in which they are drawn.
+    """`num_val` held-out and `size` training problems with different questions, in the order in
+    which they are drawn.
 
-    Raises ValueError when the library is missing, for what it refuses, and when it has too few different problems.
+    Raises ValueError when the library is missing, for what it refuses, and when it has too few
+    different problems.
     """
     wanted = params.size + params.num_val
     rows: dict[str, PromptRow] = {}
@@ -58,9 +63,9 @@ def generate_reasoning_gym_rows(params: ReasoningGymTaskParams) -> TaskRows:
             break
     if len(rows) < wanted:
         raise ValueError(
-            f"reasoning-gym's {params.dataset} has {len(rows)} different problems in {MAX_DRAWS * wanted} that were"
-            f" drawn, but size + num_val ({params.size} + {params.num_val}) is {wanted}; ask for fewer, or for larger"
-            " problems by `config`."
+            f"reasoning-gym's {params.dataset} has {len(rows)} different problems in"
+            f" {MAX_DRAWS * wanted} that were drawn, but size + num_val ({params.size} +"
+            f" {params.num_val}) is {wanted}; ask for fewer, or for larger problems by `config`."
         )
     ordered = tuple(rows.values())
     return TaskRows(train=ordered[params.num_val :], held_out=ordered[: params.num_val])
@@ -81,12 +86,14 @@ def _draw_entries(
 
 def _check_json_scoring(dataset_name: str, dataset: Any, entry: dict[str, Any]) -> None:
     """Refuse tasks that the library scores by types that JSON does not have. Raises ValueError."""
-    answer, read = entry["answer"], json.loads(json.dumps(entry))
+    answer = entry["answer"]
+    read = json.loads(json.dumps(entry))
     if answer is not None and dataset.score_answer(answer, entry) != dataset.score_answer(
         answer, read
     ):
         raise ValueError(
-            f"dataset ({dataset_name!r}) cannot be used: reasoning-gym scores it wrongly once it has been stored."
+            f"dataset ({dataset_name!r}) cannot be used: reasoning-gym scores it wrongly once it"
+            " has been stored."
         )
 
 
@@ -107,18 +114,21 @@ def _make_prompt_row(
 
 
 def make_reasoning_gym_dataset(dataset_name: str, config: dict[str, Any]) -> Any:
-    """The library's dataset. Raises ValueError for a name or config that it does not know, or when it is missing."""
+    """The library's dataset. Raises ValueError for a name or config that it does not know, or when
+    it is missing.
+    """
     try:
         import reasoning_gym
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"reasoning-gym is not there ({error}); pip install 'rlhf-megatron[reasoning-gym]', which needs a C"
-            " compiler."
+            f"reasoning-gym is not there ({error}); pip install 'rlhf-megatron[reasoning-gym]',"
+            " which needs a C compiler."
         ) from error
     if dataset_name not in DATASETS:
         raise ValueError(
-            f"dataset ({dataset_name!r}) must be one of reasoning-gym's {', '.join(sorted(DATASETS))}."
+            f"dataset ({dataset_name!r}) must be one of"
+            f" reasoning-gym's {', '.join(sorted(DATASETS))}."
         )
     try:
         return reasoning_gym.create_dataset(dataset_name, **config)

@@ -1,4 +1,6 @@
-"""Holds our configuration as it grows, and what of verl's could not be taken over; writes both as commented YAML."""
+"""Holds our configuration as it grows, and what of verl's could not be taken over; writes both as
+commented YAML.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +71,8 @@ class UntranslatedSetting:
 
 class ConfigDraft:
     def __init__(self, verl_settings: VerlSettings, user_facts: UserFacts) -> None:
-        self.verl_settings, self.user_facts = verl_settings, user_facts
+        self.verl_settings = verl_settings
+        self.user_facts = user_facts
         self.values: dict[str, TranslatedValue] = {}
         self.untranslated: list[UntranslatedSetting] = []
         self.num_idle_settings = 0  # settings that ask for nothing
@@ -90,8 +93,9 @@ class ConfigDraft:
         self.values[key] = TranslatedValue(value, names, bool(sources) and not written, note)
 
     def copy_setting(self, source: str, key: str = "", value: Any = ..., note: str = "") -> None:
-        """The setting `source` as ours of the name `key` (the same, if none is given); verl's default of it where the
-        file is silent and ours is another."""
+        """The setting `source` as ours of the name `key` (the same, if none is given); verl's
+        default of it where the file is silent and ours is another.
+        """
         key = key or source
         if value is ...:
             value = self.verl_settings.use_value(source)
@@ -110,7 +114,9 @@ class ConfigDraft:
         convert_value: Callable[[Any], Any] = lambda value: value,
         note: str = "",
     ) -> None:
-        """Put the setting `source`, where verl has a value for it, as ours of the name `key` (or of the same name)."""
+        """Put the setting `source`, where verl has a value for it, as ours of the name `key` (or of
+        the same name).
+        """
         value = self.verl_settings.use_value(source)
         if value is not None:
             self.set_value(key or source, convert_value(value), (source,), note)
@@ -128,7 +134,9 @@ class ConfigDraft:
         )
 
     def request_missing_fact(self, reason: str) -> None:
-        """Something that the file does not say, or not in our units, and that changes what is learnt."""
+        """Something that the file does not say, or not in our units, and that changes
+        what is learnt.
+        """
         self.untranslated.append(UntranslatedSetting("", None, reason, True))
 
 
@@ -143,7 +151,9 @@ def _is_same_value(value: Any, default: Any) -> bool:
 
 
 def nest_by_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Key paths as nested sections, in the order of the schema; entries of free mappings stand inside of these."""
+    """Key paths as nested sections, in the order of the schema; entries of free mappings stand
+    inside of these.
+    """
     order = {key: place for place, key in enumerate(list_leaf_keys(RunConfig))}
     tree: dict[str, Any] = {}
     for key in sorted(
@@ -193,7 +203,8 @@ def _is_copy_of_other_setting(draft: ConfigDraft, key: str) -> bool:
 
 
 def _record_unmapped_setting(draft: ConfigDraft, key: str) -> None:
-    entry, value = find_verl_key(key), draft.verl_settings.use_value(key)
+    entry = find_verl_key(key)
+    value = draft.verl_settings.use_value(key)
     if entry is None:
         reason = f"unknown; {suggest_verl_key(key)}" if suggest_verl_key(key) else "unknown"
         draft.leave_untranslated(
@@ -255,11 +266,13 @@ def render_commented_yaml(
     notes: Sequence[str],
     source: str,
 ) -> str:
-    """`dropped_settings`: (our setting, why) that would have no effect. The text loads as a configuration of ours."""
+    """`dropped_settings`: (our setting, why) that would have no effect. The text loads as a
+    configuration of ours.
+    """
     lines = [
         *_wrap_comment(
-            f"From {source} by `rlhf-megatron config from-verl`. Beside a value: the setting of verl that it is made"
-            " of; (default): the file is silent, and verl does this."
+            f"From {source} by `rlhf-megatron config from-verl`. Beside a value: the setting of"
+            " verl that it is made of; (default): the file is silent, and verl does this."
         )
     ]
     for section, tree in nest_by_section(values).items():

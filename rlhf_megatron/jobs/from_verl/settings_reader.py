@@ -1,4 +1,6 @@
-"""Reads the settings in a YAML file, a shell script or a list of overrides for verl. Nothing is run or followed."""
+"""Reads the settings in a YAML file, a shell script or a list of overrides for verl. Nothing is
+run or followed.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class VerlSetting:
 
 @dataclass
 class WrittenSettings:
-    """The settings of a file and of the overrides after it. A later setting of a name replaces an earlier one."""
+    """The settings of a file and of the overrides after it. A later setting of a name replaces
+    an earlier one.
+    """
 
     settings: dict[str, VerlSetting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the user: what was assumed or not read
@@ -58,8 +62,8 @@ class WrittenSettings:
         before = self.settings.get(setting.name)
         if before is not None and before.value != setting.value:
             self.notes.append(
-                f"{setting.name} is given twice: {setting.value!r} ({setting.location}) replaces {before.value!r}"
-                f" ({before.location})."
+                f"{setting.name} is given twice: {setting.value!r} ({setting.location}) replaces"
+                f" {before.value!r} ({before.location})."
             )
         self.settings[setting.name] = setting
 
@@ -70,7 +74,8 @@ class WrittenSettings:
 
 
 def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -> WrittenSettings:
-    """`source`: name of the file, for messages. `environment`: what a script may take variables from.
+    """`source`: name of the file, for messages. `environment`: what a script may take
+    variables from.
 
     Raises ConfigError for what is neither YAML nor a script with settings, with the reason.
     """
@@ -92,7 +97,10 @@ def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -
         else _read_script_settings(text, source, environment)
     )
     if not written.settings:
-        what = "it holds no setting of verl; name a YAML file, or a script or list with overrides (section.key=value)."
+        what = (
+            "it holds no setting of verl; name a YAML file, or a script or list with"
+            " overrides (section.key=value)."
+        )
         raise ConfigError([ConfigProblem(what, location=source)])
     written.job = written.job or next(
         (job for name, job in _OF_JOBS.items() if name in written.settings), ""
@@ -101,7 +109,9 @@ def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -
 
 
 def add_command_line_overrides(written_settings: WrittenSettings, overrides: Sequence[str]) -> None:
-    """Arguments of the command line over what a file says. Raises ConfigError for what is no override."""
+    """Arguments of the command line over what a file says. Raises ConfigError for what
+    is no override.
+    """
     problems = []
     for override in overrides:
         if _OVERRIDE.match(override) and ("=" in override or override.startswith("~")):
@@ -138,8 +148,9 @@ def _read_yaml_settings(text: str, source: str) -> WrittenSettings:
     written = WrittenSettings()
     if "defaults" in tree.items:
         written.notes.append(
-            "the `defaults:` list is not followed: what it would take from other files stands here at verl's defaults."
-            " For all of a run's settings, print them with verl's `--cfg job --resolve`."
+            "the `defaults:` list is not followed: what it would take from other files stands here"
+            " at verl's defaults. For all of a run's settings, print them with verl's `--cfg"
+            " job --resolve`."
         )
     for name, node in tree.items.items():
         if name not in _NOT_OURS:
@@ -197,7 +208,10 @@ def _find_script_overrides(
     ]
     if len(starts) > 1:
         lines = ", ".join(str(command[index].line) for command, index in starts)
-        text = f"it starts verl {len(starts)} times (lines {lines}); make a file of each, and give one."
+        text = (
+            f"it starts verl {len(starts)} times (lines {lines}); make a file of each,"
+            " and give one."
+        )
         raise ConfigError([ConfigProblem(text, location=source)])
     if not starts:
         for command in script.commands:
@@ -217,7 +231,10 @@ def _find_script_overrides(
     )
     for later in script.commands[script.commands.index(command) + 1 :]:
         if later and _looks_like_override(later[0].text):
-            text = f"the command that starts verl ends before {later[0].text} (line {later[0].line}): a backslash"
+            text = (
+                f"the command that starts verl ends before {later[0].text} (line {later[0].line}):"
+                " a backslash"
+            )
             raise ConfigError(
                 [
                     ConfigProblem(
@@ -232,8 +249,8 @@ def _find_script_overrides(
                 yield "actor_rollout_ref.rollout.multi_turn.enable=true", word.line
             if name and not word.text.startswith("--config-path"):
                 written_settings.notes.append(
-                    f"{word.text} is not read: what the command does not set stands here at verl's defaults"
-                    " (ppo_megatron_trainer)."
+                    f"{word.text} is not read: what the command does not set stands here at verl's"
+                    " defaults (ppo_megatron_trainer)."
                 )
         elif _looks_like_override(word.text):
             yield word.text, word.line
@@ -247,7 +264,8 @@ def _looks_like_override(text: str) -> bool:
 
 def _join_bracketed_words(command: Sequence[ShellWord]) -> Iterator[tuple[str, int]]:
     """Words of a plain list, in which a value may hold spaces inside of brackets."""
-    text, line = "", 0
+    text = ""
+    line = 0
     for word in command:
         is_open = text.count("[") > text.count("]") or text.count("{") > text.count("}")
         if text and is_open:
@@ -255,7 +273,8 @@ def _join_bracketed_words(command: Sequence[ShellWord]) -> Iterator[tuple[str, i
             continue
         if text:
             yield text, line
-        text, line = word.text, word.line
+        text = word.text
+        line = word.line
     if text:
         yield text, line
 
@@ -263,7 +282,9 @@ def _join_bracketed_words(command: Sequence[ShellWord]) -> Iterator[tuple[str, i
 def _add_override(written_settings: WrittenSettings, override: str, location: str) -> None:
     match = _OVERRIDE.match(override)
     assert match is not None, f"{override!r} was looked at before"
-    prefix, name, text = match[1], match[2].replace("/", ".").partition("@")[0], match[3]
+    prefix = match[1]
+    name = match[2].replace("/", ".").partition("@")[0]
+    text = match[3]
     if name.partition(".")[0] in _NOT_OURS:
         return
     if prefix == "~":
@@ -271,7 +292,10 @@ def _add_override(written_settings: WrittenSettings, override: str, location: st
     elif text is not None and UNKNOWN in text:
         written_settings.remove(name)
         shown = text.replace(UNKNOWN, "...")
-        unknown = f"{name}={shown}: its value depends on what only the shell can tell (a command, a branch, an argument"
+        unknown = (
+            f"{name}={shown}: its value depends on what only the shell can tell (a command, a"
+            " branch, an argument"
+        )
         entry = find_verl_key(rename_to_current_key(name))
         if name in _NAMES_ONLY:
             written_settings.notes.append(f"{unknown} of the script); it is left out.")
@@ -305,8 +329,8 @@ def _flatten_value(name: str, value: Any, location: str) -> Iterator[VerlSetting
 
 
 def parse_hydra_value(text: str, location: str) -> Any:
-    """Parse the value of an override. Hydra's grammar is YAML's, except for `{a:1}` and for text that YAML would
-    refuse.
+    """Parse the value of an override. Hydra's grammar is YAML's, except for `{a:1}` and for text
+    that YAML would refuse.
     """
     text = text.strip()
     if text.startswith(("{", "[")):

@@ -2,9 +2,10 @@
 
 bashlex refuses 36 of 160 scripts of verl: it knows neither arrays nor `$((...))`.
 
-What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name}, ${name:-default},
-"${name[@]}", $((sums of whole numbers)), $(pwd) and `if` with a comparison of what is known. What depends on any other
-command or branch, or on an argument of the script, is marked with UNKNOWN.
+What is understood: comments, continued lines, quotes, assignments (also of arrays), $name, ${name},
+${name:-default}, "${name[@]}", $((sums of whole numbers)), $(pwd) and `if` with a comparison of
+what is known. What depends on any other command or branch, or on an argument of the script, is
+marked with UNKNOWN.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ MAX_WORDS = 20_000
 _ASSIGNMENT = re.compile(
     r"(?:export\s+|local\s+|readonly\s+|declare\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)(\+?)=", re.DOTALL
 )
-_OPENERS, _CLOSERS = ("for", "while", "until", "case", "{"), ("fi", "done", "esac", "}")
+_OPENERS = ("for", "while", "until", "case", "{")
+_CLOSERS = ("fi", "done", "esac", "}")
 _INNER = ("then", "else", "do", "{", "}", "!", "time", "nohup", "exec")  # a command may follow
 _VARIABLE = re.compile(r"[A-Za-z_]\w*")
 _WITH_DEFAULT = re.compile(r"([A-Za-z_]\w*|\d)(:?[-=])(.*)\Z", re.DOTALL)
@@ -47,7 +49,8 @@ class ShellScript:
     defaulted_variables: dict[str, str] = field(
         default_factory=dict
     )  # those that it would take, and the defaults used instead
-    # Of each open block: whether the part at hand is run, and whether that or a part before was. None: perhaps.
+    # Of each open block: whether the part at hand is run, and whether that or a part before was.
+    # None: perhaps.
     _blocks: list[tuple[bool | None, bool | None]] = field(default_factory=list)
 
     def read(self, text: str) -> None:
@@ -74,7 +77,8 @@ class ShellScript:
 
     def _track_block(self, words: list[ShellWord], is_single_condition: bool) -> None:
         """Begin or end a block, or a part of one."""
-        word, blocks = words[0].text, self._blocks
+        word = words[0].text
+        blocks = self._blocks
         if word in _OPENERS or (word.endswith("()") and words[-1].text == "{"):
             blocks.append((None, None))
         elif word in _CLOSERS and blocks:
@@ -118,13 +122,15 @@ class ShellScript:
         return None
 
     def _record_assignments(self, words: list[ShellWord]) -> list[ShellWord]:
-        """Record the assignments in front of a command and return the rest of it. Values set in a branch or loop are
-        unknown.
+        """Record the assignments in front of a command and return the rest of it. Values set in a
+        branch or loop are unknown.
         """
         if words[0].text in ("export", "local", "readonly", "declare"):
             words = words[1:]
         while words and (match := _ASSIGNMENT.match(words[0].text)):
-            name, plus, value = match[1], match[2], words[0].text[match.end() :]
+            name = match[1]
+            plus = match[2]
+            value = words[0].text[match.end() :]
             if value.startswith("(") and value.endswith(")"):
                 items = [
                     word.text
@@ -152,15 +158,18 @@ class ShellScript:
         return found
 
     def expand_word(self, raw_word: str) -> list[str]:
-        """A raw word without its quotes, its variables filled in; several for an array, or for a bare variable with
-        spaces; none for "$@"."""
+        """A raw word without its quotes, its variables filled in; several for an array, or for a
+        bare variable with spaces; none for "$@".
+        """
         if match := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', raw_word):
             return self.arrays.get(match[1], [])
         if raw_word.strip('"') in ("$@", "${@}", "$*", "${@:1}"):
             return []
         if match := re.fullmatch(r"\$\{?([A-Za-z_]\w*)\}?", raw_word):
             return self.look_up_variable(match[1]).split()
-        text, i, quote = "", 0, ""
+        text = ""
+        i = 0
+        quote = ""
         while i < len(raw_word):
             char = raw_word[i]
             if char == "\\" and quote != "'" and i + 1 < len(raw_word):
@@ -211,7 +220,8 @@ class ShellScript:
         if _VARIABLE.fullmatch(expression):
             return self.look_up_variable(expression)
         if match := _WITH_DEFAULT.match(expression):
-            name, default = match[1], match[3]
+            name = match[1]
+            default = match[3]
             known = self.variables.get(name, self.environment.get(name, ""))
             if known:
                 return self.look_up_variable(name)
@@ -269,7 +279,9 @@ def _evaluate_arithmetic(node: ast.expr) -> int:
 def find_closing_bracket(raw: str, position: int) -> int:
     """The place after the bracket that closes the one at raw[i], or the end."""
     pairs = {"(": ")", "{": "}"}
-    opener, closer, depth = raw[position], pairs[raw[position]], 0
+    opener = raw[position]
+    closer = pairs[raw[position]]
+    depth = 0
     while position < len(raw):
         if raw[position] == "\\":
             position += 1
@@ -284,7 +296,9 @@ def find_closing_bracket(raw: str, position: int) -> int:
 
 
 def split_commands(text: str) -> list[list[ShellWord]]:
-    """Commands as raw words, quotes and variables still in them. Raises ValueError for a quote that does not end."""
+    """Commands as raw words, quotes and variables still in them. Raises ValueError for a quote
+    that does not end.
+    """
     return _CommandSplitter(text).split()
 
 
@@ -342,8 +356,10 @@ class _CommandSplitter:
                 end = self._text.find("\n", i)
                 i = len(self._text) if end < 0 else end
             elif self._text[i] in "'\"":
-                here, self._position = self._position, i
-                i, self._position = self._find_quote_end(self._text[i]), here
+                here = self._position
+                self._position = i
+                i = self._find_quote_end(self._text[i])
+                self._position = here
             elif self._text.startswith(("$(", "${"), i):
                 i = find_closing_bracket(self._text, i + 1)
             else:
@@ -352,7 +368,8 @@ class _CommandSplitter:
 
     def _append_to_word(self, end: int) -> None:
         if self._word is None:
-            self._word, self._word_line = "", self._line
+            self._word = ""
+            self._word_line = self._line
         self._word += self._text[self._position : end]
         self._advance_to(end)
 

@@ -1,4 +1,6 @@
-"""Turns a configuration of verl into one of ours: maps it section by section, checks the result, writes it."""
+"""Turns a configuration of verl into one of ours: maps it section by section, checks the
+result, writes it.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ from rlhf_megatron.jobs.from_verl.verl_settings import VerlSettings
 
 @dataclass(frozen=True)
 class ConfigTranslation:
-    """`yaml_text`: the YAML. `untranslated`: without counterpart. `problems`: why `yaml_text` is not yet a configuration that runs."""
+    """`yaml_text`: the YAML. `untranslated`: without counterpart. `problems`: why `yaml_text` is
+    not yet a configuration that runs.
+    """
 
     yaml_text: str
     values: Mapping[str, TranslatedValue]  # our key -> value
@@ -57,7 +61,8 @@ def translate_verl_config(
     our_overrides: Sequence[str] = (),
     result_name: str = "result",
 ) -> ConfigTranslation:
-    """`our_overrides`: overrides of our own settings (key=value) over the result; `result_name`: its name in messages.
+    """`our_overrides`: overrides of our own settings (key=value) over the result; `result_name`:
+    its name in messages.
 
     Raises ConfigError for overrides that are malformed.
     """
@@ -129,8 +134,9 @@ def _translate_critic(draft: ConfigDraft) -> None:
         name = g.peek_value("algorithm.adv_estimator")
         if is_wanted:
             g.problems.append(
-                f"{g.get_written_name('critic.enable')} (false) and algorithm.adv_estimator ({name}) contradict each other: it"
-                " needs a critic's values; choose one without, such as grpo, or remove critic.enable."
+                f"{g.get_written_name('critic.enable')} (false) and algorithm.adv_estimator"
+                f" ({name}) contradict each other: it needs a critic's values; choose one without,"
+                " such as grpo, or remove critic.enable."
             )
         else:
             draft.leave_untranslated(
@@ -165,7 +171,9 @@ def _flatten_override(override: MappingNode) -> tuple[str, Any]:
 
 
 def _remove_idle_values(draft: ConfigDraft) -> list[tuple[str, str]]:
-    """Takes out of the draft what would be ignored: an error here, and no matter in verl. (our key, why) of each."""
+    """Takes out of the draft what would be ignored: an error here, and no matter in verl. (our
+    key, why) of each.
+    """
     dropped: list[tuple[str, str]] = []
     while True:
         loaded, problems = _load_yaml_text(render_commented_yaml(draft.values, (), (), (), ""), "")

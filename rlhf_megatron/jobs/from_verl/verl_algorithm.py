@@ -1,4 +1,5 @@
-"""Translates what decides what is learnt: estimator, policy loss, KL terms, entropy, rollout correction.
+"""Translates what decides what is learnt: estimator, policy loss, KL terms, entropy,
+rollout correction.
 
 Names and parameters of estimators and losses are those that are registered.
 """
@@ -38,7 +39,8 @@ ESTIMATOR_KEYS = (
     "gdpo_reward_weights",
 )
 
-OF_THE_REWARD, OF_THE_SCORER = ("seq_reward", "seq_final_reward"), ("acc", "score")
+OF_THE_REWARD = ("seq_reward", "seq_final_reward")
+OF_THE_SCORER = ("acc", "score")
 NO_LIMIT = 1000  # batches that a step may generate, where verl has none
 
 SECTION = "algorithm.rollout_correction"
@@ -71,7 +73,8 @@ def estimator_needs_critic(draft: ConfigDraft) -> bool:
 
 
 def translate_estimator(draft: ConfigDraft) -> None:
-    key, g = "algorithm.adv_estimator", draft.verl_settings
+    key = "algorithm.adv_estimator"
+    g = draft.verl_settings
     name = find_estimator_name(draft)
     if not name:
         draft.leave_untranslated(
@@ -86,10 +89,8 @@ def translate_estimator(draft: ConfigDraft) -> None:
         _translate_parameter(
             draft, kind, parameter, "algorithm.params", (f"algorithm.{parameter}",)
         )
-    keys, scorer = (
-        "algorithm.gdpo_reward_keys",
-        draft.user_facts.reward_name or _find_scorer_name(g),
-    )
+    keys = "algorithm.gdpo_reward_keys"
+    scorer = draft.user_facts.reward_name or _find_scorer_name(g)
     if name == "gdpo" and scorer and isinstance(g.peek_value(keys), list):
         ours = [scorer if one == "score" else f"{scorer}/{one}" for one in g.use_value(keys)]
         draft.set_value(
@@ -107,7 +108,8 @@ def translate_estimator(draft: ConfigDraft) -> None:
 
 def translate_resampling(draft: ConfigDraft) -> None:
     """verl's switch stands beside the section, ours in it."""
-    source, key = "algorithm.use_pf_ppo", "algorithm.pf_ppo.enable"
+    source = "algorithm.use_pf_ppo"
+    key = "algorithm.pf_ppo.enable"
     if (
         draft.verl_settings.is_written(source)
         and draft.verl_settings.use_flag(source)
@@ -122,28 +124,30 @@ def _find_scorer_name(verl_settings: VerlSettings) -> str:
 
 
 def translate_group_filter(draft: ConfigDraft) -> None:
-    """verl names what a reward function returns; ours are the reward and its parts. Its 0 generates without end."""
-    g, section = draft.verl_settings, "algorithm.filter_groups"
-    metric, batches, generated = (
-        f"{section}.metric",
-        f"{section}.max_num_gen_batches",
-        "data.gen_batch_size",
-    )
+    """verl names what a reward function returns; ours are the reward and its parts. Its 0
+    generates without end.
+    """
+    g = draft.verl_settings
+    section = "algorithm.filter_groups"
+    metric = f"{section}.metric"
+    batches = f"{section}.max_num_gen_batches"
+    generated = "data.gen_batch_size"
     name = g.peek_value(metric)
     if name in OF_THE_REWARD:
         draft.set_value(metric, "reward", (metric,), f"{name} there")
     elif name in OF_THE_SCORER:
         part = draft.user_facts.reward_name or _find_scorer_name(g)
-        note = f"{name} there: what the scorer says, without the penalty for length; the name of reward.name"
+        note = (
+            f"{name} there: what the scorer says, without the penalty for length; the name"
+            " of reward.name"
+        )
         value = (
             f"function/{name}" if part == "function" and name == "acc" else part or "exact_match"
         )
         draft.set_value(metric, value, (metric,), note)
-    wanted, at_once, limit = (
-        g.peek_value("data.train_batch_size"),
-        g.peek_value(generated),
-        g.peek_value(batches),
-    )
+    wanted = g.peek_value("data.train_batch_size")
+    at_once = g.peek_value(generated)
+    limit = g.peek_value(batches)
     is_filtered = g.is_true(f"{section}.enable")
     if limit in (0, "0"):
         draft.set_value(
@@ -155,7 +159,10 @@ def translate_group_filter(draft: ConfigDraft) -> None:
         and isinstance(wanted, int)
         and isinstance(limit, int)
     ):
-        note = f"batches of {wanted} prompts (data.train_batch_size) here, of {at_once} (gen_batch_size) there"
+        note = (
+            f"batches of {wanted} prompts (data.train_batch_size) here, of {at_once}"
+            " (gen_batch_size) there"
+        )
         draft.set_value(
             batches,
             -(-limit * at_once // wanted),
@@ -177,13 +184,17 @@ def translate_kl_in_reward(draft: ConfigDraft) -> None:
         g.peek_value("algorithm.kl_ctrl.type") == "adaptive"
         and g.peek_value("algorithm.use_kl_in_reward") is True
     )
-    target, length = g.use_number(source), draft.user_facts.response_length
+    target = g.use_number(source)
+    length = draft.user_facts.response_length
     if not is_adaptive or target is None:
         return
     if length is None:
         draft.leave_untranslated(
             source,
-            "nats a token there, nats a response here: tell the usual tokens of a response with --response-length N",
+            (
+                "nats a token there, nats a response here: tell the usual tokens of a response with"
+                " --response-length N"
+            ),
             affects_learning=True,
         )
         return
@@ -192,15 +203,14 @@ def translate_kl_in_reward(draft: ConfigDraft) -> None:
 
 
 def translate_policy_loss(draft: ConfigDraft) -> None:
-    g, key = draft.verl_settings, "actor.policy_loss.loss_mode"
+    g = draft.verl_settings
+    key = "actor.policy_loss.loss_mode"
     written = str(g.peek_value(key))
     name = LOSSES.get(written, written)
     for one in ("actor.entropy_coeff", "actor.kl_loss_coef"):
         draft.copy_setting(one, value=g.use_number(one))
-    is_used, is_weightless = (
-        g.use_flag("actor.use_kl_loss"),
-        g.peek_value("actor.kl_loss_coef") == 0,
-    )
+    is_used = g.use_flag("actor.use_kl_loss")
+    is_weightless = g.peek_value("actor.kl_loss_coef") == 0
     note = "its weight kl_loss_coef is 0: without the reference, whose KL would only be shown"
     draft.copy_setting(
         "actor.use_kl_loss",
@@ -232,10 +242,11 @@ def translate_policy_loss(draft: ConfigDraft) -> None:
 
 
 def _translate_clip_ratio(draft: ConfigDraft, loss_parameters: list[str]) -> None:
-    """Translate a clip ratio that sets both sides at once. verl's own defaults of the two sides hide it, unless they
-    are cleared.
+    """Translate a clip ratio that sets both sides at once. verl's own defaults of the two sides
+    hide it, unless they are cleared.
     """
-    g, source = draft.verl_settings, "actor.clip_ratio"
+    g = draft.verl_settings
+    source = "actor.clip_ratio"
     g.mark_used(source)
     if not g.is_written(source) or "clip_ratio_low" not in loss_parameters:
         return
@@ -243,14 +254,19 @@ def _translate_clip_ratio(draft: ConfigDraft, loss_parameters: list[str]) -> Non
         of_side = f"actor.clip_ratio_{side}"
         if g.is_written(of_side) and g.peek_value(of_side) is not None:
             continue
-        value, note = g.use_number(source), ""
+        value = g.use_number(source)
+        note = ""
         if value is not None and value != g.peek_value(of_side) and not g.is_written(of_side):
-            note = f"as it says; verl's default clip_ratio_{side} ({g.peek_value(of_side)}) hides it in its newer versions"
+            note = (
+                f"as it says; verl's default clip_ratio_{side} ({g.peek_value(of_side)}) hides it"
+                " in its newer versions"
+            )
         draft.set_value(f"actor.policy_loss.params.clip_ratio_{side}", value, (source,), note)
 
 
 def _translate_aggregation(draft: ConfigDraft, loss_name: str) -> None:
-    source, key = "actor.loss_agg_mode", "actor.loss_agg_mode"
+    source = "actor.loss_agg_mode"
+    key = "actor.loss_agg_mode"
     own = (
         entry.aggregation
         if (entry := find_registered_part("policy loss", str(loss_name))) is not None
@@ -277,11 +293,10 @@ def _translate_kl_type(
 ) -> None:
     """An estimator of KL by its name here; one with a "+" has the gradient of k2 in both."""
     written = str(draft.verl_settings.peek_value(source))
-    base, plus = written.removesuffix("+"), "+" if written.endswith("+") else ""
-    value, choices = (
-        our_names.get(base, base) + plus,
-        get_args(resolve_field_types(section_class)[field_name]),
-    )
+    base = written.removesuffix("+")
+    plus = "+" if written.endswith("+") else ""
+    value = our_names.get(base, base) + plus
+    choices = get_args(resolve_field_types(section_class)[field_name])
     if value in choices:
         draft.copy_setting(source, value=value, note=f"{written} there" if value != written else "")
     elif draft.verl_settings.is_written(source):
@@ -312,7 +327,9 @@ def _list_parameters_of_all_losses() -> set[str]:
 def _translate_parameter(
     draft: ConfigDraft, params_class: type | None, name: str, section: str, sources: Iterable[str]
 ) -> None:
-    """A parameter of a part from the first of `sources` that is written, or from verl's default where ours differs."""
+    """A parameter of a part from the first of `sources` that is written, or from verl's default
+    where ours differs.
+    """
     assert params_class is not None, "a part without parameters has none to set"
     sources = tuple(sources)
     source = next((one for one in sources if draft.verl_settings.is_written(one)), None)
@@ -327,7 +344,8 @@ def _translate_parameter(
     ours: Any = getattr(params_class, name, None) if has_field_default(params_class, name) else None
     note = ""
     if name == "clip_ratio_low" and isinstance(value, int | float) and value > 1:
-        value, note = 1.0, f"{value} there: no bound, as with 1, since a ratio is never below 0"
+        note = f"{value} there: no bound, as with 1, since a ratio is never below 0"
+        value = 1.0
     if value is not None and (draft.verl_settings.is_written(source) or value != ours):
         draft.set_value(f"{section}.{name}", value, (source,), note)
 
@@ -339,8 +357,11 @@ def _describe_unknown_part(registry: Registry[Any], name: Any) -> str:
 
 
 def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
-    """Brings rollout correction of verl 0.5 to 0.7.0 under the names of 0.7.1 and later; what cannot be stays."""
-    cap, former = "actor.tis_imp_ratio_cap", "algorithm.rollout_is"
+    """Brings rollout correction of verl 0.5 to 0.7.0 under the names of 0.7.1 and later; what
+    cannot be stays.
+    """
+    cap = "actor.tis_imp_ratio_cap"
+    former = "algorithm.rollout_is"
     if (
         verl_settings.is_written(cap)
         and (bound := verl_settings.use_number(cap)) is not None
@@ -354,10 +375,8 @@ def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
         if verl_settings.is_written(f"{former}_threshold")
         else None
     )  # of 0.6.0
-    level, lower = (
-        verl_settings.peek_value(f"{former}_level") or "token",
-        verl_settings.peek_value(f"{former}_threshold_lower"),
-    )
+    level = verl_settings.peek_value(f"{former}_level") or "token"
+    lower = verl_settings.peek_value(f"{former}_threshold_lower")
     is_mask = verl_settings.peek_value(f"{former}_mode") == "mask"
     if (
         upper
@@ -401,7 +420,8 @@ def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
                 for rest in ("level", "threshold_lower", "mode", "veto_threshold")
             ),
         )
-    kind, bound_key = f"{SECTION}.rollout_rs", f"{SECTION}.rollout_rs_threshold"
+    kind = f"{SECTION}.rollout_rs"
+    bound_key = f"{SECTION}.rollout_rs_threshold"
     if verl_settings.peek_value(kind) in LEVELS:  # 0.6.1 to 0.7.0
         high = (
             verl_settings.use_number(bound_key)
@@ -457,7 +477,8 @@ def translate_rollout_correction(draft: ConfigDraft) -> None:
     ):
         wanted.remove("rollout_is")
         g.notes.append(
-            "rollout_is weighs nothing in bypass mode with ppo_clip, in verl either: the ratio is that already."
+            "rollout_is weighs nothing in bypass mode with ppo_clip, in verl either: the ratio is"
+            " that already."
         )
     note = "bypass_mode there"
     draft.set_value(
@@ -474,13 +495,19 @@ def translate_rollout_correction(draft: ConfigDraft) -> None:
 
 
 def _translate_bypass_mode(draft: ConfigDraft) -> None:
-    """verl's loss_type decides what the loss is; here that is loss_mode, and loss_type only says it again."""
-    g, source = draft.verl_settings, f"{SECTION}.loss_type"
+    """verl's loss_type decides what the loss is; here that is loss_mode, and loss_type only
+    says it again.
+    """
+    g = draft.verl_settings
+    source = f"{SECTION}.loss_type"
     kind = str(g.peek_value(source) or "ppo_clip")
     draft.set_value(source, kind, (source,))
     note = ""
     if kind == "reinforce":
-        note = "loss_type asks for it; versions of verl in which bypass mode does not reach the workers ignore it"
+        note = (
+            "loss_type asks for it; versions of verl in which bypass mode does not reach the"
+            " workers ignore it"
+        )
     draft.set_value("actor.policy_loss.loss_mode", kind, (source,), note)
     if kind != "ppo_clip":
         for key in [key for key in draft.values if key.startswith("actor.policy_loss.params.")]:
@@ -500,11 +527,9 @@ def _translate_importance_weights(draft: ConfigDraft) -> None:
 
 
 def _translate_rejection_filters(draft: ConfigDraft) -> None:
-    g, source, bound = (
-        draft.verl_settings,
-        f"{SECTION}.rollout_rs",
-        f"{SECTION}.rollout_rs_threshold",
-    )
+    g = draft.verl_settings
+    source = f"{SECTION}.rollout_rs"
+    bound = f"{SECTION}.rollout_rs_threshold"
     names = _split_into_texts(g.peek_value(source))
     bounds = _split_into_texts(g.peek_value(bound))
     bounds = bounds * len(names) if len(bounds) == 1 else bounds

@@ -1,4 +1,6 @@
-"""Translates the sections model, data and reward of verl. verl's choice of a scorer by data_source must be told."""
+"""Translates the sections model, data and reward of verl. verl's choice of a scorer by
+data_source must be told.
+"""
 
 from __future__ import annotations
 
@@ -28,13 +30,12 @@ FAMILIES_BY_NAME = (
     ("phi", r"\bphi-?\d"),
 )
 
-FUNCTION, MANAGER, KWARGS = (
-    "reward.custom_reward_function",
-    "reward.reward_manager",
-    "reward.reward_kwargs",
-)
+FUNCTION = "reward.custom_reward_function"
+MANAGER = "reward.reward_manager"
+KWARGS = "reward.reward_kwargs"
 PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
-SANDBOX, MODEL = "reward.sandbox_fusion", "reward.reward_model"
+SANDBOX = "reward.sandbox_fusion"
+MODEL = "reward.reward_model"
 LIMITS = (
     "max_rpm",
     "max_tpm",
@@ -62,7 +63,8 @@ def translate_data(draft: ConfigDraft) -> None:
     )
     for name in ("max_prompt_length", "max_response_length", "train_batch_size", "shuffle"):
         draft.copy_setting(f"data.{name}")
-    generated, is_filtered = "data.gen_batch_size", g.is_true("algorithm.filter_groups.enable")
+    generated = "data.gen_batch_size"
+    is_filtered = g.is_true("algorithm.filter_groups.enable")
     if (
         g.peek_value(generated) is not None
         and not is_filtered
@@ -75,12 +77,16 @@ def translate_data(draft: ConfigDraft) -> None:
             (generated, "data.train_batch_size"),
             note,
         )
-    side, is_dropped = g.peek_value("data.truncation"), g.is_true("data.filter_overlong_prompts")
+    side = g.peek_value("data.truncation")
+    is_dropped = g.is_true("data.filter_overlong_prompts")
     if side in ("left", "right", "middle") and is_dropped:
         g.mark_used("data.truncation")
         draft.num_idle_settings += 1
     elif side == "right":
-        note = "truncation right there cuts the place where the answer begins; here such prompts are left out"
+        note = (
+            "truncation right there cuts the place where the answer begins; here such prompts"
+            " are left out"
+        )
         draft.set_value(
             "data.filter_overlong_prompts",
             True,
@@ -146,7 +152,8 @@ def translate_dtype_name(value: Any) -> Any:
 
 
 def translate_reward(draft: ConfigDraft) -> None:
-    g, chosen = draft.verl_settings, draft.user_facts.reward_name
+    g = draft.verl_settings
+    chosen = draft.user_facts.reward_name
     path = g.use_value(f"{FUNCTION}.path")
     if path and chosen in ("", "function"):
         _translate_reward_function(draft, str(expand_home(draft, path)))
@@ -161,10 +168,11 @@ def translate_reward(draft: ConfigDraft) -> None:
     else:
         g.mark_used(f"{FUNCTION}.*")
         draft.request_missing_fact(
-            "reward.name: verl chooses a scorer by each row's data_source, which the file does not say (gsm8k for"
-            " openai/gsm8k, math for MATH, math_dapo for math* and aime*, short_answer for searchR1_*, code for apps,"
-            " taco and codecontests); choose one with"
-            f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources with reward.by_source."
+            "reward.name: verl chooses a scorer by each row's data_source, which the file does not"
+            " say (gsm8k for openai/gsm8k, math for MATH, math_dapo for math* and aime*,"
+            " short_answer for searchR1_*, code for apps, taco and codecontests); choose one with"
+            f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources"
+            " with reward.by_source."
         )
     for replaced in ("reward.reward_model.enable", f"{SANDBOX}.url", f"{FUNCTION}.path"):
         if (
@@ -186,7 +194,8 @@ def translate_reward(draft: ConfigDraft) -> None:
         else:
             others = " and ".join(RIGHT_OR_WRONG)
             g.notes.append(
-                f"{scale}, as reward.name math_dapo does, and {others} with reward.params.wrong_score -1."
+                f"{scale}, as reward.name math_dapo does, and {others} with"
+                " reward.params.wrong_score -1."
             )
     if (manager is not None and manager not in PLAIN) or g.peek_value(
         f"{MANAGER}.source"
@@ -208,7 +217,10 @@ def translate_reward(draft: ConfigDraft) -> None:
         _translate_rate_limits(draft)
     for name in () if is_limited else LIMITS:
         if g.peek_value(f"reward.{name}") is not None:
-            why = "limits are those of a server: requests_per_s and concurrency of llm_judge, reward_server and code"
+            why = (
+                "limits are those of a server: requests_per_s and concurrency of llm_judge,"
+                " reward_server and code"
+            )
             draft.leave_untranslated(
                 f"reward.{name}", f"{why}; a function of your own keeps to its own"
             )
@@ -239,8 +251,11 @@ def _translate_reward_function(draft: ConfigDraft, path: str) -> None:
 
 
 def _translate_rate_limits(draft: ConfigDraft) -> None:
-    """Those of the manager rate_limited are of each of verl's processes; a sample over its time scores 0 there."""
-    g, ours = draft.verl_settings, "reward.params.server"
+    """Those of the manager rate_limited are of each of verl's processes; a sample over its time
+    scores 0 there.
+    """
+    g = draft.verl_settings
+    ours = "reward.params.server"
     draft.set_value(
         f"{ours}.url",
         "http://reward",
@@ -270,7 +285,9 @@ def _translate_rate_limits(draft: ConfigDraft) -> None:
 
 
 def _translate_reward_model(draft: ConfigDraft) -> None:
-    """One that is the only reward. Where the file names a function too, that is the reward, and may ask the model."""
+    """One that is the only reward. Where the file names a function too, that is the reward, and may
+    ask the model.
+    """
     sources = tuple(f"{MODEL}.{name}" for name in ("enable", "model.path", "model_path"))
     path = draft.verl_settings.peek_value(sources[1]) or draft.verl_settings.peek_value(sources[2])
     if not isinstance(path, str):
@@ -279,7 +296,8 @@ def _translate_reward_model(draft: ConfigDraft) -> None:
         )
         return
     draft.set_value("reward.name", "zero", (), "verl takes the model's scores alone")
-    g, is_served = draft.verl_settings, draft.verl_settings.is_written_below(f"{MODEL}.rollout")
+    g = draft.verl_settings
+    is_served = draft.verl_settings.is_written_below(f"{MODEL}.rollout")
     is_served = (
         is_served and g.peek_value(f"{MODEL}.use_reward_loop") is not False
     )  # the section of 0.6, not in use
@@ -292,10 +310,12 @@ def _translate_reward_model(draft: ConfigDraft) -> None:
 
 
 def _find_reward_model_pool(draft: ConfigDraft) -> tuple[int | None, tuple[str, ...]]:
-    """(devices of the model's own pool, the settings that say so); None: it shares the trainer's."""
-    g, sources = (
-        draft.verl_settings,
-        tuple(f"{MODEL}.{name}" for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes")),
+    """(devices of the model's own pool, the settings that say so); None:
+    it shares the trainer's.
+    """
+    g = draft.verl_settings
+    sources = tuple(
+        f"{MODEL}.{name}" for name in ("enable_resource_pool", "n_gpus_per_node", "nnodes")
     )
     if not g.is_true(sources[0]):
         return None, ()
@@ -303,7 +323,9 @@ def _find_reward_model_pool(draft: ConfigDraft) -> tuple[int | None, tuple[str, 
 
 
 def _translate_reward_model_servers(draft: ConfigDraft) -> None:
-    g, section, ours = draft.verl_settings, f"{MODEL}.rollout", "reward_model.served"
+    g = draft.verl_settings
+    section = f"{MODEL}.rollout"
+    ours = "reward_model.served"
     devices, sources = _find_reward_model_pool(draft)
     shared = (g.use_whole_number("trainer.n_gpus_per_node") or 1) * (
         g.use_whole_number("trainer.nnodes") or 1
@@ -342,7 +364,10 @@ def _translate_reward_model_ranks(draft: ConfigDraft) -> None:
 
 
 def _translate_sandbox(draft: ConfigDraft) -> None:
-    note = "verl sends programs of its code sources there; name the rewards of other sources in reward.by_source"
+    note = (
+        "verl sends programs of its code sources there; name the rewards of other sources"
+        " in reward.by_source"
+    )
     draft.set_value("reward.name", "code", (), note)
     names = {
         "url": "server.url",
@@ -365,7 +390,8 @@ def _translate_overlong_penalty(draft: ConfigDraft) -> None:
     length = g.use_whole_number(f"{KWARGS}.max_resp_len") or g.use_whole_number(
         "data.max_response_length"
     )
-    buffer, factor = g.use_whole_number(f"{BUFFER}.len"), g.use_number(f"{BUFFER}.penalty_factor")
+    buffer = g.use_whole_number(f"{BUFFER}.len")
+    factor = g.use_number(f"{BUFFER}.penalty_factor")
     if length is None or buffer is None:
         draft.leave_untranslated(
             f"{BUFFER}.len",

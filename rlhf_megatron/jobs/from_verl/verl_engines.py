@@ -1,6 +1,7 @@
 """Translates parallel layouts, the section rollout (engines, sampling) and the order of work.
 
-The order of work is that of verl's fully asynchronous recipe (section async_training), of trainer.v1, or one step off.
+The order of work is that of verl's fully asynchronous recipe (section async_training), of
+trainer.v1, or one step off.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ RECOMPUTE = (
 FREE = "override_transformer_config"
 SHARED = (*SIZES, "virtual_pipeline_model_parallel_size")
 
-ASYNC, V1, SAMPLER = "async_training", "trainer.v1", "trainer.v1.sampler"
-MODE, ROUNDS, BATCHES = (
-    f"{V1}.trainer_mode",
-    f"{ASYNC}.trigger_parameter_sync_step",
-    f"{ASYNC}.require_batches",
-)
-STALENESS, ENGINES_LOG_PROBS = f"{ASYNC}.staleness_threshold", f"{ASYNC}.use_rollout_log_probs"
+ASYNC = "async_training"
+V1 = "trainer.v1"
+SAMPLER = "trainer.v1.sampler"
+MODE = f"{V1}.trainer_mode"
+ROUNDS = f"{ASYNC}.trigger_parameter_sync_step"
+BATCHES = f"{ASYNC}.require_batches"
+STALENESS = f"{ASYNC}.staleness_threshold"
+ENGINES_LOG_PROBS = f"{ASYNC}.use_rollout_log_probs"
 AGAIN = tuple(f"{ASYNC}.{name}" for name in ("recompute_old_log_prob", "compute_prox_log_prob"))
 CORRECTION = "algorithm.rollout_correction"
 
@@ -46,8 +48,9 @@ def translate_actor_layout(draft: ConfigDraft) -> None:
     else:
         if str(g.peek_value("actor.strategy") or "megatron") != "megatron":
             g.notes.append(
-                f"actor.strategy is {g.peek_value('actor.strategy')} and splits samples ({ulysses}), which only Megatron does"
-                " here: choose actor.megatron.tensor_model_parallel_size and its neighbours for memory."
+                f"actor.strategy is {g.peek_value('actor.strategy')} and splits samples"
+                f" ({ulysses}), which only Megatron does here: choose"
+                " actor.megatron.tensor_model_parallel_size and its neighbours for memory."
             )
         if g.use_value(ulysses) not in (None, 1):
             draft.set_value(
@@ -75,7 +78,9 @@ def translate_actor_layout(draft: ConfigDraft) -> None:
 
 
 def uses_fsdp_backend(verl_settings: VerlSettings) -> bool:
-    """Whether the backend fsdp trains: where verl's FSDP is asked for by name and no sample is split, and for LoRA."""
+    """Whether the backend fsdp trains: where verl's FSDP is asked for by name and no sample is
+    split, and for LoRA.
+    """
     is_named = verl_settings.is_written("actor.strategy") and str(
         verl_settings.peek_value("actor.strategy")
     ) in ("fsdp", "fsdp2")
@@ -92,12 +97,14 @@ def has_lora(verl_settings: VerlSettings) -> bool:
 
 
 def _translate_fsdp(draft: ConfigDraft) -> None:
-    g, section = draft.verl_settings, "actor.fsdp_config"
+    g = draft.verl_settings
+    section = "actor.fsdp_config"
     draft.set_value("actor.backend", "fsdp", ("actor.strategy",))
     ulysses = "actor.ulysses_sequence_parallel_size"
     if g.use_value(ulysses) not in (None, 1):
         g.notes.append(
-            f"{ulysses} ({g.peek_value(ulysses)}): the backend fsdp splits no sample; a rank must hold the longest."
+            f"{ulysses} ({g.peek_value(ulysses)}): the backend fsdp splits no sample; a rank must"
+            " hold the longest."
         )
     for source, name in (
         (f"{section}.reshard_after_forward", "reshard_after_forward"),
@@ -129,7 +136,8 @@ def translate_lora(draft: ConfigDraft) -> None:
             draft.convert_setting(f"model.{name}", f"actor.lora.{ours}")
     if is_off_value(g.peek_value("model.lora_rank")):
         draft.request_missing_fact(
-            "actor.lora.rank: the adapter of model.lora_adapter_path has one; give r of its adapter_config.json"
+            "actor.lora.rank: the adapter of model.lora_adapter_path has one; give r of"
+            " its adapter_config.json"
         )
     modules = (
         g.use_value("model.target_modules")
@@ -143,7 +151,9 @@ def translate_lora(draft: ConfigDraft) -> None:
 
 
 def translate_critic_layout(draft: ConfigDraft) -> None:
-    """Put the critic into the actor's pool, as verl does, unless the user gives it ranks of its own."""
+    """Put the critic into the actor's pool, as verl does, unless the user gives it
+    ranks of its own.
+    """
     _translate_shared_layout(
         draft,
         "critic",
@@ -162,7 +172,8 @@ def translate_reference_layout(draft: ConfigDraft) -> None:
 def _translate_shared_layout(draft: ConfigDraft, role: str, reason: str) -> None:
     g = draft.verl_settings
     for name in SHARED:
-        key, of_actor = f"{role}.megatron.{name}", f"actor.megatron.{name}"
+        key = f"{role}.megatron.{name}"
+        of_actor = f"actor.megatron.{name}"
         if g.is_written(key) and (g.peek_value(key) or 1) != (g.peek_value(of_actor) or 1):
             draft.leave_untranslated(key, reason)
     g.mark_used(f"{role}.megatron.*")
@@ -175,10 +186,8 @@ def _translate_megatron_layout(draft: ConfigDraft, section: str) -> None:
     virtual = f"{section}.virtual_pipeline_model_parallel_size"
     if g.use_value(virtual) not in (None, 1):
         draft.set_value(virtual, g.use_whole_number(virtual), (virtual,))
-    parallel, tp = (
-        f"{section}.sequence_parallel",
-        g.use_whole_number(f"{section}.tensor_model_parallel_size"),
-    )
+    parallel = f"{section}.sequence_parallel"
+    tp = g.use_whole_number(f"{section}.tensor_model_parallel_size")
     g.mark_used(parallel)
     if tp is not None and tp > 1:
         draft.set_value(parallel, g.use_flag(parallel), (parallel,))
@@ -187,7 +196,8 @@ def _translate_megatron_layout(draft: ConfigDraft, section: str) -> None:
     known = resolve_field_types(MegatronConfig)
     for free in ("override_transformer_config", "override_ddp_config"):
         for name in known:
-            source, key = f"{section}.{free}.{name}", f"{section}.{name}"
+            source = f"{section}.{free}.{name}"
+            key = f"{section}.{name}"
             if g.use_value(source) is not None and not g.is_written(key):
                 draft.set_value(key, g.use_value(source), (source,))
     _translate_gradient_checkpointing(draft, section)
@@ -195,7 +205,8 @@ def _translate_megatron_layout(draft: ConfigDraft, section: str) -> None:
 
 def _translate_gradient_checkpointing(draft: ConfigDraft, section: str) -> None:
     """verl's one switch, where no granularity is given beside it."""
-    source, granularity = "model.enable_gradient_checkpointing", f"{section}.recompute_granularity"
+    source = "model.enable_gradient_checkpointing"
+    granularity = f"{section}.recompute_granularity"
     is_wanted = draft.verl_settings.is_written(source) and draft.verl_settings.use_flag(source)
     draft.verl_settings.mark_used(source)
     if (
@@ -220,7 +231,8 @@ def has_separate_engines(verl_settings: VerlSettings) -> bool:
 
 
 def convert_async_recipe_to_steps(verl_settings: VerlSettings) -> None:
-    """Turn verl's fully asynchronous recipe, which has no steps, into steps: one between each two weight syncs.
+    """Turn verl's fully asynchronous recipe, which has no steps, into steps: one between each
+    two weight syncs.
 
     It is what the other settings of batches and lengths are then read by.
     """
@@ -238,8 +250,9 @@ def convert_async_recipe_to_steps(verl_settings: VerlSettings) -> None:
     size = rounds * batches * mini
     verl_settings.assume_value("data.train_batch_size", size, ROUNDS)
     verl_settings.notes.append(
-        f"a step is what verl's recipe trains between two syncs: data.train_batch_size {size} prompts ="
-        f" trigger_parameter_sync_step {rounds} x require_batches {batches} x ppo_mini_batch_size {mini}."
+        f"a step is what verl's recipe trains between two syncs: data.train_batch_size {size}"
+        f" prompts = trigger_parameter_sync_step {rounds} x require_batches {batches} x"
+        f" ppo_mini_batch_size {mini}."
     )
     total = "rollout.total_rollout_steps"
     if (
@@ -261,7 +274,9 @@ def convert_async_recipe_to_steps(verl_settings: VerlSettings) -> None:
 
 
 def translate_schedule(draft: ConfigDraft) -> None:
-    """Translate the schedule. Call it after the correction: a schedule with old tokens needs one."""
+    """Translate the schedule. Call it after the correction:
+    a schedule with old tokens needs one.
+    """
     g = draft.verl_settings
     mode = g.peek_value(MODE)
     if g.is_written_below(ASYNC):
@@ -271,8 +286,10 @@ def translate_schedule(draft: ConfigDraft) -> None:
     elif mode not in (None, "sync"):
         draft.leave_untranslated(
             MODE,
-            "who shares devices takes turns here, and old groups wait for nobody; engines of their own can have"
-            " schedule.name asynchronous",
+            (
+                "who shares devices takes turns here, and old groups wait for nobody; engines of"
+                " their own can have schedule.name asynchronous"
+            ),
             affects_learning=True,
         )
         g.mark_used(MODE)
@@ -318,7 +335,10 @@ def _translate_fully_async(draft: ConfigDraft) -> None:
     if _uses_engine_log_probs(g) and loss not in ("vanilla", "ppo_clip"):
         draft.leave_untranslated(
             ENGINES_LOG_PROBS,
-            f"{loss} with the engine's log-probs for old ones: {CORRECTION}.mode bypass has ppo_clip and reinforce",
+            (
+                f"{loss} with the engine's log-probs for old ones: {CORRECTION}.mode bypass has"
+                " ppo_clip and reinforce"
+            ),
             affects_learning=True,
         )
     for key in [key for key in g.list_unused_keys() if key.startswith(f"{ASYNC}.")]:
@@ -329,9 +349,12 @@ def _translate_fully_async(draft: ConfigDraft) -> None:
 
 
 def _translate_separate_async(draft: ConfigDraft) -> None:
-    """So many batches are begun ahead there, and a bound beyond says what is dropped; here one number is both."""
+    """So many batches are begun ahead there, and a bound beyond says what is dropped; here one
+    number is both.
+    """
     g = draft.verl_settings
-    ahead, bound = f"{V1}.separate_async.num_warmup_batches", f"{SAMPLER}.max_off_policy_threshold"
+    ahead = f"{V1}.separate_async.num_warmup_batches"
+    bound = f"{SAMPLER}.max_off_policy_threshold"
     lag = g.use_whole_number(ahead, minimum=0) if g.is_written(ahead) else 1
     limit = g.use_whole_number(bound) if g.is_written(bound) else 8
     if lag is None or limit is None:
@@ -388,7 +411,8 @@ def translate_sampling(draft: ConfigDraft) -> None:
             affects_learning=True,
         )
     for name in ("prompt", "response"):
-        key, ours = f"rollout.{name}_length", f"data.max_{name}_length"
+        key = f"rollout.{name}_length"
+        ours = f"data.max_{name}_length"
         if g.use_value(key) is not None and g.peek_value(key) != g.peek_value(ours):
             draft.leave_untranslated(
                 key, f"one limit for data and engines: {ours}", affects_learning=True
@@ -398,7 +422,8 @@ def translate_sampling(draft: ConfigDraft) -> None:
 
 
 def _translate_evaluation_sampling(draft: ConfigDraft) -> None:
-    g, section = draft.verl_settings, "rollout.val_kwargs"
+    g = draft.verl_settings
+    section = "rollout.val_kwargs"
     is_drawn = g.use_flag(f"{section}.do_sample") and bool(g.peek_value(f"{section}.temperature"))
     temperature = g.use_number(f"{section}.temperature")
     for name in OFF:
@@ -451,7 +476,9 @@ def translate_engines(draft: ConfigDraft) -> None:
 
 
 def _translate_engine_servers(draft: ConfigDraft) -> None:
-    """verl's hybrid engine: as many engines as fit on the trainer's devices, which take turns with it."""
+    """verl's hybrid engine: as many engines as fit on the trainer's devices, which take
+    turns with it.
+    """
     g = draft.verl_settings
     sizes = [
         g.use_whole_number(f"rollout.{name}_parallel_size")
@@ -462,7 +489,8 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
         g.use_whole_number(f"{section}.{name}") for name in ("nnodes", "n_gpus_per_node")
     )
     if has_separate_engines(g):  # the recipes' defaults
-        nnodes, gpus = nnodes or 1, gpus or 8
+        nnodes = nnodes or 1
+        gpus = gpus or 8
     for role in ("actor", "critic"):
         g.mark_used(
             *(f"{role}.{kind}.{name}" for kind in ("megatron", "fsdp_config") for name in OFFLOADS)
@@ -490,7 +518,8 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
         nnodes == 1 or (not uses_fsdp_backend(g) and _do_machines_hold_actor_copies(draft, gpus))
     )
     if takes_turns and nnodes > 1:
-        num, note = num * nnodes, f"{nnodes} x {gpus} devices / {sizes[0] * sizes[1]} an engine"
+        num = num * nnodes
+        note = f"{nnodes} x {gpus} devices / {sizes[0] * sizes[1]} an engine"
     draft.set_value(
         "rollout.num_engines",
         num,
@@ -498,7 +527,10 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
         note,
     )
     if takes_turns:
-        note = "trainer and engines take turns with the devices, and each is in host memory between its turns"
+        note = (
+            "trainer and engines take turns with the devices, and each is in host memory"
+            " between its turns"
+        )
         draft.set_value("rollout.colocated", True, (), note)
         if (
             g.peek_value("actor.use_kl_loss") is True
@@ -511,8 +543,9 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
         )
         if nnodes > 1:
             g.notes.append(
-                f"{nnodes} machines: engines get devices of their own here. They take turns with the trainer's, as"
-                " verl's do, where each copy of the actor lies within a machine (rollout.colocated, docs/launching.md)."
+                f"{nnodes} machines: engines get devices of their own here. They take turns with"
+                " the trainer's, as verl's do, where each copy of the actor lies within a machine"
+                " (rollout.colocated, docs/launching.md)."
             )
 
 

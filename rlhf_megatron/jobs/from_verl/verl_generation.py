@@ -1,5 +1,6 @@
-"""Translates verl's jobs without training (main_generation, main_generation_server, main_eval) to what `generate` and
-`evaluate` read. Their settings have defaults that are not those of verl's RL jobs.
+"""Translates verl's jobs without training (main_generation, main_generation_server, main_eval) to
+what `generate` and `evaluate` read. Their settings have defaults that are not those of
+verl's RL jobs.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ NO_MATTER = (
 
 def translate_generation_job(draft: ConfigDraft, job: str) -> None:
     """All sections of a job that writes answers. `job`: a key of DEFAULTS."""
-    g, default = draft.verl_settings, DEFAULTS[job]
+    g = draft.verl_settings
+    default = DEFAULTS[job]
     translate_model(draft)
     source = "data.path" if job == "generation" else "data.train_files"
     given = use_written_value(draft, source, [])
@@ -101,10 +103,8 @@ def translate_generation_job(draft: ConfigDraft, job: str) -> None:
         "rollout.val_kwargs.temperature", 0.0 if greedy else temperature, ("rollout.temperature",)
     )
     for name, off in OFF.items():
-        key, value = (
-            f"rollout.{name}",
-            use_written_value(draft, f"rollout.{name}", default.get(name, off[0])),
-        )
+        key = f"rollout.{name}"
+        value = use_written_value(draft, f"rollout.{name}", default.get(name, off[0]))
         if name == "top_k" and job == "generation_server":
             g.notes.append(
                 "rollout.top_k is left out: that server is not told of it, in verl either."
@@ -169,10 +169,8 @@ def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> N
     draft.set_value("rollout.engine", "sglang", ("rollout.name",), note)
     if g.is_written("rollout.dtype"):
         draft.convert_setting("rollout.dtype", convert_value=translate_dtype_name)
-    nodes, gpus = (
-        use_written_value(draft, "trainer.nnodes", 1),
-        use_written_value(draft, "trainer.n_gpus_per_node", 8),
-    )
+    nodes = use_written_value(draft, "trainer.nnodes", 1)
+    gpus = use_written_value(draft, "trainer.n_gpus_per_node", 8)
     size = use_written_value(draft, "rollout.tensor_model_parallel_size", default_tp_size)
     source = ("rollout.tensor_model_parallel_size",)
     if not all(isinstance(value, int) for value in (nodes, gpus, size)):
@@ -194,7 +192,8 @@ def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> N
     )
     if nodes > 1:
         g.notes.append(
-            f"{nodes} machines: servers on the others are named in rollout.endpoints (engine start)."
+            f"{nodes} machines: servers on the others are named in rollout.endpoints"
+            " (engine start)."
         )
     for key, argument in (
         ("gpu_memory_utilization", "mem_fraction_static"),

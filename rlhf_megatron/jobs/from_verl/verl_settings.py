@@ -1,8 +1,11 @@
-"""Holds the settings of verl under one name each, whatever layout they were written in; knows which are dealt with.
+"""Holds the settings of verl under one name each, whatever layout they were written in; knows which
+are dealt with.
 
-OmegaConf's `${...}` in values is resolved here: another key, `${.neighbour}`, `${oc.select:key,default}`,
-`${oc.env:NAME}`. OmegaConf itself refuses a whole file for one malformed value, reads the real environment only, and
-lets values that name each other grow without bound. What a file does not say is verl's default."""
+OmegaConf's `${...}` in values is resolved here: another key, `${.neighbour}`,
+`${oc.select:key,default}`, `${oc.env:NAME}`. OmegaConf itself refuses a whole file for one
+malformed value, reads the real environment only, and lets values that name each other grow without
+bound. What a file does not say is verl's default.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,9 @@ _MANDATORY = "???"  # Hydra's mark of a value that must still be given
 def resolve_setting_value(
     settings: Mapping[str, VerlSetting], name: str, environment: Mapping[str, str]
 ) -> Any:
-    """The value of the setting `name`; MISSING where it points to what is not there (or in a circle)."""
+    """The value of the setting `name`; MISSING where it points to what is not there
+    (or in a circle).
+    """
     return _resolve_interpolations(settings, name, settings[name].value, environment, 0)
 
 
@@ -143,7 +148,9 @@ def _make_absolute_key(name: str, path: str) -> str:
 
 
 def normalize_key(written_key: str) -> str:
-    """The name in today's layout: actor_rollout_ref.actor.x is actor.x, custom_reward_function.x reward....x."""
+    """The name in today's layout: actor_rollout_ref.actor.x is actor.x,
+    custom_reward_function.x reward....x.
+    """
     path = rename_to_current_key(written_key)
     for old, new in ALIASES:
         if path == old or path.startswith(old + "."):
@@ -152,7 +159,9 @@ def normalize_key(written_key: str) -> str:
 
 
 class VerlSettings:
-    """`use_value` and its likes mark a setting as dealt with. What cannot be read is noted in `problems`."""
+    """`use_value` and its likes mark a setting as dealt with. What cannot be read is noted
+    in `problems`.
+    """
 
     def __init__(self, written_settings: WrittenSettings, environment: Mapping[str, str]) -> None:
         self.problems = list(written_settings.problems)
@@ -163,7 +172,8 @@ class VerlSettings:
             value = resolve_setting_value(written_settings.settings, name, environment)
             if value is MISSING:
                 self.notes.append(
-                    f"{name} ({setting.value}) points to what is not there: verl's default is taken."
+                    f"{name} ({setting.value}) points to what is not there: verl's"
+                    " default is taken."
                 )
             elif value != _MANDATORY:
                 self._add_setting(normalize_key(name), VerlSetting(name, value, setting.location))
@@ -172,13 +182,16 @@ class VerlSettings:
         other = self._settings.get(key)
         if other is not None and other.value != setting.value:
             self.problems.append(
-                f"{other.name} ({other.value}) [{other.location}] and {setting.name} ({setting.value}) [{setting.location}]"
-                " are the same setting in two layouts; keep one."
+                f"{other.name} ({other.value}) [{other.location}] and {setting.name}"
+                f" ({setting.value}) [{setting.location}] are the same setting in two"
+                " layouts; keep one."
             )
         self._settings.setdefault(key, setting)
 
     def assume_value(self, key: str, value: Any, source: str) -> None:
-        """`key` follows from the setting `source`, whatever stands there. From now on it is as if it was written."""
+        """`key` follows from the setting `source`, whatever stands there. From now on it is as if
+        it was written.
+        """
         where = self._settings[source].location if source in self._settings else "verl's default"
         self._settings[key] = VerlSetting(self.get_written_name(source), value, where)
 
@@ -272,6 +285,9 @@ class VerlSettings:
 
     def _report_wrong_value(self, key: str, value: Any, rule: str) -> None:
         if value is not None:
-            problem = f"{self.get_written_name(key)} ({value!r}) must be {rule}; correct it. [{self.get_location(key)}]"
+            problem = (
+                f"{self.get_written_name(key)} ({value!r}) must be {rule}; correct"
+                f" it. [{self.get_location(key)}]"
+            )
             if problem not in self.problems:
                 self.problems.append(problem)

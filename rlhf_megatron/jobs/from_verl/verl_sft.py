@@ -1,6 +1,8 @@
-"""Translates verl's supervised jobs (fsdp_sft_trainer, sft_trainer, sft_trainer_ray) to the job sft.
+"""Translates verl's supervised jobs (fsdp_sft_trainer, sft_trainer, sft_trainer_ray)
+to the job sft.
 
-Their settings have sections of their own (optim, engine), and defaults that are not those of verl's RL jobs.
+Their settings have sections of their own (optim, engine), and defaults that are not those of
+verl's RL jobs.
 """
 
 from __future__ import annotations
@@ -16,12 +18,10 @@ from rlhf_megatron.jobs.from_verl.verl_data import (
 from rlhf_megatron.jobs.from_verl.verl_engines import has_lora, translate_lora
 from rlhf_megatron.jobs.from_verl.verl_trainer import STYLES, translate_loggers, translate_run_names
 
-BATCH, LENGTH, TOKENS, WARMUP = (
-    256,
-    1024,
-    8192,
-    0.1,
-)  # samples, tokens, tokens of a micro-batch, share of the steps
+BATCH = 256  # samples
+LENGTH = 1024  # tokens
+TOKENS = 8192  # tokens of a micro-batch
+WARMUP = 0.1  # share of the steps
 AXES = (
     "tensor_model",
     "pipeline_model",
@@ -200,7 +200,8 @@ def _translate_sft_layout(draft: ConfigDraft) -> None:
         draft.set_value("actor.backend", "fsdp", ("engine.strategy", "model.strategy"))
         if split is not None:
             g.notes.append(
-                f"{split} ({g.peek_value(split)}): the backend fsdp splits no sample; a rank must hold the longest."
+                f"{split} ({g.peek_value(split)}): the backend fsdp splits no sample; a rank must"
+                " hold the longest."
             )
         g.mark_used("engine.*")
         return
@@ -228,7 +229,8 @@ def _translate_sft_layout(draft: ConfigDraft) -> None:
 
 
 def _translate_sft_optimizer(draft: ConfigDraft) -> None:
-    g, steps = draft.verl_settings, _compute_sft_steps(draft)
+    g = draft.verl_settings
+    steps = _compute_sft_steps(draft)
     draft.set_value("actor.optim.lr", use_written_value(draft, "optim.lr", 1e-5), ("optim.lr",))
     for name in ("weight_decay", "betas", "clip_grad"):
         if g.is_written(f"optim.{name}"):
@@ -278,14 +280,13 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
 
 def _compute_sft_steps(draft: ConfigDraft) -> int | None:
     """Optimizer steps: as written, or epochs over so many rows as the user told."""
-    g, rows = draft.verl_settings, draft.user_facts.num_train_rows
+    g = draft.verl_settings
+    rows = draft.user_facts.num_train_rows
     steps = use_written_value(draft, "trainer.total_training_steps", None)
     if isinstance(steps, int):
         return steps
-    size, epochs = (
-        use_written_value(draft, "data.train_batch_size", BATCH),
-        use_written_value(draft, "trainer.total_epochs", 4),
-    )
+    size = use_written_value(draft, "data.train_batch_size", BATCH)
+    epochs = use_written_value(draft, "trainer.total_epochs", 4)
     if rows is None or not isinstance(size, int) or not isinstance(epochs, int):
         return None
     g.mark_used("trainer.total_epochs")
@@ -293,11 +294,13 @@ def _compute_sft_steps(draft: ConfigDraft) -> int | None:
 
 
 def _translate_sft_trainer(draft: ConfigDraft) -> None:
-    g, steps = draft.verl_settings, _compute_sft_steps(draft)
+    g = draft.verl_settings
+    steps = _compute_sft_steps(draft)
     g.mark_used("trainer.total_epochs")
     if steps is None:
         draft.request_missing_fact(
-            "trainer.total_training_steps: give it, or the rows of the training files with --train-rows"
+            "trainer.total_training_steps: give it, or the rows of the training files"
+            " with --train-rows"
         )
     else:
         source = (
@@ -313,7 +316,8 @@ def _translate_sft_trainer(draft: ConfigDraft) -> None:
             draft.set_value(f"trainer.{name}", g.use_value(f"trainer.{name}"), (f"trainer.{name}",))
     if not g.is_written("trainer.n_gpus_per_node"):
         g.notes.append(
-            "trainer.n_gpus_per_node is not said: torchrun's --nproc-per-node there; give it with --set."
+            "trainer.n_gpus_per_node is not said: torchrun's --nproc-per-node there; give it"
+            " with --set."
         )
     for name in ("save_freq", "test_freq"):
         value = use_written_value(draft, f"trainer.{name}", -1)

@@ -1,4 +1,5 @@
-"""Translates the section trainer of verl, mini-batches (prompts there, samples here), token budgets and optimizers.
+"""Translates the section trainer of verl, mini-batches (prompts there, samples here), token budgets
+and optimizers.
 
 verl's learning-rate schedules move once a step of the loop, ours at each optimizer step.
 """
@@ -19,16 +20,16 @@ UNIT = "optimizer steps here, steps of the loop there"
 
 
 def compute_total_steps(draft: ConfigDraft) -> int | None:
-    """Return the steps of verl's loop: the number in the file, or epochs over the rows that the user named."""
+    """Return the steps of verl's loop: the number in the file, or epochs over the rows that
+    the user named.
+    """
     g = draft.verl_settings
     steps = g.peek_value("trainer.total_training_steps")
     if steps is not None:
         return steps if isinstance(steps, int) and steps > 0 else None
-    epochs, size, rows = (
-        g.peek_value("trainer.total_epochs"),
-        g.peek_value("data.train_batch_size"),
-        draft.user_facts.num_train_rows,
-    )
+    epochs = g.peek_value("trainer.total_epochs")
+    size = g.peek_value("data.train_batch_size")
+    rows = draft.user_facts.num_train_rows
     if rows is None or not all(isinstance(value, int) and value > 0 for value in (epochs, size)):
         return None
     return rows // size * epochs or None
@@ -89,7 +90,8 @@ def translate_trainer(draft: ConfigDraft) -> None:
 
 
 def _translate_run_length(draft: ConfigDraft) -> None:
-    g, key = draft.verl_settings, "trainer.total_training_steps"
+    g = draft.verl_settings
+    key = "trainer.total_training_steps"
     g.mark_used(key, "trainer.total_epochs")
     steps = compute_total_steps(draft)
     if steps is None:
@@ -98,14 +100,18 @@ def _translate_run_length(draft: ConfigDraft) -> None:
         epochs = f"{g.peek_value('trainer.total_epochs')} epochs"
         source = "" if g.is_written("trainer.total_epochs") else " (verl's default)"
         draft.request_missing_fact(
-            f"trainer.total_training_steps: {epochs}{source} of a file whose rows are not known; tell them with"
-            " --train-rows N, or give trainer.total_training_steps=N."
+            f"trainer.total_training_steps: {epochs}{source} of a file whose rows are not known;"
+            " tell them with --train-rows N, or give trainer.total_training_steps=N."
         )
     elif g.peek_value(key) is not None:
         draft.set_value(key, steps, (key,))
     else:
-        epochs, size = g.peek_value("trainer.total_epochs"), g.peek_value("data.train_batch_size")
-        note = f"{draft.user_facts.num_train_rows} rows // data.train_batch_size {size}, x {epochs} epochs"
+        epochs = g.peek_value("trainer.total_epochs")
+        size = g.peek_value("data.train_batch_size")
+        note = (
+            f"{draft.user_facts.num_train_rows} rows // data.train_batch_size {size}, x"
+            f" {epochs} epochs"
+        )
         draft.set_value(key, steps, ("trainer.total_epochs",), note)
 
 
@@ -156,7 +162,10 @@ def translate_loggers(draft: ConfigDraft) -> None:
     kept = list(dict.fromkeys(name for name in names if name in known))
     lost = [name for name in names if name not in known]
     if lost:
-        reason = f"{', '.join(map(repr, lost))}: there are {', '.join(known)}, and a logger of your own (plugins:)"
+        reason = (
+            f"{', '.join(map(repr, lost))}: there are {', '.join(known)}, and a logger of your"
+            " own (plugins:)"
+        )
         draft.leave_untranslated(key, reason)
     if "jsonl" not in kept:
         kept.append("jsonl")  # reports and resumed runs read it
@@ -164,7 +173,8 @@ def translate_loggers(draft: ConfigDraft) -> None:
 
 
 def _translate_checkpoint_settings(draft: ConfigDraft) -> None:
-    g, is_async = draft.verl_settings, "actor.checkpoint.async_save"
+    g = draft.verl_settings
+    is_async = "actor.checkpoint.async_save"
     draft.convert_setting(is_async, "trainer.async_save", lambda _: g.use_flag(is_async))
     for role in ("actor", "critic"):
         contents = f"{role}.checkpoint.save_contents"
@@ -187,7 +197,8 @@ def translate_actor_batches(draft: ConfigDraft) -> None:
     draft.copy_setting("actor.ppo_epochs")
     draft.copy_setting("actor.shuffle")
     _translate_token_budget(draft, "actor", "ppo", "actor.ppo_max_token_len_per_gpu")
-    g, tokens = draft.verl_settings, "rollout.log_prob_max_token_len_per_gpu"
+    g = draft.verl_settings
+    tokens = "rollout.log_prob_max_token_len_per_gpu"
     if g.peek_value(tokens) not in (None, g.peek_value("actor.ppo_max_token_len_per_gpu")):
         draft.leave_untranslated(tokens, "the pass for old log-probs has the actor's budget")
     g.mark_used(tokens)
@@ -244,27 +255,23 @@ def count_actor_replicas(verl_settings: VerlSettings) -> int | None:
 
 def _translate_mini_batch_size(draft: ConfigDraft, role: str) -> None:
     source = f"{role}.ppo_mini_batch_size"
-    size, n = (
-        draft.verl_settings.use_whole_number(source),
-        draft.verl_settings.use_whole_number("rollout.n"),
-    )
+    size = draft.verl_settings.use_whole_number(source)
+    n = draft.verl_settings.use_whole_number("rollout.n")
     if size is not None and n is not None:
         note = f"samples here, prompts there: {size} x rollout.n {n}"
         draft.set_value(f"{role}.mini_batch_size", size * n, (source, "rollout.n"), note)
 
 
 def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key: str) -> None:
-    """Tokens of a micro-batch on one rank. Sizes in samples are for the longest ones, which pack to fewer."""
+    """Tokens of a micro-batch on one rank. Sizes in samples are for the longest ones, which
+    pack to fewer.
+    """
     g = draft.verl_settings
     is_actor = verl_prefix == "ppo"
-    tokens, dynamic = (
-        f"{role}.{verl_prefix}_max_token_len_per_gpu",
-        f"{role}.{'' if is_actor else 'log_prob_'}use_dynamic_bsz",
-    )
-    per_gpu, of_all = (
-        f"{role}.{verl_prefix}_micro_batch_size_per_gpu",
-        f"{role}.{verl_prefix}_micro_batch_size",
-    )
+    tokens = f"{role}.{verl_prefix}_max_token_len_per_gpu"
+    dynamic = f"{role}.{'' if is_actor else 'log_prob_'}use_dynamic_bsz"
+    per_gpu = f"{role}.{verl_prefix}_micro_batch_size_per_gpu"
+    of_all = f"{role}.{verl_prefix}_micro_batch_size"
     g.mark_used(tokens, dynamic, per_gpu, of_all)
     is_dynamic = (
         g.use_flag(dynamic)
@@ -277,11 +284,9 @@ def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key
             draft.set_value(key, g.use_whole_number(tokens), (tokens,))
         return
     lengths = [g.use_whole_number(f"data.max_{one}_length") for one in ("prompt", "response")]
-    size, cp, num_replicas = (
-        g.use_whole_number(source),
-        g.use_whole_number("actor.megatron.context_parallel_size"),
-        count_actor_replicas(g),
-    )
+    size = g.use_whole_number(source)
+    cp = g.use_whole_number("actor.megatron.context_parallel_size")
+    num_replicas = count_actor_replicas(g)
     if (
         size is None
         or cp is None
@@ -299,7 +304,8 @@ def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key
 
 
 def translate_optimizer(draft: ConfigDraft, role: str) -> None:
-    g, section = draft.verl_settings, f"{role}.optim"
+    g = draft.verl_settings
+    section = f"{role}.optim"
     for name in ("lr", "weight_decay"):
         draft.copy_setting(f"{section}.{name}", value=g.use_number(f"{section}.{name}"))
     draft.copy_setting(f"{section}.betas")
@@ -321,7 +327,8 @@ def translate_optimizer(draft: ConfigDraft, role: str) -> None:
 
 
 def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
-    g, per = draft.verl_settings, count_optimizer_steps_per_step(draft.verl_settings, role)
+    g = draft.verl_settings
+    per = count_optimizer_steps_per_step(draft.verl_settings, role)
     former = next(
         (
             f"{section}.{n}"
@@ -353,7 +360,8 @@ def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
     ):
         draft.set_value(decay, steps * per, (decay,), f"{UNIT}: {steps} x {per}")
     draft.copy_setting(f"{section}.min_lr", value=g.use_number(f"{section}.min_lr"))
-    ratio, lr = f"{section}.min_lr_ratio", g.use_number(f"{section}.lr")
+    ratio = f"{section}.min_lr_ratio"
+    lr = g.use_number(f"{section}.lr")
     if (
         g.use_value(ratio) is not None
         and (share := g.use_number(ratio)) is not None
@@ -367,8 +375,10 @@ def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
 def _translate_lr_warmup(
     draft: ConfigDraft, role: str, section: str, optimizer_steps_per_step: int | None
 ) -> None:
-    g, source = draft.verl_settings, f"{section}.lr_warmup_steps"
-    ratio_source, key = f"{section}.lr_warmup_steps_ratio", f"{section}.lr_warmup_steps"
+    g = draft.verl_settings
+    source = f"{section}.lr_warmup_steps"
+    ratio_source = f"{section}.lr_warmup_steps_ratio"
+    key = f"{section}.lr_warmup_steps"
     g.mark_used(source, ratio_source)
     steps = g.use_whole_number(source, minimum=-1) if g.peek_value(source) is not None else None
     if optimizer_steps_per_step is not None and steps is not None and steps > 0:
@@ -387,7 +397,10 @@ def _translate_lr_warmup(
     if end is None:
         draft.leave_untranslated(
             ratio_source,
-            "a share of the run's steps, which are not known: give trainer.total_training_steps, or --train-rows",
+            (
+                "a share of the run's steps, which are not known: give"
+                " trainer.total_training_steps, or --train-rows"
+            ),
             affects_learning=True,
         )
         return

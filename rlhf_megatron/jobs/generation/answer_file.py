@@ -1,8 +1,9 @@
-"""The file of answers: one JSON line a prompt, appended as answers come, so that a job that was killed goes on.
+"""The file of answers: one JSON line a prompt, appended as answers come, so that a job that was
+killed goes on.
 
-Beside `answers.jsonl` stands the folder `answers.jsonl.job` with what the job was asked for (`job.json`) and the logs
-of its engines. When all prompts are answered the lines are put into the order of the prompts. A file that is to be
-parquet is written then, from lines in that folder.
+Beside `answers.jsonl` stands the folder `answers.jsonl.job` with what the job was asked for
+(`job.json`) and the logs of its engines. When all prompts are answered the lines are put into the
+order of the prompts. A file that is to be parquet is written then, from lines in that folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from rlhf_megatron.config.schema import DataConfig, SamplingConfig
 from rlhf_megatron.controller.observe.line_file import LineFile, write_file_atomically
 from rlhf_megatron.data.data_rows import iterate_raw_rows, parse_prompt_row
 
-JOB_FILE, LINES_FILE = "job.json", "answers.jsonl"
+JOB_FILE = "job.json"
+LINES_FILE = "answers.jsonl"
 PARQUET_SUFFIX = ".parquet"
 
 
@@ -28,14 +30,14 @@ class AnswerFile:
     def __init__(
         self, path: Path, fingerprint: Mapping[str, Any], num_prompts: int, overwrite: bool = False
     ) -> None:
-        """`fingerprint`: what answers depend on. Raises ValueError where the file holds answers of another job."""
+        """`fingerprint`: what answers depend on. Raises ValueError where the file holds answers
+        of another job.
+        """
         if path.suffix == PARQUET_SUFFIX:
             _import_pyarrow()
-        self.path, self.job_folder, self.num_prompts = (
-            path,
-            path.with_name(path.name + ".job"),
-            num_prompts,
-        )
+        self.path = path
+        self.job_folder = path.with_name(path.name + ".job")
+        self.num_prompts = num_prompts
         job = self.job_folder / JOB_FILE
         text = json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
         if overwrite:
@@ -43,13 +45,15 @@ class AnswerFile:
                 old.unlink(missing_ok=True)
         if path.exists() and not job.exists():
             raise ValueError(
-                f"{path} exists and is not of this command; give --out another name, or --overwrite."
+                f"{path} exists and is not of this command; give --out another name,"
+                " or --overwrite."
             )
         if job.exists() and (
             differing := list_fingerprint_differences(json.loads(job.read_text()), fingerprint)
         ):
             raise ValueError(
-                f"{path} has answers of another job ({'; '.join(differing)}); give --out another name, or --overwrite."
+                f"{path} has answers of another job ({'; '.join(differing)}); give --out another"
+                " name, or --overwrite."
             )
         self.job_folder.mkdir(parents=True, exist_ok=True)
         write_file_atomically(job, text.encode())
@@ -62,7 +66,9 @@ class AnswerFile:
         return len(self.answered_indices) == self.num_prompts
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """The row is with the operating system when this returns. A prompt that has an answer keeps the first."""
+        """The row is with the operating system when this returns. A prompt that has an answer
+        keeps the first.
+        """
         if row["index"] not in self.answered_indices:
             self._line_file.write_row(row)
             self.answered_indices.add(row["index"])
@@ -85,8 +91,10 @@ class AnswerFile:
 
 
 def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file of answers, in the order of the file. `data`: also those that others wrote, which have the
-    list `responses` beside what rows of prompts have. Raises ValueError naming file and row."""
+    """The rows of a file of answers, in the order of the file. `data`: also those that others
+    wrote, which have the list `responses` beside what rows of prompts have. Raises ValueError
+    naming file and row.
+    """
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file.")
     for number, row in iterate_raw_rows(path):
@@ -111,10 +119,8 @@ def _convert_foreign_row(
 ) -> dict[str, Any]:
     """Such a row as ours: it says nothing of ends and tokens. Raises ValueError."""
     place = f"{path}:{line_number}"
-    responses, rest = (
-        row["responses"],
-        {name: value for name, value in row.items() if name != "responses"},
-    )
+    responses = row["responses"]
+    rest = {name: value for name, value in row.items() if name != "responses"}
     if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
         raise ValueError(f"{place}: responses must be a list of texts.")
     try:

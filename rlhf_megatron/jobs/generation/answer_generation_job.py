@@ -1,8 +1,9 @@
-"""`rlhf-megatron generate`: prompts in, a file of answers out, from engines that this job starts or attaches to.
+"""`rlhf-megatron generate`: prompts in, a file of answers out, from engines that this job starts
+or attaches to.
 
-The engines get the model over a verified weight sync, as in training, so that a server that was started again, or holds
-other bytes, answers nothing. A prompt is answered once, whatever fails on the way; a job that was stopped or killed
-goes on where it was.
+The engines get the model over a verified weight sync, as in training, so that a server that was
+started again, or holds other bytes, answers nothing. A prompt is answered once, whatever fails on
+the way; a job that was stopped or killed goes on where it was.
 """
 
 from __future__ import annotations
@@ -81,7 +82,8 @@ class AnswerGenerationJob:
         by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
             raise ValueError(
-                f"there are no prompts: data has no {split} rows; name a file of prompts, or --split train."
+                f"there are no prompts: data has no {split} rows; name a file of prompts, or"
+                " --split train."
             )
         return cls(
             setup,
@@ -96,7 +98,8 @@ class AnswerGenerationJob:
 
     def make_fingerprint(self) -> dict[str, Any]:
         """Return what the answers depend on, beside the weights' own bytes."""
-        sampling, seed = self.setup.rollout.val_kwargs, self.setup.trainer.seed
+        sampling = self.setup.rollout.val_kwargs
+        seed = self.setup.trainer.seed
         return (
             make_sampling_fingerprint(sampling, self.max_response_length, seed)
             | self.make_weights_fingerprint()
@@ -133,18 +136,20 @@ class AnswerGenerationJob:
         report: Callable[[str], None],
         serve_engines: ServeEngines | None = None,
     ) -> dict[str, float]:
-        """Answer what has no answer yet; the file is in order when this returns. `serve_engines`: that serve its weights;
-        None: it starts some.
+        """Answer what has no answer yet; the file is in order when this returns. `serve_engines`:
+        that serve its weights; None: it starts some.
 
-        Returns figures: prompts, samples and tokens of this call, and its seconds. Raises EngineError when retries or
-        engines run out, and RunStopped where `stop` asks for it: a call with the same arguments then goes on.
+        Returns figures: prompts, samples and tokens of this call, and its seconds. Raises
+        EngineError when retries or engines run out, and RunStopped where `stop` asks for it: a call
+        with the same arguments then goes on.
         """
         with AnswerFile(
             self.output_path, self.make_fingerprint(), self.num_rows, self.overwrite
         ) as answers:
             if answers.answered_indices:
                 report(
-                    f"{len(answers.answered_indices)} of {self.num_rows} prompts have an answer already"
+                    f"{len(answers.answered_indices)} of {self.num_rows} prompts have an"
+                    " answer already"
                 )
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
@@ -167,7 +172,8 @@ class AnswerGenerationJob:
             (), (), "stop", sync.policy_version
         )  # stands for a sample that is in the file
         pace = ProgressReporter(self.num_rows - len(answers.answered_indices), report)
-        # Windows are of all prompts: where answers are to be repeatable, engines decode the same pieces every time.
+        # Windows are of all prompts: where answers are to be repeatable, engines decode the same
+        # pieces every time.
         for start in range(0, self.num_rows, WINDOW_PROMPTS):
             window = self.make_requests(start, WINDOW_PROMPTS)
             known = {
@@ -213,9 +219,10 @@ class AnswerGenerationJob:
 def load_questions(
     data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
 ) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
-    """Return the training and the held-out prompts. Rows of a supervised job that are no prompts with labels are asked
-    for what they train: every turn of a conversation, the better answer of a pair. Its text, without thoughts, is the
-    label. `sft`: of such a job; None: of another. Raises ValueError as `load_prompt_sets` and `load_documents`.
+    """Return the training and the held-out prompts. Rows of a supervised job that are no prompts
+    with labels are asked for what they train: every turn of a conversation, the better answer of a
+    pair. Its text, without thoughts, is the label. `sft`: of such a job; None: of another. Raises
+    ValueError as `load_prompt_sets` and `load_documents`.
     """
     if sft is None or not (is_pairs or sft.messages_key is not None) or first_row_has_label(data):
         sets = load_prompt_sets(data, tokenizer)
@@ -243,12 +250,14 @@ def load_questions(
 def answer_with_checkpoints(
     jobs: Sequence[AnswerGenerationJob], stop: StopRequest, report: Callable[[str], None]
 ) -> None:
-    """Do the jobs of several checkpoints, in the order of their steps, with engines that are started once. Raises as
-    `AnswerGenerationJob.run`."""
+    """Do the jobs of several checkpoints, in the order of their steps, with engines that are
+    started once. Raises as `AnswerGenerationJob.run`.
+    """
     with ExitStack() as stack:
         started: list[WeightSync] = []
         for job in sorted(jobs, key=lambda job: job.served_weights.step or 0):
-            served, step = job.served_weights, job.served_weights.step or 0
+            served = job.served_weights
+            step = job.served_weights.step or 0
 
             @contextmanager
             def reuse_engines(
@@ -272,11 +281,11 @@ def answer_with_checkpoints(
 
 
 def make_standalone_engine_setup(setup: EngineSetup) -> EngineSetup:
-    """Return the engines of a run as those of a job that trains nothing: all GPUs of the machine are theirs."""
-    rollout, trainer = (
-        replace(setup.rollout, colocated=False),
-        replace(setup.trainer, n_gpus_per_node=0),
-    )
+    """Return the engines of a run as those of a job that trains nothing: all GPUs of the
+    machine are theirs.
+    """
+    rollout = replace(setup.rollout, colocated=False)
+    trainer = replace(setup.trainer, n_gpus_per_node=0)
     return replace(setup, rollout=rollout, trainer=trainer, num_senders=1)
 
 
@@ -289,8 +298,9 @@ def serve_weights(
     report: Callable[[str], None],
     version: int = ONLY_VERSION,
 ) -> Iterator[WeightSync]:
-    """Engines that serve those weights, verified, under that version; they end with the block. Logs are in
-    `folder`/engines."""
+    """Engines that serve those weights, verified, under that version; they end with the block. Logs
+    are in `folder`/engines.
+    """
     with ExitStack() as stack:
         transfer = stack.enter_context(
             make_transfer_directory(
@@ -315,7 +325,7 @@ def serve_weights(
         )
         sent = sync()
         report(
-            f"{len(fleet.live_engines)} engine(s) serve {served_weights.path_name}: {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in"
-            f" {sent['sync/seconds']:.1f} s"
+            f"{len(fleet.live_engines)} engine(s) serve {served_weights.path_name}:"
+            f" {sent['sync/num_bytes'] / 1e6:.1f} MB, verified, in {sent['sync/seconds']:.1f} s"
         )
         yield sync

@@ -12,7 +12,8 @@ class ProgressReporter:
     REPORT_INTERVAL_S = 10.0
 
     def __init__(self, num_prompts: int, report: Callable[[str], None]) -> None:
-        self._report, self._num_prompts = report, num_prompts
+        self._report = report
+        self._num_prompts = num_prompts
         self._start_time = self._last_report_time = time.monotonic()
         self._num_answered = self._num_samples = self._num_tokens = 0
 
@@ -30,8 +31,9 @@ class ProgressReporter:
             seconds = max(now - self._start_time, 1e-9)
             left = seconds / self._num_answered * (self._num_prompts - self._num_answered)
             self._report(
-                f"{self._num_answered} of {self._num_prompts} prompts, {self._num_tokens / seconds:.0f} tokens/s,"
-                f" {_format_clock(seconds)} gone, {_format_clock(left)} left"
+                f"{self._num_answered} of {self._num_prompts} prompts,"
+                f" {self._num_tokens / seconds:.0f} tokens/s, {_format_clock(seconds)} gone,"
+                f" {_format_clock(left)} left"
             )
 
     def collect_figures(self) -> dict[str, float]:

@@ -1,4 +1,6 @@
-"""Figures of answer files: score every response, then the figures that a run's own evaluation has."""
+"""Figures of answer files: score every response,
+then the figures that a run's own evaluation has.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,13 @@ def score_answer_file(
     data: DataConfig | None = None,
     reward_model: RewardTermConfig | None = None,
 ) -> list[ScoredEvaluationSet]:
-    """The answers of a file with their scores, a set a data source. `log_path`: of what rewards in processes print. `data`:
-    also of a file that others wrote, with these keys. `reward_model`: the servers of a reward model.
+    """The answers of a file with their scores, a set a data source. `log_path`: of what rewards in
+    processes print. `data`:
+    also of a file that others wrote, with these keys. `reward_model`: the servers of
+    a reward model.
 
-    Raises ConfigError and ValueError for a wrong reward or file, RewardError where too many rewards fail.
+    Raises ConfigError and ValueError for a wrong reward or file, RewardError where too
+    many rewards fail.
     """
     rows = list(read_answer_rows(answers_path, data))
     if not rows:
@@ -110,7 +115,8 @@ def format_evaluation_table(result: EvaluationResult) -> list[str]:
             )
     if len(result.sets) > 1:
         lines.append(
-            f"all: {result.accuracy:.4f} [{result.low:.4f}, {result.high:.4f}] over {result.num_items} items"
+            f"all: {result.accuracy:.4f} [{result.low:.4f}, {result.high:.4f}] over"
+            f" {result.num_items} items"
         )
     return lines
 
@@ -132,10 +138,11 @@ def _extract_valid_score(result: RewardResult) -> float | None:
 def compare_answers(
     first_sets: Sequence[ScoredEvaluationSet], second_sets: Sequence[ScoredEvaluationSet]
 ) -> tuple[int, float, tuple[float, float] | None]:
-    """(items, mean difference, 95 % interval) of the second minus the first, over the prompts that both answered.
+    """(items, mean difference, 95 % interval) of the second minus the first, over the prompts that
+    both answered.
 
-    Paired: an item's difference is that of its two mean scores, and the interval is Student's over items. Raises
-    ValueError where they share no prompt.
+    Paired: an item's difference is that of its two mean scores, and the interval is Student's over
+    items. Raises ValueError where they share no prompt.
     """
     means = [
         {

@@ -1,7 +1,9 @@
-"""`rlhf-megatron generate URL`: answers of any OpenAI-compatible server, into the same file, with the same promises.
+"""`rlhf-megatron generate URL`: answers of any OpenAI-compatible server, into the same file, with
+the same promises.
 
-Each sample is a request of its own, with a seed of its own. One that fails for a reason that may pass (no connection,
-no answer in time, status 408, 429 or 5xx) is asked again, less and less often, for `rollout.request_timeout_s`.
+Each sample is a request of its own, with a seed of its own. One that fails for a reason that may
+pass (no connection, no answer in time, status 408, 429 or 5xx) is asked again, less and less often,
+for `rollout.request_timeout_s`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestErr
 from rlhf_megatron.stop import StopRequest
 
 STEP = -1  # of the seeds: those of an evaluation
-PAUSE_S, LONGEST_PAUSE_S = 0.5, 30.0
+PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.2
 _RETRYABLE_STATUSES = (408, 425, 429)
 
@@ -77,8 +80,8 @@ class EndpointJob:
             )
         if data.few_shot.num_shots or rollout.stop:
             raise ValueError(
-                "data.few_shot and rollout.stop would be ignored: an endpoint has its own tokens; write examples into"
-                " data.prompt_template, and leave out the stop."
+                "data.few_shot and rollout.stop would be ignored: an endpoint has its own tokens;"
+                " write examples into data.prompt_template, and leave out the stop."
             )
         rows, _ = read_prompt_rows(
             data.val_files, data.prompt_key, data.label_key, data.skip_bad_rows
@@ -100,7 +103,9 @@ class EndpointJob:
         )
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
-        """Write the answers, as `jobs.generation.answer_generation_job.AnswerGenerationJob.run` does."""
+        """Write the answers, as
+        `jobs.generation.answer_generation_job.AnswerGenerationJob.run` does.
+        """
         asked = make_sampling_fingerprint(
             self.rollout.val_kwargs, self.data.max_response_length, self.seed
         ) | {
@@ -111,7 +116,8 @@ class EndpointJob:
         with AnswerFile(self.output_path, asked, len(self.rows), self.overwrite) as answers:
             if answers.answered_indices:
                 report(
-                    f"{len(answers.answered_indices)} of {len(self.rows)} prompts have an answer already"
+                    f"{len(answers.answered_indices)} of {len(self.rows)} prompts have an"
+                    " answer already"
                 )
             pace = ProgressReporter(len(self.rows) - len(answers.answered_indices), report)
             if not answers.is_complete:
@@ -161,13 +167,14 @@ class EndpointJob:
     async def _request_choice(
         self, session: aiohttp.ClientSession, prompt_number: int, sample_number: int
     ) -> EndpointChoice:
-        """Raises EngineRequestError where the server refuses the request, EngineError where time is over."""
-        body, where = (
-            self._make_request_body(prompt_number, sample_number),
-            self.rows[prompt_number].origin,
-        )
+        """Raises EngineRequestError where the server refuses the request, EngineError
+        where time is over.
+        """
+        body = self._make_request_body(prompt_number, sample_number)
+        where = self.rows[prompt_number].origin
         path = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
-        end, pause_s = time.monotonic() + self.rollout.request_timeout_s, PAUSE_S
+        end = time.monotonic() + self.rollout.request_timeout_s
+        pause_s = PAUSE_S
         while True:
             try:
                 async with session.post(path, json=body) as response:
@@ -214,7 +221,8 @@ class EndpointJob:
         return body | {"prompt": messages[-1].content}
 
     def _make_messages(self, row: PromptRow) -> tuple[ChatMessage, ...]:
-        data, prompt = self.data, row.prompt
+        data = self.data
+        prompt = row.prompt
         if isinstance(prompt, str):
             prompt = (ChatMessage("user", data.prompt_template.replace("{prompt}", prompt)),)
         return (

@@ -1,4 +1,6 @@
-"""Weights of files to engines, over the same buckets, receipts and checks as a trainer's weights."""
+"""Weights of files to engines, over the same buckets,
+receipts and checks as a trainer's weights.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 
 class FileWeightSender(SingleRankWorld):
-    """The sender of a `WeightSync` where no trainer runs. Implements `controller.sync.weight_sync.WeightSender`.
+    """The sender of a `WeightSync` where no trainer runs.
+    Implements `controller.sync.weight_sync.WeightSender`.
 
-    One tensor of Megatron's layout is made at a time, but all are held while they are sent: the host needs memory for
-    the whole model in the engines' type.
+    One tensor of Megatron's layout is made at a time, but all are held while they are sent: the
+    host needs memory for the whole model in the engines' type.
     """
 
     def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
@@ -34,7 +37,9 @@ class FileWeightSender(SingleRankWorld):
         self._table = make_weight_table(hf_config)
 
     def send_weights(self, *, dtype: str, **delivery_options: Any) -> Future[list[SendReport]]:
-        """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError for a broken one."""
+        """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError
+        for a broken one.
+        """
         sent: Future[list[SendReport]] = Future()
         with closing(EngineProcessGroups()) as groups:
             sent.set_result(
@@ -60,16 +65,16 @@ class FileWeightSender(SingleRankWorld):
 
 
 def sync_file_weights(sync: WeightSync, model: StoredModel, version: int) -> float:
-    """Other weights to the engines of `sync`, under a version above that of theirs; returns the seconds.
+    """Other weights to the engines of `sync`, under a version above that of theirs;
+    returns the seconds.
 
-    Raises EngineError, ValueError and OSError: the engines are then brought back to what they served, by their fleet.
+    Raises EngineError, ValueError and OSError: the engines are then brought back to what they
+    served, by their fleet.
     """
     before = sync.weight_sender, sync.policy_version
     with sync.fleet.hold_exclusively():
-        sync.weight_sender, sync.policy_version = (
-            FileWeightSender(model.source, model.hf_config),
-            version - 1,
-        )
+        sync.weight_sender = FileWeightSender(model.source, model.hf_config)
+        sync.policy_version = version - 1
         try:
             return sync()["sync/seconds"]
         except BaseException as error:

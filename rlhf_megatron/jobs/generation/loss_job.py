@@ -1,7 +1,9 @@
-"""`rlhf-megatron evaluate SOURCE --loss FILE`: the loss of a model over a file, from the engines that also generate.
+"""`rlhf-megatron evaluate SOURCE --loss FILE`: the loss of a model over a file, from the engines
+that also generate.
 
-A document's loss is the negative log-prob of what would train in the job `sft`: answers, an assistant's turns, or of
-plain texts every token but the first. A mean counts tokens, as the held-out loss of that job does.
+A document's loss is the negative log-prob of what would train in the job `sft`: answers, an
+assistant's turns, or of plain texts every token but the first. A mean counts tokens, as the
+held-out loss of that job does.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ class LossJob(AnswerGenerationJob):
         output_path: Path,
         overwrite: bool = False,
     ) -> LossJob:
-        """Read the held-out documents of a configuration. Raises ValueError for what a user can fix."""
+        """Read the held-out documents of a configuration. Raises ValueError for what
+        a user can fix.
+        """
         setup.check_servers()
         tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
         documents = load_held_out_samples(data, sft, tokenizer, is_pairs)
@@ -77,9 +81,11 @@ class LossJob(AnswerGenerationJob):
 
     def make_requests(self, start: int, num_rows: int) -> list[GenerateRequest]:
         """One a document: the tokens from the first one that counts are scored."""
-        params, found = SamplingParams(0), []
+        params = SamplingParams(0)
+        found = []
         for sample in self.documents[start : start + num_rows]:
-            ids, first = sample.documents[0].token_ids, sample.documents[0].trained_spans[0][0]
+            ids = sample.documents[0].token_ids
+            first = sample.documents[0].trained_spans[0][0]
             found.append(GenerateRequest(ids, (0,), params, len(ids) - first))
         return found
 
@@ -87,7 +93,8 @@ class LossJob(AnswerGenerationJob):
         self, prompt_number: int, group: Sequence[GeneratedSample]
     ) -> dict[str, Any]:
         """The sum of a document's losses, nats, and the tokens that it is of."""
-        sample, log_probs = self.documents[prompt_number], group[0].log_probs
+        sample = self.documents[prompt_number]
+        log_probs = group[0].log_probs
         spans = sample.documents[0].trained_spans
         first = spans[0][0]
         values = [log_probs[place - first] for begin, end in spans for place in range(begin, end)]
@@ -129,7 +136,9 @@ def _format_sample(sample: DocumentSample) -> str:
 
 
 def compute_source_losses(path: Path) -> list[SourceLoss]:
-    """Figures of a file that `LossJob` wrote, a source each, then "all" where there are several. Raises ValueError."""
+    """Figures of a file that `LossJob` wrote, a source each, then "all" where there are several.
+    Raises ValueError.
+    """
     rows = list(read_answer_rows(path))
     if not rows or any("loss" not in row for row in rows):
         raise ValueError(
@@ -161,8 +170,8 @@ def format_loss_table(sets: Sequence[SourceLoss]) -> list[str]:
             f"[{s.low:.5f}, {s.high:.5f}]" if s.low is not None and s.high is not None else "-"
         )
         lines.append(
-            f"{s.name:<{width}}  {s.num_documents:9d} {s.num_tokens:10d}  {s.loss:8.5f}  {interval:18}"
-            f" {s.perplexity:11.4f}"
+            f"{s.name:<{width}}  {s.num_documents:9d} {s.num_tokens:10d}  {s.loss:8.5f}"
+            f"  {interval:18} {s.perplexity:11.4f}"
         )
     return lines
 

@@ -1,4 +1,6 @@
-"""Configuration and weights of a job that trains nothing: from a YAML file, the directory of a run, or of a model."""
+"""Configuration and weights of a job that trains nothing: from a YAML file, the directory of a run,
+or of a model.
+"""
 
 from __future__ import annotations
 
@@ -37,9 +39,11 @@ class ServedWeights:
 def find_served_weights(
     job_source: Path, model_path: Path, step: int | None = None, is_best: bool = False
 ) -> ServedWeights:
-    """Find the weights that `job_source`, as in `load_job_config`, serves. `model_path` is that of its configuration.
+    """Find the weights that `job_source`, as in `load_job_config`, serves. `model_path` is that of
+    its configuration.
 
-    Of a run: the checkpoint of `step` or the best one (as `controller.recovery.checkpoint_export.find_exportable_weights` says), else its folder `hf`,
+    Of a run: the checkpoint of `step` or the best one (as
+    `controller.recovery.checkpoint_export.find_exportable_weights` says), else its folder `hf`,
     else its newest checkpoint.
 
     Reads headers only. Raises ValueError.
@@ -47,7 +51,8 @@ def find_served_weights(
     is_run = (job_source / "config.yaml").is_file()
     if (step is not None or is_best) and not is_run:
         raise ValueError(
-            f"--step and --best need the directory of a run, with checkpoints; {job_source} is none."
+            "--step and --best need the directory of a run, with checkpoints;"
+            f" {job_source} is none."
         )
     if is_run and (step is not None or is_best or not _has_hf_export(job_source)):
         found = find_exportable_weights(job_source, step, is_best)
@@ -58,7 +63,8 @@ def find_served_weights(
             found.step,
         )
     path = job_source / HF if is_run else model_path
-    hf_config, reader = read_hf_config(path), HFReader(path)
+    hf_config = read_hf_config(path)
+    reader = HFReader(path)
     reader.check_against_table(make_weight_table(hf_config))
     return ServedWeights(
         StoredModel(hf_config, reader, path, path, recorded_digests={}),
@@ -80,7 +86,8 @@ def _digest_file_stats(directory: Path) -> str:
 def load_job_config(
     job_source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
-    """`job_source`: RUN.yaml; a run's directory; a model in Hugging Face layout, or its name on a hub; None: the defaults.
+    """`job_source`: RUN.yaml; a run's directory; a model in Hugging Face layout, or its name on a
+    hub; None: the defaults.
 
     `prompt_files` take the place of the prompts that it names. Raises ConfigError and ValueError.
     """
@@ -98,7 +105,8 @@ def load_job_config(
     if job_source is not None and job_source.is_file():
         path = job_source
     elif job_source is not None and (job_source / "config.yaml").is_file():
-        path, given = job_source / "config.yaml", ["model.init_seed=null"]
+        path = job_source / "config.yaml"
+        given = ["model.init_seed=null"]
         given += (
             [f"model.path={json.dumps(str(job_source / HF))}"] if _has_hf_export(job_source) else []
         )
@@ -115,8 +123,9 @@ def load_job_config(
         )
     elif job_source is not None:
         raise ValueError(
-            f"{job_source} must be a configuration (RUN.yaml), the directory of a run, or a model in Hugging Face layout"
-            " (with config.json) or on a model hub (owner/name); correct it."
+            f"{job_source} must be a configuration (RUN.yaml), the directory of a run, or a model"
+            " in Hugging Face layout (with config.json) or on a model hub (owner/name);"
+            " correct it."
         )
     with tempfile.TemporaryDirectory() as directory:
         if path is None:

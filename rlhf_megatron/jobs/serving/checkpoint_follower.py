@@ -1,6 +1,7 @@
 """Follow a training run: its newest checkpoint goes to the engines, verified, while they answer.
 
-A checkpoint is linked into a folder of the server first, so that the run may remove it while the server needs it.
+A checkpoint is linked into a folder of the server first, so that the run may remove it while the
+server needs it.
 """
 
 from __future__ import annotations
@@ -77,8 +78,9 @@ class CheckpointFollower:
         self._next_look_at = 0.0
 
     def __call__(self) -> None:
-        """Sync a newer checkpoint where there is one; one that is broken is told of and left out. The version of the
-        weights is the checkpoint's step."""
+        """Sync a newer checkpoint where there is one; one that is broken is told of and left out.
+        The version of the weights is the checkpoint's step.
+        """
         if time.monotonic() < self._next_look_at:
             return
         self._next_look_at = time.monotonic() + EVERY_S
@@ -93,7 +95,8 @@ class CheckpointFollower:
         except (EngineError, ValueError, OSError) as error:
             self._refused_step = step
             self._report(
-                f"step {step} is not served, step {self._weight_sync.policy_version} still is: {error}"
+                f"step {step} is not served, step {self._weight_sync.policy_version} still"
+                f" is: {error}"
             )
             return
         self._pinned_checkpoint.remove_others(weights.checkpoint_path)

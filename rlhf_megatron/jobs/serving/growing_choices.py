@@ -1,7 +1,8 @@
-"""Answers as they grow: a choice is drawn in parts where it is streamed or may end at a text, else at once.
+"""Answers as they grow: a choice is drawn in parts where it is streamed or may end at a
+text, else at once.
 
-A part goes on from the tokens so far with the same seed, so a choice is the same however it is cut, and one that loses
-its engine goes on at another one.
+A part goes on from the tokens so far with the same seed, so a choice is the same however it is cut,
+and one that loses its engine goes on at another one.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class ChoicePart:
-    """The new part of a choice. `text` leaves out what may still become a stop or a call of a tool."""
+    """The new part of a choice. `text` leaves out what may still become a stop or
+    a call of a tool.
+    """
 
     text: str
     token_ids: Sequence[int]
@@ -174,7 +177,9 @@ def join_choice_parts(parts: Sequence[ChoicePart]) -> ChoicePart:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text before calls of tools, and these in OpenAI's form; the text as it is where there is none."""
+    """The text before calls of tools, and these in OpenAI's form; the text as it is where
+    there is none.
+    """
     calls = []
     for found in _CALLS.finditer(text):
         try:

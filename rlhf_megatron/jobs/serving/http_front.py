@@ -1,7 +1,7 @@
 """The HTTP front of a server: OpenAI's chat and completions, a native endpoint, health and metrics.
 
-Every answer, and every chunk of a stream, names the version of its weights: `policy_version` is that of the last token,
-`version_spans` of a choice tell those of all.
+Every answer, and every chunk of a stream, names the version of its weights: `policy_version` is
+that of the last token, `version_spans` of a choice tell those of all.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def make_error_response(status: int, message: str, code: str | None = None) -> w
 
 
 class ServingFront:
-    """The application of a server. `is_stopping`: set, new requests are refused, those under way end."""
+    """The application of a server. `is_stopping`: set, new requests are refused, those
+    under way end.
+    """
 
     def __init__(
         self,
@@ -51,7 +53,8 @@ class ServingFront:
         api_key: str | None,
         is_loopback: bool,
     ) -> None:
-        self.backend, self.served_model = backend, served_model
+        self.backend = backend
+        self.served_model = served_model
         self.metrics = ServerMetrics(backend)
         self.is_stopping = False
         self.num_open_requests = 0  # requests under way
@@ -167,7 +170,9 @@ class ServingFront:
         }
 
     async def handle_generate(self, request: web.Request) -> web.Response:
-        """Token ids in, token ids, log-probs and versions out: the wire format of the bundled engine."""
+        """Token ids in, token ids, log-probs and versions out: the wire format of the
+        bundled engine.
+        """
         body = local_bodies.parse_verb_body(await request.read(), local_bodies.GenerateBody)
         if body.name:
             raise RequestError("name is for engines; leave it out.")
@@ -182,7 +187,8 @@ class ServingFront:
         )
 
     async def handle_completions(self, request: web.Request) -> web.StreamResponse:
-        is_chat, data = request.path.endswith("/chat/completions"), await request.read()
+        is_chat = request.path.endswith("/chat/completions")
+        data = await request.read()
         body: ChatRequest | CompletionRequest = (
             parse_request(data, ChatRequest, self.served_model)
             if is_chat

@@ -1,7 +1,8 @@
-"""`rlhf-megatron load-test URL`: what an OpenAI-compatible server bears, at one number of clients after another.
+"""`rlhf-megatron load-test URL`: what an OpenAI-compatible server bears, at one number of clients
+after another.
 
-Closed loop: each client asks again as soon as it has its answer. Durations are those of the client: from the request to
-the last byte, and for streams to the first text.
+Closed loop: each client asks again as soon as it has its answer. Durations are those of the client:
+from the request to the last byte, and for streams to the first text.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ QUANTILES = (50, 90, 99)
 NUM_REASONS = 3  # of failures that are shown
 
 HEADER = (
-    "          requests             /s           latency, s              first token, s       token, ms",
+    (
+        "          requests             /s           latency, s              first token, s"
+        "       token, ms"
+    ),
     "clients  good failed   requests   tokens    p50    p90    p99       p50    p90    p99    p50",
 )
 
@@ -52,7 +56,9 @@ class RequestOutcome:
 
 @dataclass(frozen=True)
 class LoadLevel:
-    """Figures of one number of clients. Quantiles by name, p50 and so on; of requests that succeeded."""
+    """Figures of one number of clients. Quantiles by name, p50 and so on; of requests
+    that succeeded.
+    """
 
     clients: int
     requests: int
@@ -146,7 +152,9 @@ async def _send_request(
     if plan.is_stream:
         body |= {"stream": True, "stream_options": {"include_usage": True}}
     clock = asyncio.get_running_loop().time
-    start, first_s, num_tokens = clock(), None, 0
+    start = clock()
+    first_s = None
+    num_tokens = 0
     try:
         async with session.post(
             f"{plan.url}/{'chat/' if plan.is_chat else ''}completions", json=body
@@ -186,8 +194,9 @@ def format_level_row(level: LoadLevel) -> str:
 
     pace = f"{level.token_s['p50'] * 1e3:6.1f}" if level.token_s else "     -"
     return (
-        f"{level.clients:7d} {level.requests - level.failed:5d} {level.failed:6d} {level.requests_per_s:10.2f}"
-        f" {level.tokens_per_s:8.1f} {format_quantiles(level.latency_s)}    {format_quantiles(level.first_token_s)} {pace}"
+        f"{level.clients:7d} {level.requests - level.failed:5d} {level.failed:6d}"
+        f" {level.requests_per_s:10.2f} {level.tokens_per_s:8.1f}"
+        f" {format_quantiles(level.latency_s)}    {format_quantiles(level.first_token_s)} {pace}"
     )
 
 
@@ -201,7 +210,9 @@ def load_test_to_json(plan: LoadTestPlan, load_levels: Sequence[LoadLevel]) -> d
 
 
 def plot_load_levels(load_levels: Sequence[LoadLevel], path: Path) -> None:
-    """Tokens a second, latency and first token over the number of clients. Raises ValueError without matplotlib."""
+    """Tokens a second, latency and first token over the number of clients. Raises ValueError
+    without matplotlib.
+    """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure

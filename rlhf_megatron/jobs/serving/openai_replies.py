@@ -48,13 +48,11 @@ class OpenAIReply:
         request: CheckedRequest,
         is_chat: bool,
     ) -> None:
-        self._backend, self._served_model, self._metrics, self._request, self._is_chat = (
-            backend,
-            served_model,
-            metrics,
-            request,
-            is_chat,
-        )
+        self._backend = backend
+        self._served_model = served_model
+        self._metrics = metrics
+        self._request = request
+        self._is_chat = is_chat
         self._tokenizer = served_model.tokenizer
         self._id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         self._created = int(time.time())
@@ -101,12 +99,13 @@ class OpenAIReply:
             "content": text if text or not calls else None,
         }
         if calls:
-            entry["finish_reason"], message["tool_calls"] = "tool_calls", calls
+            entry["finish_reason"] = "tool_calls"
+            message["tool_calls"] = calls
         return entry | {"message": message}
 
     async def stream_response(self, http_request: web.Request) -> web.StreamResponse:
-        """Stream the answer. Nothing is sent before the first part has come, so that a request that fails gets an error
-        status.
+        """Stream the answer. Nothing is sent before the first part has come, so that a request that
+        fails gets an error status.
         """
         start = time.monotonic()
         async with aclosing(self._generate_parts()) as pieces:
@@ -152,7 +151,8 @@ class OpenAIReply:
 
     async def _generate_parts(self) -> AsyncGenerator[tuple[int, ChoicePart], None]:
         """Parts of all choices as they come, with the choice's index."""
-        ask, queue = self._request, asyncio.Queue[tuple[int, ChoicePart | Exception | None]]()
+        ask = self._request
+        queue = asyncio.Queue[tuple[int, ChoicePart | Exception | None]]()
 
         async def queue_choice_parts(choice_index: int) -> None:
             prompt, choice = divmod(choice_index, ask.num_choices)
@@ -190,7 +190,8 @@ class OpenAIReply:
         if not self._is_chat:
             await self._send_chunk(response, choice_index, part, {})
             return
-        text, calls = part.text, list[dict[str, Any]]()
+        text = part.text
+        calls = list[dict[str, Any]]()
         if (
             part.finish_reason and self._request.has_tools
         ):  # what may be a call comes last, as a whole

@@ -1,6 +1,8 @@
-"""What OpenAI's endpoints are asked, read strictly: a field that this server would ignore is refused, with the reason.
+"""What OpenAI's endpoints are asked, read strictly: a field that this server would ignore is
+refused, with the reason.
 
-The wire format is that of https://platform.openai.com/docs/api-reference (chat and legacy completions).
+The wire format is that of https://platform.openai.com/docs/api-reference (chat and
+legacy completions).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class CommonRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """Fields of both endpoints. top_k, min_p and stop_token_ids are not OpenAI's; vLLM and SGLang name them so."""
+    """Fields of both endpoints. top_k, min_p and stop_token_ids are not OpenAI's; vLLM and
+    SGLang name them so.
+    """
 
     model: str | None = None
     max_tokens: _Count | None = None
@@ -50,8 +54,8 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True):
         """Say what this server cannot do of the request, with the reason; "" for nothing."""
         if self.frequency_penalty or self.presence_penalty or self.logit_bias:
             return (
-                "frequency_penalty, presence_penalty and logit_bias change the distribution, and log-probs are those of"
-                " the model's own; leave them out."
+                "frequency_penalty, presence_penalty and logit_bias change the distribution, and"
+                " log-probs are those of the model's own; leave them out."
             )
         if self.stream_options is not None and not self.stream:
             return "stream_options needs stream: true."
@@ -66,7 +70,10 @@ class CompletionRequest(CommonRequest, forbid_unknown_fields=True):
 
     def find_refusal(self) -> str:
         if self.logprobs:
-            return f"logprobs is {self.logprobs}: engines tell the log-prob of the drawn token alone; ask for 0."
+            return (
+                f"logprobs is {self.logprobs}: engines tell the log-prob of the drawn token"
+                " alone; ask for 0."
+            )
         if self.echo or self.best_of not in (None, self.n):
             return "echo and best_of are not offered: send n, and put the prompt in front yourself."
         return super().find_refusal()
@@ -85,11 +92,20 @@ class ChatRequest(CommonRequest, forbid_unknown_fields=True, kw_only=True):
 
     def find_refusal(self) -> str:
         if self.top_logprobs:
-            return f"top_logprobs is {self.top_logprobs}: engines tell the log-prob of the drawn token alone."
+            return (
+                f"top_logprobs is {self.top_logprobs}: engines tell the log-prob of the drawn"
+                " token alone."
+            )
         if self.tool_choice not in ("auto", "none"):
-            return f"tool_choice {json.dumps(self.tool_choice)} needs a grammar, which no engine here has; use auto."
+            return (
+                f"tool_choice {json.dumps(self.tool_choice)} needs a grammar, which no engine here"
+                " has; use auto."
+            )
         if self.response_format not in (None, {"type": "text"}):
-            return "response_format needs a grammar, which no engine here has; leave it out, and ask for it in words."
+            return (
+                "response_format needs a grammar, which no engine here has; leave it out, and ask"
+                " for it in words."
+            )
         return super().find_refusal()
 
 
@@ -125,7 +141,8 @@ class RequestError(ValueError):
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
         super().__init__(message)
-        self.status, self.code = status, code
+        self.status = status
+        self.code = code
 
 
 def parse_request(data: bytes, request_type: type[T], served_model: ServedModel) -> T:
@@ -160,16 +177,21 @@ def check_request(
         prompts: Sequence[tuple[int, ...]] = (
             _encode_text(render_chat_prompt(body, served_model), served_model),
         )
-        most, log_probs = body.max_completion_tokens or body.max_tokens, body.logprobs
+        most = body.max_completion_tokens or body.max_tokens
+        log_probs = body.logprobs
     else:
         prompts = _encode_prompts(body.prompt, served_model)
-        most, log_probs = body.max_tokens or 16, body.logprobs is not None
+        most = body.max_tokens or 16
+        log_probs = body.logprobs is not None
     longest = max(map(len, prompts))
     room = served_model.max_tokens - longest
     if room < 1 or (most or 1) > room:
         asked = f" and {most} of the response" if most else ""
         raise RequestError(
-            f"the prompt has {longest} tokens{asked}; together they may be {served_model.max_tokens} at most.",
+            (
+                f"the prompt has {longest} tokens{asked}; together they may be"
+                f" {served_model.max_tokens} at most."
+            ),
             code="context_length_exceeded",
         )
     if len(prompts) * body.n > MOST_CHOICES:
@@ -206,14 +228,17 @@ def render_chat_prompt(body: ChatRequest, served_model: ServedModel) -> str:
     if body.tools and body.tool_choice == "auto":
         variables["tools"] = body.tools
     try:
-        # Weight syncs map files of any size meanwhile: a limit on the process's memory would hit them.
+        # Weight syncs map files of any size meanwhile: a limit on the process's memory
+        # would hit them.
         return served_model.chat_format.render_messages(messages, is_bounded=False, **variables)
     except (ValueError, TypeError) as error:
         raise RequestError(f"the model's chat template refuses the messages: {error}.") from error
 
 
 def _convert_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to what templates read: text as the content, an object as the arguments of a call."""
+    """Convert a message to what templates read: text as the content, an object as the
+    arguments of a call.
+    """
     if not isinstance(message.get("role"), str):
         raise RequestError('each message needs a "role".')
     read = {**message, "content": _join_text_content(message.get("content"))}

@@ -1,4 +1,6 @@
-"""`rlhf-megatron serve`: engines with a model or a run's newest checkpoint, behind one HTTP address."""
+"""`rlhf-megatron serve`: engines with a model or a run's newest checkpoint, behind
+one HTTP address.
+"""
 
 from __future__ import annotations
 
@@ -54,14 +56,15 @@ class ServeJob:
         """Raises ValueError; starts nothing."""
         if self.host not in LOOPBACK_NAMES and not self.api_key:
             raise ValueError(
-                f"--host {self.host} is reached from other machines: give an API key (--api-key-file, or"
-                " RLHF_MEGATRON_API_KEY), which clients send."
+                f"--host {self.host} is reached from other machines: give an API key"
+                " (--api-key-file, or RLHF_MEGATRON_API_KEY), which clients send."
             )
         self.setup.check_servers()
 
     def run_server(self, stop_request: StopRequest, report: Callable[[str], None]) -> None:
-        """Serve until `stop_request` asks for the end; requests under way have 30 seconds then. Raises EngineError where no
-        engine is left, RunStopped where it is asked before it serves."""
+        """Serve until `stop_request` asks for the end; requests under way have 30 seconds then.
+        Raises EngineError where no engine is left, RunStopped where it is asked before it serves.
+        """
         self.server_dir.mkdir(parents=True, exist_ok=True)
         run_dir = self.followed_run_dir or (
             self.model_source if (self.model_source / CHECKPOINTS).is_dir() else None
@@ -114,9 +117,11 @@ class ServeJob:
         )
 
     def _make_served_model(self, weights: Weights) -> ServedModel:
-        model, rollout = self.setup.model, self.setup.rollout
+        model = self.setup.model
+        rollout = self.setup.rollout
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
-        data, hf_config = self.data, weights.model.hf_config
+        data = self.data
+        hf_config = weights.model.hf_config
         chat = None
         if tokenizer.chat_template is not None:
             chat = make_chat_format(tokenizer, None, data.apply_chat_template_kwargs)
@@ -155,7 +160,8 @@ class ServeJob:
             host, port = runner.addresses[0][:2]
             shown = f"[{host}]" if ":" in host else host
             report(
-                f"{served_model.name} (version {backend.policy_version}) is served at http://{shown}:{port}/v1; Ctrl-C ends it"
+                f"{served_model.name} (version {backend.policy_version}) is served at"
+                f" http://{shown}:{port}/v1; Ctrl-C ends it"
             )
             while not stop_request.is_requested and not backend.end_future.done():
                 await asyncio.sleep(_POLL_S)

@@ -1,7 +1,8 @@
-"""The fleet behind the front: coroutines await answers while dead engines are started again and newer weights come.
+"""The fleet behind the front: coroutines await answers while dead engines are started again and
+newer weights come.
 
-A request is one piece of a fleet's session: it goes to another engine where one fails, and over a weight sync it waits
-and goes on. What no engine can do fails alone.
+A request is one piece of a fleet's session: it goes to another engine where one fails, and over a
+weight sync it waits and goes on. What no engine can do fails alone.
 """
 
 from __future__ import annotations
@@ -22,12 +23,16 @@ Answer = list[GeneratedSample]
 
 
 class ServingBackend:
-    """A context manager. One thread drives the session; another one mends engines and calls `follow`."""
+    """A context manager. One thread drives the session; another one mends engines and
+    calls `follow`.
+    """
 
     def __init__(
         self, weight_sync: WeightSync, follow_run: Callable[[], None] | None = None
     ) -> None:
-        """`weight_sync`: of engines that serve. `follow_run` may sync other weights; it is called a few times a second."""
+        """`weight_sync`: of engines that serve. `follow_run` may sync other weights; it is called a
+        few times a second.
+        """
         self.weight_sync = weight_sync
         self.end_future: Future[None] = (
             Future()
@@ -76,8 +81,9 @@ class ServingBackend:
         return len(self.weight_sync.fleet.live_engines), len(self.weight_sync.fleet.engines)
 
     async def generate_samples(self, request: GenerateRequest) -> Answer:
-        """The samples of a request, in order. Cancelled, engines end it. Raises EngineRequestError where it is wrong
-        itself, EngineError where retries or engines have run out."""
+        """The samples of a request, in order. Cancelled, engines end it. Raises EngineRequestError
+        where it is wrong itself, EngineError where retries or engines have run out.
+        """
         future: Future[Answer] = Future()
         with self._lock:
             key = next(self._keys)
@@ -105,8 +111,10 @@ class ServingBackend:
     def _drive_session(self) -> None:
         while not self._closing.is_set():
             with self._lock:
-                new, self._new_requests = self._new_requests, []
-                dropped, self._cancelled_keys = self._cancelled_keys, []
+                new = self._new_requests
+                self._new_requests = []
+                dropped = self._cancelled_keys
+                self._cancelled_keys = []
             for key, request in new:
                 self._session.submit_requests(key, [request])
             if dropped:

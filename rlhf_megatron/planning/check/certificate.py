@@ -1,4 +1,6 @@
-"""A certificate says what was checked and what came out, as Markdown for people and JSON for scripts."""
+"""A certificate says what was checked and what came out, as Markdown for people and
+JSON for scripts.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def certificate_to_markdown(certificate: LayoutCertificate) -> str:
     c = certificate
     lines = [f"# Check of {c.config}: {c.verdict}", "", f"    {c.command}", ""]
     lines += [
-        f"Layout: {c.layout}, {c.num_ranks} ranks. Versions: {_join_key_values(read_package_versions(REPORTED_PACKAGES))}."
+        f"Layout: {c.layout}, {c.num_ranks} ranks."
+        f" Versions: {_join_key_values(read_package_versions(REPORTED_PACKAGES))}."
     ]
     files = (
         "model, tokenizer and data on disk"
@@ -134,8 +137,11 @@ def certificate_to_markdown(certificate: LayoutCertificate) -> str:
 
 def _proof_to_markdown(proof: LayoutProof) -> list[str]:
     lines = [
-        f"{NUM_STEPS} steps of the real loop: launcher, controller, hosts, engine, weight syncs. The first layout"
-        " records its rollouts; one unsharded rank and the other layouts train on them again from the same weights.",
+        (
+            f"{NUM_STEPS} steps of the real loop: launcher, controller, hosts, engine, weight"
+            " syncs. The first layout records its rollouts; one unsharded rank and the other"
+            " layouts train on them again from the same weights."
+        ),
         "",
         "Other than in the run itself:",
         *_make_bullet_lines(CHANGES_IN_EVERY_FOLD),
@@ -143,8 +149,10 @@ def _proof_to_markdown(proof: LayoutProof) -> list[str]:
         + _join_key_values({key: value for key, value in proof.model.items() if key in _SIZES})
         + ".",
         "",
-        f"{proof.num_syncs} weight syncs, each committed only after the digests of all tensors that stood in the engine"
-        " were those of what was exported.",
+        (
+            f"{proof.num_syncs} weight syncs, each committed only after the digests of all tensors"
+            " that stood in the engine were those of what was exported."
+        ),
     ]
     for result in proof.layouts:
         lines += ["", *_layout_to_markdown(result)]
@@ -154,7 +162,8 @@ def _proof_to_markdown(proof: LayoutProof) -> list[str]:
 def _layout_to_markdown(layout_result: LayoutProofResult) -> list[str]:
     lines = [f"### {layout_result.folded_run}: {'passed' if layout_result.is_ok else 'FAILED'}", ""]
     lines.append(
-        f"{layout_result.folded_run.num_ranks} processes, {layout_result.seconds:.0f} s. Other than the run's own layout:"
+        f"{layout_result.folded_run.num_ranks} processes, {layout_result.seconds:.0f} s. Other"
+        " than the run's own layout:"
     )
     lines += _make_bullet_lines(layout_result.folded_run.differences or ("nothing",))
     if layout_result.problems:
@@ -173,7 +182,10 @@ def _layout_to_markdown(layout_result: LayoutProofResult) -> list[str]:
         ]
         lines += [
             "",
-            f"{len(layout_result.rows)} figures, {len(over)} over the bar. {equal} that must not differ at all (rewards,",
+            (
+                f"{len(layout_result.rows)} figures, {len(over)} over the bar. {equal} that must"
+                " not differ at all (rewards,"
+            ),
         ]
         lines += [
             "lengths, rates, bytes of a weight sync) do not. Of the others the worst of each kind:",

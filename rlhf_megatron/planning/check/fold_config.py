@@ -1,4 +1,5 @@
-"""A run's configuration and model at a tiny size: algorithm, losses, optimizer, layout and model family stay the same.
+"""A run's configuration and model at a tiny size: algorithm, losses, optimizer, layout and model
+family stay the same.
 
 What a layout can get wrong in the large model it can get wrong in the tiny one too. Pure.
 """
@@ -20,10 +21,14 @@ from rlhf_megatron.weights.families.family_lookup import find_model_family
 from rlhf_megatron.weights.quantised_weights import FP8_BLOCK
 
 NUM_STEPS = 2
-NUM_PROMPTS, MAX_SAMPLES, MAX_PROMPT, MAX_RESPONSE = 8, 4, 8, 8
+NUM_PROMPTS = 8
+MAX_SAMPLES = 4
+MAX_PROMPT = 8
+MAX_RESPONSE = 8
 TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batches an optimizer step
 LEARNING_RATE = 1e-3
-MIN_EPS = 1e-5  # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
+# of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
+MIN_EPS = 1e-5
 VALUE_HEAD_STD = (
     0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
 )
@@ -43,15 +48,29 @@ TINY_MODEL_SETTINGS: dict[str, Any] = {
 }
 
 CHANGES_IN_EVERY_FOLD = (
-    "float32 in trainer and engine, so that layouts agree to rounding error; rollout.quantization stays",
+    (
+        "float32 in trainer and engine, so that layouts agree to rounding error;"
+        " rollout.quantization stays"
+    ),
     "the bundled local engine, one server; the synchronous schedule, whatever the run's is",
-    f"a tiny model of the same family with random weights; {NUM_PROMPTS} prompts of the addition task with up to"
-    f" {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens, responses of up to {MAX_RESPONSE}",
-    "the reward is the share of digits in a response, so that groups have different rewards from the first step",
-    f"learning rate {LEARNING_RATE:g} (schedules keep their style), Adam epsilon {MIN_EPS:g} or more, at most 2"
-    " mini-batches a step and 2 epochs, 2 warm-up steps where the run has a warm-up",
-    f"a critic's first value head is random, of deviation {VALUE_HEAD_STD:g} or more, and the policy learns from"
-    " the first step (critic_warmup 0)",
+    (
+        f"a tiny model of the same family with random weights; {NUM_PROMPTS} prompts of the"
+        f" addition task with up to {MAX_SAMPLES} samples; prompts of 4 to {MAX_PROMPT} tokens,"
+        f" responses of up to {MAX_RESPONSE}"
+    ),
+    (
+        "the reward is the share of digits in a response, so that groups have different rewards"
+        " from the first step"
+    ),
+    (
+        f"learning rate {LEARNING_RATE:g} (schedules keep their style), Adam epsilon {MIN_EPS:g} or"
+        " more, at most 2 mini-batches a step and 2 epochs, 2 warm-up steps where the run"
+        " has a warm-up"
+    ),
+    (
+        f"a critic's first value head is random, of deviation {VALUE_HEAD_STD:g} or more, and the"
+        " policy learns from the first step (critic_warmup 0)"
+    ),
 )
 """What every folded run changes, whatever the layout."""
 
@@ -63,10 +82,9 @@ def fold_run_config(
 
     Two configurations that differ only in `folded_run` train the same.
     """
-    num_ranks, num_samples = (
-        folded_run.num_ranks,
-        NUM_PROMPTS * min(config.rollout.n, MAX_SAMPLES),
-    )  # of a step
+    # of a step
+    num_ranks = folded_run.num_ranks
+    num_samples = NUM_PROMPTS * min(config.rollout.n, MAX_SAMPLES)
     true_samples = config.data.train_batch_size * config.rollout.n
 
     def fold_mini_batch_size(run_mini_batch_size: int) -> int:
@@ -187,8 +205,8 @@ def _fold_reference(reference: schema.ReferenceConfig, directory: Path) -> schem
 
 
 def _fold_algorithm(algorithm: schema.AlgorithmConfig, num_samples: int) -> schema.AlgorithmConfig:
-    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: a replay has no engine
-    to generate others.
+    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: a
+    replay has no engine to generate others.
     """
     control = replace(algorithm.kl_ctrl, horizon=max(algorithm.kl_ctrl.horizon, 10 * num_samples))
     return replace(algorithm, kl_ctrl=control, filter_groups=schema.FilterGroupsConfig())
@@ -223,8 +241,9 @@ def fold_model_config(
     tiny_layouts: Sequence[schema.MegatronConfig],
     quantization: str | None = None,
 ) -> dict[str, Any]:
-    """Return config.json of a tiny model that fits all layouts `tiny_layouts`. `run_layouts`: the run's own layouts, one a pool.
-    Under a `quantization` a rank's parts of matrices are whole blocks.
+    """Return config.json of a tiny model that fits all layouts `tiny_layouts`. `run_layouts`: the
+    run's own layouts, one a pool. Under a `quantization` a rank's parts of matrices
+    are whole blocks.
 
     Raises ValueError for a model that has no family here.
     """
@@ -295,8 +314,9 @@ def _fold_experts(
     min_width: int,
     width_multiple: int,
 ) -> dict[str, Any]:
-    """Two experts a rank or more, in two groups at most, and one or two a token; where not all layers have experts, the
-    first has none."""
+    """Two experts a rank or more, in two groups at most, and one or two a token; where not all
+    layers have experts, the first has none.
+    """
     per_token = min(model_arguments["moe_router_topk"], 2)
     num = 2 * math.lcm(
         per_token, *(megatron.expert_model_parallel_size for megatron in tiny_layouts)
@@ -323,7 +343,9 @@ def _fold_experts(
 def fold_recompute(
     tiny_layout: schema.MegatronConfig, run_layout: schema.MegatronConfig, num_layers: int
 ) -> schema.MegatronConfig:
-    """`tiny_layout` with a recompute_num_layers that fits the tiny model. `num_layers`: of the true model."""
+    """`tiny_layout` with a recompute_num_layers that fits the tiny model. `num_layers`: of
+    the true model.
+    """
     count = run_layout.recompute_num_layers
     if run_layout.recompute_granularity != "full" or count is None:
         return tiny_layout
@@ -340,7 +362,9 @@ def fold_recompute(
 def choose_layers_per_chunk(
     run_layout: schema.MegatronConfig, num_layers: int, num_tiny_chunks: int
 ) -> int:
-    """Layers of a chunk of the tiny model: two where the large one has several and they matter or cost little."""
+    """Layers of a chunk of the tiny model: two where the large one has several and they matter
+    or cost little.
+    """
     are_grouped = (
         run_layout.recompute_granularity == "full" and (run_layout.recompute_num_layers or 1) > 1
     )

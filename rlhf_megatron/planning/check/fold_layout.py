@@ -1,6 +1,8 @@
-"""Smaller layouts that keep what a large one is made of, for a machine with few processes. Pure integers.
+"""Smaller layouts that keep what a large one is made of, for a machine with few processes.
+Pure integers.
 
-docs/check.md tells in which order axes are made smaller, and what becomes of a critic's pool."""
+docs/check.md tells in which order axes are made smaller, and what becomes of a critic's pool.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ AXIS_KEYS = {
 
 
 RunPool = tuple[str, MegatronConfig, int]
-"""A pool of the run: key of its layout ("critic.megatron"), the layout, ranks. See `config.rules.megatron_sections`."""
+"""A pool of the run: key of its layout ("critic.megatron"), the layout, ranks.
+See `config.rules.megatron_sections`.
+"""
 
 
 @dataclass(frozen=True)
@@ -64,8 +68,9 @@ class FoldedRun:
 
 
 def make_unsharded_layout(megatron: MegatronConfig) -> MegatronConfig:
-    """One rank, megatron-core's own layers, nothing computed again, and the loss terms of `megatron`: what that layout
-    must equal."""
+    """One rank, megatron-core's own layers, nothing computed again, and the loss terms of
+    `megatron`: what that layout must equal.
+    """
     return MegatronConfig(
         transformer_impl="local", **{key: getattr(megatron, key) for key in TERMS}
     )
@@ -136,10 +141,8 @@ def _share_processes(pool_sizes: Sequence[int], max_processes: int) -> list[int]
 def _shrink_layout(megatron: MegatronConfig, max_ranks: int) -> MegatronConfig:
     for floor in (2, 1):
         for name in AXIS_KEYS.values():
-            size, others = (
-                getattr(megatron, name),
-                count_replica_ranks(megatron) // getattr(megatron, name),
-            )
+            size = getattr(megatron, name)
+            others = count_replica_ranks(megatron) // getattr(megatron, name)
             fitting = [n for n in range(floor, size) if size % n == 0 and n * others <= max_ranks]
             if size > floor and size * others > max_ranks:
                 megatron = _replace_setting(megatron, name, max(fitting, default=floor))
@@ -167,7 +170,9 @@ def _make_folded_run(
 def _fold_pool(
     megatron: MegatronConfig, dp_size: int, run_layout: MegatronConfig, run_dp_size: int
 ) -> tuple[MegatronConfig, list[str]]:
-    """Return a pool's folded layout, without settings that it cannot have, and how it differs from the pool's own."""
+    """Return a pool's folded layout, without settings that it cannot have, and how it differs from
+    the pool's own.
+    """
     megatron = _fold_expert_axes(megatron, dp_size, run_layout)
     axes = {**AXIS_KEYS, "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
     differences = [
@@ -198,8 +203,11 @@ def _fold_pool(
 def _fold_expert_axes(
     megatron: MegatronConfig, dp_size: int, run_layout: MegatronConfig
 ) -> MegatronConfig:
-    """Choose the largest etp and ep that divide the ranks of a stage, or of a replica where tokens are gathered."""
-    tp, true_ep = megatron.tensor_model_parallel_size, run_layout.expert_model_parallel_size
+    """Choose the largest etp and ep that divide the ranks of a stage, or of a replica where
+    tokens are gathered.
+    """
+    tp = megatron.tensor_model_parallel_size
+    true_ep = run_layout.expert_model_parallel_size
     ranks = (
         tp
         * megatron.context_parallel_size

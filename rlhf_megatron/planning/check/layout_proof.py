@@ -1,8 +1,9 @@
 """Two steps of the real loop in folded layouts, replayed on one unsharded rank, and compared.
 
-The first layout generates with an engine and records its rollouts; one rank and every further layout replay them, so
-that all train on the same samples from the same weights. Each run is `rlhf-megatron train` in its own processes, on a
-tiny model and prompts that are written here; nothing is fetched.
+The first layout generates with an engine and records its rollouts; one rank and every further
+layout replay them, so that all train on the same samples from the same weights. Each run is
+`rlhf-megatron train` in its own processes, on a tiny model and prompts that are written here;
+nothing is fetched.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ RUN_ENVIRONMENT: Mapping[str, str] = {
     "TOKENIZERS_PARALLELISM": "false",
     "HF_HUB_OFFLINE": "1",
 }
-NUM_TRAIN, NUM_HELD_OUT = 64, 8
+NUM_TRAIN = 64
+NUM_HELD_OUT = 8
 REFERENCE_SEED_OFFSET = 1000  # the reference's random weights are not those of the actor
 CRITIC_SEED_OFFSET = 2000  # nor are those of a critic from a directory of its own
 
@@ -67,7 +69,9 @@ ReportProgress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class ModelConfigs:
-    """config.json of the models of a run; the critic's is the policy's where it has no directory of its own."""
+    """config.json of the models of a run; the critic's is the policy's where it has no
+    directory of its own.
+    """
 
     policy: Mapping[str, Any]
     critic: Mapping[str, Any]
@@ -108,9 +112,11 @@ def prove_layouts(
     directory: Path,
     report_progress: ReportProgress,
 ) -> LayoutProof:
-    """Run every layout below `directory`, which is absolute. `model_configs`: those of the run itself.
+    """Run every layout below `directory`, which is absolute. `model_configs`: those of
+    the run itself.
 
-    A run that fails is a problem of its layout; when the run on one rank fails, the first layout has the problem.
+    A run that fails is a problem of its layout; when the run on one rank fails, the first layout
+    has the problem.
     """
     trues = [megatron for _, megatron, _ in list_learning_pool_layouts(config)]
     has_other = has_critic(config) and config.critic.path is not None
@@ -151,7 +157,8 @@ def fold_model_configs(
     has_critic_path: bool,
     quantization: str | None = None,
 ) -> ModelConfigs:
-    """Make tiny models that fit the folded layouts. A critic from a directory of its own reads the policy's tokens.
+    """Make tiny models that fit the folded layouts. A critic from a directory of its own reads the
+    policy's tokens.
 
     `run_layouts`: the run's own layouts, one a pool.
     """
@@ -198,18 +205,19 @@ class _ProofRuns:
     recorded_run_dir: Path | None = None
 
     def __post_init__(self) -> None:
-        config, models, seed = self.config, self.model_configs, self.config.trainer.seed
+        config = self.config
+        models = self.model_configs
+        seed = self.config.trainer.seed
         path = write_tiny_model(self.directory / "model", models.policy)
         if needs_reference(config) and config.reference.path is not None:
-            table, reference = make_weight_table(models.policy), self.directory / "reference"
+            table = make_weight_table(models.policy)
+            reference = self.directory / "reference"
             _write_random_weights(
                 reference, models.policy, table, seed + REFERENCE_SEED_OFFSET, path
             )
         if has_critic(config) and config.critic.path is not None:
-            table, config_json = (
-                make_weight_table(models.critic, head="value"),
-                make_value_model_config(models.critic),
-            )
+            table = make_weight_table(models.critic, head="value")
+            config_json = make_value_model_config(models.critic)
             _write_random_weights(
                 self.directory / "critic", config_json, table, seed + CRITIC_SEED_OFFSET, path
             )
@@ -285,7 +293,9 @@ class _ProofRuns:
         ]
 
     def _make_start_weight_getters(self) -> dict[str, Callable[[str], Tensor]]:
-        """Directory of trained weights in a run -> the weights before the first step, by their name."""
+        """Directory of trained weights in a run -> the weights before the first step,
+        by their name.
+        """
         seed = self.config.model.init_seed
         source = make_random_source(self.model_configs.policy, 1 if seed is None else seed)
         starts = {"hf": make_tensor_getter(source, self.model_configs.policy, "vocabulary")}
@@ -346,7 +356,9 @@ def make_tensor_getter(
 
 
 class ProofRunError(RuntimeError):
-    """A program that failed or took too long. The message has the end of what it said, and where the logs are."""
+    """A program that failed or took too long. The message has the end of what it said, and
+    where the logs are.
+    """
 
 
 @dataclass(frozen=True)
@@ -362,7 +374,8 @@ def run_train_command(
 ) -> FinishedRun:
     """`rlhf-megatron train config arguments` until it ends; its output goes to `run_dir` + ".log".
 
-    Raises ProgramError. The processes are gone when this returns or raises, KeyboardInterrupt included.
+    Raises ProgramError. The processes are gone when this returns or raises,
+    KeyboardInterrupt included.
     """
     log = run_dir.with_name(run_dir.name + ".log")
     start = time.monotonic()
@@ -413,7 +426,9 @@ def _write_random_weights(
 
 
 def write_addition_prompts(directory: Path, seed: int) -> None:
-    """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have different lengths."""
+    """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have
+    different lengths.
+    """
     draw = random.Random(seed)
     for name, count in (("train", NUM_TRAIN), ("val", NUM_HELD_OUT)):
         lines = [

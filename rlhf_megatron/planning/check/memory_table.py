@@ -1,4 +1,6 @@
-"""The bytes that the run's own layout needs, those of the weight sync included, as rows for people and scripts."""
+"""The bytes that the run's own layout needs, those of the weight sync included, as rows for
+people and scripts.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,10 @@ from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import make_parallel_layout
 from rlhf_megatron.weights.weight_table import LayerImpl
 
-NOT_INCLUDED_NOTE = "Not included: temporary tensors of other kernels and of collectives, the runtime of the device, engines."
+NOT_INCLUDED_NOTE = (
+    "Not included: temporary tensors of other kernels and of collectives, the runtime of the"
+    " device, engines."
+)
 DEFAULT_GPU_BYTES = 80 * 10**9  # for what a configuration leaves to us: a common GPU's memory
 UNITS = {"MiB": 1 << 20, "GiB": 1 << 30}
 HEADER = (
@@ -81,7 +86,9 @@ class RunMemory:
     )
 
     def compute_peak_bytes(self, stage: int) -> int:
-        """Bytes of an actor's rank in an update: all of its models' states, and what the update needs beside them."""
+        """Bytes of an actor's rank in an update: all of its models' states, and what the update
+        needs beside them.
+        """
         has_critic = bool(self.critic_stages) and not self.has_critic_pool
         states = max(self.stages[stage].totals) + (
             max(self.critic_stages[stage].totals) if has_critic else 0
@@ -114,12 +121,14 @@ class RunMemory:
 def plan_run_memory(
     config: RunConfig, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]
 ) -> RunMemory:
-    """Plan the memory of all models. `hf_config`: of model.path; `critic_hf_config`: of critic.path.
+    """Plan the memory of all models. `hf_config`: of model.path; `critic_hf_config`:
+    of critic.path.
 
-    A reference that cannot be read is assumed to be like the policy. Raises ValueError for a model or layout that is
-    not supported.
+    A reference that cannot be read is assumed to be like the policy. Raises ValueError for a model
+    or layout that is not supported.
     """
-    megatron, dtype = config.actor.megatron, getattr(torch, config.model.dtype)
+    megatron = config.actor.megatron
+    dtype = getattr(torch, config.model.dtype)
     stages = plan_layout_memory(hf_config, megatron, count_actor_ranks(config), dtype)
     critic: tuple[StageMemory, ...] = ()
     if has_critic(config):
@@ -148,10 +157,8 @@ def plan_run_memory(
         )
         reference = tuple(stage.reference for stage in other)
     # Virtual stages change which layers a stage sends, not how many of what size in which order.
-    engine_dtype, table = (
-        EngineSetup.from_config(config).dtype,
-        make_weight_table(hf_config, megatron.tensor_model_parallel_size),
-    )
+    engine_dtype = EngineSetup.from_config(config).dtype
+    table = make_weight_table(hf_config, megatron.tensor_model_parallel_size)
     traffic = compute_stage_traffic(
         make_engine_table(table, engine_dtype, config.rollout.quantization),
         make_parallel_layout(megatron, count_actor_ranks(config)),
@@ -161,7 +168,8 @@ def plan_run_memory(
     head = estimate_actor_head_memory(
         config.actor, hf_config, dtype, config.trainer.device == "cpu"
     )
-    has_critic_pool, is_on_host = count_critic_ranks(config) > 0, config.reference.param_offload
+    has_critic_pool = count_critic_ranks(config) > 0
+    is_on_host = config.reference.param_offload
     model = TrainedModelSpec(hf_config, dtype, config.actor.ppo_max_token_len_per_gpu)
     activations = _estimate_activations_by_stage(model, megatron, count_actor_ranks(config))
     critic_activations: tuple[int, ...] = ()
@@ -175,16 +183,15 @@ def plan_run_memory(
     judge: tuple[int, ...] = ()
     is_here = is_away = False
     if has_reward_model(config):
-        chosen, num_ranks = config.reward_model, count_reward_model_ranks(config)
+        chosen = config.reward_model
+        num_ranks = count_reward_model_ranks(config)
         judge_megatron, num_judge_ranks = _choose_layout_and_ranks(
             chosen.megatron, num_ranks, megatron, count_actor_ranks(config)
         )
         judge = _estimate_reward_model_bytes(chosen.path, judge_megatron, num_judge_ranks, dtype)
         is_of_actor = bool(judge) and not num_ranks
-        is_here, is_away = (
-            is_of_actor and not chosen.param_offload,
-            is_of_actor and chosen.param_offload,
-        )
+        is_here = is_of_actor and not chosen.param_offload
+        is_away = is_of_actor and chosen.param_offload
     has_pool = count_reference_ranks(config) > 0
     return RunMemory(
         stages=stages,
@@ -239,7 +246,8 @@ def estimate_actor_head_memory(
     actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool
 ) -> HeadMemoryBound | None:
     """Memory of a micro-batch that fills the token budget with response tokens."""
-    tp, backend = actor.megatron.tensor_model_parallel_size, actor.kernels.backend
+    tp = actor.megatron.tensor_model_parallel_size
+    backend = actor.kernels.backend
     if backend == "reference":
         return None
     if backend == "auto":
@@ -263,7 +271,9 @@ def estimate_actor_head_memory(
 
 
 def make_memory_rows(memory: RunMemory) -> list[Sequence[str]]:
-    """Return one row a model and stage, under HEADER. Optimizer shards of several sizes are shown as a range."""
+    """Return one row a model and stage, under HEADER. Optimizer shards of several sizes are
+    shown as a range.
+    """
     found: list[Sequence[str]] = []
     unit = _choose_unit(memory)
     for index, (stage, traffic) in enumerate(zip(memory.stages, memory.sync_traffic, strict=True)):
@@ -276,10 +286,8 @@ def make_memory_rows(memory: RunMemory) -> list[Sequence[str]]:
             if memory.head_memory is not None and is_last
             else "-"
         )
-        peak, activations = (
-            _format_bytes(memory.compute_peak_bytes(index), unit),
-            _format_bytes(memory.activation_bytes[index], unit),
-        )
+        peak = _format_bytes(memory.compute_peak_bytes(index), unit)
+        activations = _format_bytes(memory.activation_bytes[index], unit)
         cells = (activations, head, peak, reference, _format_bytes(traffic.peak_buffer_bytes, unit))
         found.append((*_make_stage_cells("actor", stage, unit), *cells))
     for stage, kept in zip(memory.critic_stages, memory.critic_activation_bytes, strict=True):
@@ -315,11 +323,13 @@ def make_memory_notes(memory: RunMemory) -> list[str]:
     """Explain the columns."""
     unit = _choose_unit(memory)
     lines = [
-        f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main parameters and moments."
+        f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main"
+        " parameters and moments."
     ]
     if any(stage.is_optimizer_on_host for stage in (*memory.stages, *memory.critic_stages)):
         lines.append(
-            "Main parameters and moments under optimizer_cpu_offload are in host memory, not in `a rank`."
+            "Main parameters and moments under optimizer_cpu_offload are in host memory, not"
+            " in `a rank`."
         )
     every = [
         f"{_format_byte_range(totals, unit)} {unit} {where}"
@@ -333,11 +343,13 @@ def make_memory_notes(memory: RunMemory) -> list[str]:
         f"{'; '.join(every)}; {_format_bytes(memory.total_bytes, unit)} {unit} on {ranks} ranks."
     )
     lines.append(
-        "`activations`: what layers keep in an update of micro-batches of ppo_max_token_len_per_gpu tokens, with flash"
-        " attention; `peak`: of an update, all of a rank's models together."
+        "`activations`: what layers keep in an update of micro-batches of"
+        " ppo_max_token_len_per_gpu tokens, with flash attention; `peak`: of an update, all of a"
+        " rank's models together."
     )
     lines.append(
-        "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in shared memory."
+        "`weight sync`: the largest buffers of the one rank of a stage that sends, two of them in"
+        " shared memory."
     )
     if memory.head_memory is not None:
         parts = [
@@ -349,9 +361,9 @@ def make_memory_notes(memory: RunMemory) -> list[str]:
             )
         ]
         lines.append(
-            "`head`: the most that the last stage needs for log-probs in an update, on a micro-batch of"
-            f" actor.ppo_max_token_len_per_gpu response tokens: tile {parts[0]}, gradient of hidden states {parts[1]},"
-            f" stash {parts[2]}, and rows; beside `a rank`."
+            "`head`: the most that the last stage needs for log-probs in an update, on a"
+            f" micro-batch of actor.ppo_max_token_len_per_gpu response tokens: tile {parts[0]},"
+            f" gradient of hidden states {parts[1]}, stash {parts[2]}, and rows; beside `a rank`."
         )
     if memory.reference_bytes:
         where = (
@@ -394,5 +406,6 @@ def _format_bytes(num_bytes: int, unit: str) -> str:
 
 
 def _format_byte_range(values: Sequence[int], unit: str) -> str:
-    low, high = _format_bytes(min(values), unit), _format_bytes(max(values), unit)
+    low = _format_bytes(min(values), unit)
+    high = _format_bytes(max(values), unit)
     return low if low == high else f"{low} to {high}"

@@ -1,7 +1,8 @@
 """Two runs on the same rollouts, figure by figure. Pure but for the files that it reads.
 
-docs/check.md has the table of figures, errors and bars. x is the layout, y one unsharded rank, `start` the weights
-before the first step."""
+docs/check.md has the table of figures, errors and bars. x is the layout, y one unsharded rank,
+`start` the weights before the first step.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +16,11 @@ from typing import Any
 
 from torch import Tensor
 
-LOSS_TOLERANCE, NORM_TOLERANCE, NATS_TOLERANCE, VALUES_TOLERANCE, UPDATE_TOLERANCE = (
-    1e-4,
-    1e-4,
-    1e-5,
-    1e-4,
-    1e-3,
-)
+LOSS_TOLERANCE = 1e-4
+NORM_TOLERANCE = 1e-4
+NATS_TOLERANCE = 1e-5
+VALUES_TOLERANCE = 1e-4
+UPDATE_TOLERANCE = 1e-3
 EXACT_TOLERANCE = 0.0
 QUANTISED_TOLERANCE = 0.3  # nats, of an engine that holds FP8: a sampled token's log-prob, at most
 
@@ -39,7 +38,9 @@ IGNORED_METRICS = (
     ),
     *("global_seqlen/*", "health/*"),
 )
-"""Times, what one of the two runs has no engine for, tokens of a replica, verdicts on the other metrics."""
+"""Times, what one of the two runs has no engine for, tokens of a replica, verdicts on the
+other metrics.
+"""
 
 VALUE_METRIC_PREFIXES = (
     "critic/values/",
@@ -109,18 +110,21 @@ def compare_weights(
     get_start_tensor: Callable[[str], Tensor],
     name_prefix: str = "",
 ) -> list[ComparisonRow]:
-    """The update of every tensor. `get_start_tensor`: its value before the first step; `name_prefix`: of the names in the rows.
+    """The update of every tensor. `get_start_tensor`: its value before the first step;
+    `name_prefix`: of the names in the rows.
 
     Raises ValueError for other tensors.
     """
     if layout_weights.keys() != one_rank_weights.keys():
         raise ValueError(
-            f"only one of the runs has the tensors {sorted(layout_weights.keys() ^ one_rank_weights.keys())}."
+            "only one of the runs has the"
+            f" tensors {sorted(layout_weights.keys() ^ one_rank_weights.keys())}."
         )
     rows = []
     for name, theirs in one_rank_weights.items():
         before = get_start_tensor(name).double()
-        mine, update = layout_weights[name].double() - before, theirs.double() - before
+        mine = layout_weights[name].double() - before
+        update = theirs.double() - before
         size = float(update.norm())
         distance = float((mine - update).norm())
         error = _divide_or_inf(distance, size)
@@ -168,12 +172,16 @@ def find_reasons_for_no_training(
 
 
 def _is_router_bias(row: ComparisonRow) -> bool:
-    """Whether it is a bias by which routers pick: `moe_router_bias_update_rate` alone moves it, and is 0 unless set."""
+    """Whether it is a bias by which routers pick: `moe_router_bias_update_rate` alone moves it, and
+    is 0 unless set.
+    """
     return row.where.endswith(".e_score_correction_bias")
 
 
 def select_worst_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """The row of each quantity that is nearest to its bar, or farthest over it; in order of appearance."""
+    """The row of each quantity that is nearest to its bar, or farthest over it; in order
+    of appearance.
+    """
     found: dict[str, ComparisonRow] = {}
     for row in rows:
         if row.quantity not in found or _error_over_bar(row) > _error_over_bar(found[row.quantity]):
@@ -201,8 +209,10 @@ def _compare_metric(
     layout_metrics: Mapping[str, Any],
     one_rank_metrics: Mapping[str, Any],
 ) -> ComparisonRow:
-    x, y = float(layout_metrics[metric_name]), float(one_rank_metrics[metric_name])
-    error, bar = abs(x - y), EXACT_TOLERANCE
+    x = float(layout_metrics[metric_name])
+    y = float(one_rank_metrics[metric_name])
+    error = abs(x - y)
+    bar = EXACT_TOLERANCE
     if metric_name.endswith("grad_norm"):
         error = _divide_or_inf(abs(x - y), abs(y))
         bar = NORM_TOLERANCE

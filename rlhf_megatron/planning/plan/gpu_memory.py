@@ -20,10 +20,14 @@ GPU_MEMORY_GB = {
     "h200": 141,
     "b200": 180,
 }
-"""Memory in units of 10^9 bytes, as the vendor counts it; what a driver reports is a little more."""
+"""Memory in units of 10^9 bytes, as the vendor counts it;
+what a driver reports is a little more.
+"""
 GB = 10**9
 ENGINE_MEMORY_SHARE = 0.85
-"""Of a GPU that an engine takes, where `rollout.sglang.args` has no mem_fraction_static: weights and cache."""
+"""Of a GPU that an engine takes, where `rollout.sglang.args` has no mem_fraction_static:
+weights and cache.
+"""
 
 
 @dataclass(frozen=True)
@@ -47,8 +51,9 @@ def plan_engine_memory(
     rollout: RolloutConfig,
     gpu_bytes: int,
 ) -> EngineGpuMemory:
-    """Split the memory of an engine's first GPU, which has most, as `rollout.sglang.args` do. Latent vectors are on all
-    ranks of a group that serves its own requests (DP attention); else there is one group.
+    """Split the memory of an engine's first GPU, which has most, as `rollout.sglang.args` do.
+    Latent vectors are on all ranks of a group that serves its own requests (DP attention); else
+    there is one group.
     """
     given = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
     engine = EngineLayout.from_rollout_config(rollout)

@@ -1,4 +1,6 @@
-"""Layouts of a model on so many GPUs: which of them fit, and what each costs. Pure arithmetic over the weight table."""
+"""Layouts of a model on so many GPUs: which of them fit, and what each costs. Pure arithmetic over
+the weight table.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from rlhf_megatron.weights.families.model_family import pad_vocab_size
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 GPUS_PER_NODE = 8
-_WIDTHS, _DEPTHS, _CONTEXTS = (1, 2, 4, 8), (1, 2, 4, 8, 12, 16, 24, 32), (1, 2, 4, 8, 16)
+_WIDTHS = (1, 2, 4, 8)
+_DEPTHS = (1, 2, 4, 8, 12, 16, 24, 32)
+_CONTEXTS = (1, 2, 4, 8, 16)
 _HEAD_CHUNK = 4096  # columns, as actor.log_prob_chunk_size
 
 
@@ -76,7 +80,9 @@ def iterate_layout_plans(request: LayoutRequest) -> Iterator[LayoutPlan]:
 
 
 def select_fitting_plans(plans: Sequence[LayoutPlan], max_rank_bytes: int) -> list[LayoutPlan]:
-    """Return the plans that fit, one a layout (the one that recomputes least), fewest ranks a copy first."""
+    """Return the plans that fit, one a layout (the one that recomputes least), fewest
+    ranks a copy first.
+    """
     fits: dict[str, LayoutPlan] = {}
     for plan in plans:
         if plan.peak_bytes <= max_rank_bytes:
@@ -98,9 +104,10 @@ def explain_no_fit(request: LayoutRequest, plans: Sequence[LayoutPlan]) -> str:
         return f"no layout divides this model over {request.num_gpus} GPUs; try a power of two."
     least = min(plans, key=lambda plan: plan.peak_bytes)
     return (
-        f"nothing fits into {request.max_rank_bytes / GB:.1f} GB a GPU ({USABLE_MEMORY_SHARE:.0%} of {request.gpu_bytes / GB:.0f} GB): the"
-        f" nearest is {least.layout} with {least.peak_bytes / GB:.1f} GB ({least.state_bytes / GB:.1f} GB of states). Take more or"
-        " larger GPUs, or shorter samples."
+        f"nothing fits into {request.max_rank_bytes / GB:.1f} GB a GPU ({USABLE_MEMORY_SHARE:.0%}"
+        f" of {request.gpu_bytes / GB:.0f} GB): the nearest is {least.layout} with"
+        f" {least.peak_bytes / GB:.1f} GB ({least.state_bytes / GB:.1f} GB of states). Take more"
+        " or larger GPUs, or shorter samples."
     )
 
 
@@ -109,7 +116,8 @@ def _iterate_layouts(request: LayoutRequest) -> Iterator[ParallelLayout]:
         request.model.hf_config
     )
     groups = int(arguments.get("num_query_groups") or arguments["num_attention_heads"])
-    experts, num_layers = int(arguments.get("num_moe_experts") or 1), int(arguments["num_layers"])
+    experts = int(arguments.get("num_moe_experts") or 1)
+    num_layers = int(arguments["num_layers"])
     for tp in _WIDTHS:
         if groups % tp or int(arguments["ffn_hidden_size"]) % tp:
             continue
@@ -123,14 +131,17 @@ def _iterate_layouts(request: LayoutRequest) -> Iterator[ParallelLayout]:
                     n for n in range(1, experts + 1) if experts % n == 0 and n & (n - 1) == 0
                 ]:
                     if stage % ep == 0:
-                        etp, (first, last) = int(experts > 1), ends or (0, 0)
+                        etp = int(experts > 1)
+                        first, last = ends or (0, 0)
                         yield ParallelLayout(
                             request.num_gpus, tp, pp, cp, 1, tp > 1, ep, etp, first, last
                         )
 
 
 def _split_end_stages(num_layers: int, num_stages: int) -> tuple[int, int] | None:
-    """Layers of the first and the last stage where the others have as many as can be; (0, 0): all alike."""
+    """Layers of the first and the last stage where the others have as many as can be; (0,
+    0): all alike.
+    """
     if num_layers % num_stages == 0:
         return 0, 0
     each = -(-num_layers // num_stages)
@@ -196,8 +207,11 @@ def _estimate_head_bytes(model: TrainedModelSpec, layout: ParallelLayout) -> int
 def _estimate_traffic_bytes(
     request: LayoutRequest, layout: ParallelLayout, is_recomputed: bool
 ) -> tuple[int, int, int, int]:
-    """Bytes that the busiest rank sends: (tp, ep, pp) for one sample, forward and backward, and dp."""
-    model, sizes = request.model, request.element_counts
+    """Bytes that the busiest rank sends: (tp, ep, pp) for one sample,
+    forward and backward, and dp.
+    """
+    model = request.model
+    sizes = request.element_counts
     arguments: Mapping[str, Any] = find_model_family(model.hf_config).make_transformer_arguments(
         model.hf_config
     )
@@ -216,7 +230,8 @@ def _estimate_traffic_bytes(
     experts, others = (
         max(counts) for counts in zip(*_count_elements_by_stage(sizes, layout), strict=True)
     )
-    gradient, weight = torch.float32.itemsize, model.dtype.itemsize
+    gradient = torch.float32.itemsize
+    weight = model.dtype.itemsize
     copies = layout.dp * layout.cp
     dp_bytes = (gradient + weight) * (
         others * (copies - 1) // copies + experts * (layout.edp - 1) // max(1, layout.edp)

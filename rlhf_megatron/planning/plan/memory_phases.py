@@ -1,4 +1,6 @@
-"""What a GPU holds in each phase of a step: the models of the trainer, and the engine that is on it or on others."""
+"""What a GPU holds in each phase of a step: the models of the trainer, and the engine that is on
+it or on others.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,10 @@ from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#bab0ac")
-_BAR, _SCALE, _LEFT = 22, 560, 190  # pixels: height of a bar, width of a GPU, where bars begin
+# pixels: height of a bar, width of a GPU, where bars begin
+_BAR = 22
+_SCALE = 560
+_LEFT = 190
 
 
 @dataclass(frozen=True)
@@ -32,8 +37,9 @@ class MemoryPhase:
 def plan_run_engine_memory(
     rollout: RolloutConfig, default_dtype: str, hf_config: Mapping[str, Any], gpu_bytes: int
 ) -> EngineGpuMemory | None:
-    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are small. `default_dtype`: where
-    `rollout` has none."""
+    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are
+    small. `default_dtype`: where `rollout` has none.
+    """
     if rollout.engine != "sglang":
         return None
     default_dtype = rollout.dtype or default_dtype
@@ -44,8 +50,11 @@ def plan_run_engine_memory(
 def list_step_phases(
     memory: RunMemory, stage: int, engine: EngineGpuMemory | None, is_colocated: bool
 ) -> list[MemoryPhase]:
-    """Return the phases of a rank of an actor's stage. Colocated engines and trainer take turns (docs/colocated.md)."""
-    own, traffic = memory.stages[stage], memory.sync_traffic[stage]
+    """Return the phases of a rank of an actor's stage. Colocated engines and trainer take
+    turns (docs/colocated.md).
+    """
+    own = memory.stages[stage]
+    traffic = memory.sync_traffic[stage]
     optimizer = {"main parameters": max(own.main_parameters), "moments": max(own.moments)}
     states = {
         "parameters": own.parameters,
@@ -101,8 +110,9 @@ def list_step_phases(
 def iterate_other_pool_phases(
     memory: RunMemory, has_reward_model_pool: bool
 ) -> Iterator[tuple[str, MemoryPhase]]:
-    """Return (model and stage, what a rank holds at most) of a critic, a reference or teacher, and a reward model with
-    ranks of their own."""
+    """Return (model and stage, what a rank holds at most) of a critic, a reference or teacher, and
+    a reward model with ranks of their own.
+    """
     if memory.has_critic_pool:
         for own, kept in zip(memory.critic_stages, memory.critic_activation_bytes, strict=True):
             parts = {"critic": max(own.totals), "critic's activations": kept}
@@ -116,8 +126,9 @@ def iterate_other_pool_phases(
 def estimate_host_bytes(
     rollout: RolloutConfig, num_ranks: int, memory: RunMemory
 ) -> dict[str, int]:
-    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint writes, weight buckets.
-    `num_ranks`: of the machine."""
+    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint
+    writes, weight buckets. `num_ranks`: of the machine.
+    """
     optimizer = max(max(s.main_parameters) + max(s.moments) for s in memory.stages)
     parameters = max(s.parameters for s in memory.stages)
     states = max(s.parameters + max(s.main_parameters) + max(s.moments) for s in memory.stages)
@@ -145,13 +156,18 @@ def draw_memory_chart(
     names = list(dict.fromkeys(name for _, phase in labelled_phases for name in phase.bytes_by_use))
     colour = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
     widest = max(gpu_bytes, *(phase.total_bytes for _, phase in labelled_phases))
-    height, body = 60 + (len(labelled_phases) + 1) * _BAR, list[str]()
+    height = 60 + (len(labelled_phases) + 1) * _BAR
+    body = list[str]()
     for number, (label, phase) in enumerate(labelled_phases):
-        top, left = 40 + number * _BAR, float(_LEFT)
+        top = 40 + number * _BAR
+        left = float(_LEFT)
         body.append(f'<text x="4" y="{top + 14}">{escape(label)}</text>')
         for name, num_bytes in phase.bytes_by_use.items():
             width = num_bytes / widest * _SCALE
-            shape = f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}" height="{_BAR - 4}" fill="{colour[name]}">'
+            shape = (
+                f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}"'
+                f' height="{_BAR - 4}" fill="{colour[name]}">'
+            )
             body.append(f"{shape}<title>{escape(name)} {num_bytes / GB:.2f} GB</title></rect>")
             left += width
         body.append(f'<text x="{left + 4:.1f}" y="{top + 14}">{phase.total_bytes / GB:.1f}</text>')

@@ -1,1 +1,3 @@
-"""Simulates how a run spends its time, by discrete events over a run's own schedules. No module here imports torch."""
+"""Simulates how a run spends its time, by discrete events over a run's own schedules. No module
+here imports torch.
+"""

@@ -1,11 +1,12 @@
 """How long responses are, and how long engines, scorer and trainer take for them.
 
-The `...Durations` and `...Config` classes are the sections of the file that `rlhf-megatron simulate --durations` reads
-(docs/simulate.md). Times are seconds of wall clock, rates are of a whole engine or of the whole trainer pool.
+The `...Durations` and `...Config` classes are the sections of the file that
+`rlhf-megatron simulate --durations` reads (docs/simulate.md). Times are seconds of wall clock,
+rates are of a whole engine or of the whole trainer pool.
 
-Lengths are drawn by quantiles. The responses of a group are alike to the degree `within_prompt`: with z of the group
-and e of each sample standard normal, a response has the length at the quantile Phi(sqrt(rho) z + sqrt(1 - rho) e) (a
-Gaussian copula).
+Lengths are drawn by quantiles. The responses of a group are alike to the degree `within_prompt`:
+with z of the group and e of each sample standard normal, a response has the length at the quantile
+Phi(sqrt(rho) z + sqrt(1 - rho) e) (a Gaussian copula).
 """
 
 from __future__ import annotations
@@ -45,11 +46,14 @@ _EXAMPLE_VALUES = {
 
 @dataclass(frozen=True)
 class DurationsSection:
-    """Part of the file. Rates are above 0, times 0 or more, counts 1 or more; a name tells which it is."""
+    """Part of the file. Rates are above 0, times 0 or more, counts 1 or more; a name
+    tells which it is.
+    """
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            name, value = item.name, getattr(self, item.name)
+            name = item.name
+            value = getattr(self, item.name)
             is_time = name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s"))
             if value is None:
                 continue
@@ -63,10 +67,11 @@ class DurationsSection:
 
 @dataclass(frozen=True)
 class DecodeConfig(DurationsSection):
-    """Seconds that an engine takes for one token of each response that it decodes, by how many it decodes together.
+    """Seconds that an engine takes for one token of each response that it decodes, by how many it
+    decodes together.
 
-    Either `points`, between which it goes along straight lines (on along the last one behind them, level before the
-    first), or `fixed_s` + `per_response_s` x how many.
+    Either `points`, between which it goes along straight lines (on along the last one behind them,
+    level before the first), or `fixed_s` + `per_response_s` x how many.
     """
 
     points: tuple[tuple[int, float], ...] = ()  # (responses, seconds a token), measured
@@ -77,7 +82,8 @@ class DecodeConfig(DurationsSection):
         is_line = self.fixed_s is not None and self.per_response_s is not None
         if is_line == bool(self.points) or (self.fixed_s is None) != (self.per_response_s is None):
             raise ValueError(
-                "give either points, such as [[1, 0.012], [64, 0.02]], or both of fixed_s and per_response_s."
+                "give either points, such as [[1, 0.012], [64, 0.02]], or both of fixed_s"
+                " and per_response_s."
             )
         super().__post_init__()
         if is_line and not (self.fixed_s or self.per_response_s):
@@ -146,8 +152,8 @@ class TrainerDurations(DurationsSection):
         super().__post_init__()
         if not 0.5 <= self.doubling_efficiency <= 1:
             raise ValueError(
-                f"doubling_efficiency ({self.doubling_efficiency:g}) must lie in 0.5 (twice the GPUs gain nothing) .. 1"
-                " (they take half the time)."
+                f"doubling_efficiency ({self.doubling_efficiency:g}) must lie in 0.5 (twice the"
+                " GPUs gain nothing) .. 1 (they take half the time)."
             )
 
 
@@ -179,8 +185,8 @@ class RunDurations:
     def __post_init__(self) -> None:
         if self.prompts.within_prompt:
             raise ValueError(
-                f"prompts.within_prompt ({self.prompts.within_prompt:g}) is of responses; give it in lengths, or remove"
-                " it."
+                f"prompts.within_prompt ({self.prompts.within_prompt:g}) is of responses; give it"
+                " in lengths, or remove it."
             )
         if not 0 <= self.no_signal < 1:
             raise ValueError(
@@ -239,7 +245,8 @@ class LengthsConfig:
     def __post_init__(self) -> None:
         own = _KEYS_BY_KIND[self.kind]
         for item in fields(self)[1:]:
-            name, value = item.name, getattr(self, item.name)
+            name = item.name
+            value = getattr(self, item.name)
             is_given = value != item.default
             if name in _EXAMPLE_VALUES and name in own and not is_given:
                 raise ValueError(
@@ -260,7 +267,8 @@ class LengthsConfig:
             )
         if not 0 <= self.within_prompt <= 1:
             raise ValueError(
-                f"within_prompt ({self.within_prompt:g}) must be from 0 to 1; use 0 for independence."
+                f"within_prompt ({self.within_prompt:g}) must be from 0 to 1; use 0"
+                " for independence."
             )
         if any(not 1 <= value < math.inf for value in self.values):
             raise ValueError(
@@ -280,10 +288,12 @@ def make_quantile_function(lengths_config: LengthsConfig) -> Callable[[float], f
     assert lengths_config.median is not None and lengths_config.sigma is not None, (
         "cycle draws nothing"
     )
-    mu, sigma = math.log(lengths_config.median), lengths_config.sigma
+    mu = math.log(lengths_config.median)
+    sigma = lengths_config.sigma
     if lengths_config.kind == "lognormal":
         return lambda z: math.exp(mu + sigma * z)
-    share, index = lengths_config.tail_share, lengths_config.tail_index
+    share = lengths_config.tail_share
+    index = lengths_config.tail_index
     z_tail = _STANDARD_NORMAL.inv_cdf(1 - share)
     begin = math.exp(mu + sigma * z_tail)
 
@@ -298,7 +308,8 @@ def make_quantile_function(lengths_config: LengthsConfig) -> Callable[[float], f
 
 @dataclass
 class SimulatedWorkload:
-    """The responses to each prompt. Simulations that share a workload see the same ones, so that schedules compare.
+    """The responses to each prompt. Simulations that share a workload see the same ones, so that
+    schedules compare.
 
     Groups are told apart by their number, and by how often they were begun.
     """
@@ -355,18 +366,18 @@ class SimulatedWorkload:
 
     def _draw_lengths(self, group_number: int, attempt: int) -> tuple[int, ...]:
         if self._response_quantile is None:
-            values, first = self.response_lengths_config.values, group_number * self.group_size
+            values = self.response_lengths_config.values
+            first = group_number * self.group_size
             return tuple(
                 _round_up_and_cap(values[(first + i) % len(values)], self.max_response_tokens)
                 for i in range(self.group_size)
             )
         normal = self._make_generator(group_number, attempt).gauss
         rho = self.response_lengths_config.within_prompt
-        shared, own = (
-            math.sqrt(rho) * self._make_generator(group_number, 1 << 22).gauss(0.0, 1.0),
-            math.sqrt(1 - rho),
-        )
-        function, cap = self._response_quantile, self.max_response_tokens
+        shared = math.sqrt(rho) * self._make_generator(group_number, 1 << 22).gauss(0.0, 1.0)
+        own = math.sqrt(1 - rho)
+        function = self._response_quantile
+        cap = self.max_response_tokens
         return tuple(
             _round_up_and_cap(function(shared + own * normal(0.0, 1.0)), cap)
             for _ in range(self.group_size)

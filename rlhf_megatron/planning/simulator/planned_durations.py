@@ -1,7 +1,8 @@
-"""Durations of a run that nobody has measured: its planned products and bytes, at shares of what makers of GPUs state.
+"""Durations of a run that nobody has measured: its planned products and bytes, at shares of what
+makers of GPUs state.
 
-These shares, lengths and what is left out are told as assumed. The figures compare schedules and splits; measured ones
-are to take their place (`--write FILE`).
+These shares, lengths and what is left out are told as assumed. The figures compare schedules and
+splits; measured ones are to take their place (`--write FILE`).
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_
 from rlhf_megatron.weights.shard_plan import EngineLayout, compute_stage_link_bytes
 from rlhf_megatron.weights.weight_table import WeightRule
 
-COMPUTE_SHARE, MEMORY_SHARE = 0.4, 0.7  # shares of the makers' FLOP/s and bytes/s
+# shares of the makers' FLOP/s and bytes/s
+COMPUTE_SHARE = 0.4
+MEMORY_SHARE = 0.7
 _HOST_BYTES_PER_S = 25e9  # between a GPU and its machine, a direction
 _MAX_SLOTS = 1024
 _LENGTH_SIGMA = 0.8
@@ -79,12 +82,15 @@ class MedianSample:
 
 
 def plan_durations(config: RunConfig, gpu_name: str, median_length: int | None) -> RunDurations:
-    """Plans them for a run on GPUs of that name (`planning.plan.gpu_memory`). `median_length`: of the responses' lengths; None: a
-    quarter of `data.max_response_length`. Raises ConfigError, ValueError."""
+    """Plans them for a run on GPUs of that name (`planning.plan.gpu_memory`). `median_length`: of
+    the responses' lengths; None: a quarter of `data.max_response_length`. Raises
+    ConfigError, ValueError.
+    """
     if config.rollout.engine != "sglang":
         raise ConfigError(
             [
-                f"--gpu ({gpu_name}) plans engines of sglang; rollout.engine is {config.rollout.engine}."
+                f"--gpu ({gpu_name}) plans engines of sglang; rollout.engine"
+                f" is {config.rollout.engine}."
             ],
             ARGUMENTS_SUBJECT,
         )
@@ -101,10 +107,8 @@ def plan_durations(config: RunConfig, gpu_name: str, median_length: int | None) 
         max(1, config.data.max_prompt_length // 2),
         median_length or max(1, config.data.max_response_length // 4),
     )
-    layout, dtype = (
-        make_parallel_layout(config.actor.megatron, count_actor_ranks(config)),
-        config.rollout.dtype or config.model.dtype,
-    )
+    layout = make_parallel_layout(config.actor.megatron, count_actor_ranks(config))
+    dtype = config.rollout.dtype or config.model.dtype
     table = make_engine_table(
         make_weight_table(hf_config, layout.tp), dtype, config.rollout.quantization
     )
@@ -147,8 +151,14 @@ def plan_durations(config: RunConfig, gpu_name: str, median_length: int | None) 
         ),
         source=f"planned for {gpu_name}, not measured",
         assumed=(
-            f"products at {COMPUTE_SHARE:.0%} and memory at {MEMORY_SHARE:.0%} of what the maker says, the network at all of it",
-            f"responses lognormal, median {sample.num_response_tokens} (--median), sigma {_LENGTH_SIGMA}; prompts {sample.num_prompt_tokens} tokens",
+            (
+                f"products at {COMPUTE_SHARE:.0%} and memory at {MEMORY_SHARE:.0%} of what the"
+                " maker says, the network at all of it"
+            ),
+            (
+                f"responses lognormal, median {sample.num_response_tokens} (--median), sigma"
+                f" {_LENGTH_SIGMA}; prompts {sample.num_prompt_tokens} tokens"
+            ),
             "rewards, kernel launches and collectives of an engine take no time",
         ),
     )
@@ -166,7 +176,8 @@ def _count_token_flops(
     )
     if found is None:
         raise ValueError(
-            f"products of model_type {hf_config.get('model_type')!r} are not known; give --durations."
+            f"products of model_type {hf_config.get('model_type')!r} are not known;"
+            " give --durations."
         )
     return found / num_tokens
 
@@ -178,7 +189,9 @@ def _plan_decode_points(
     sample: MedianSample,
     num_slots: int,
 ) -> tuple[tuple[int, float], ...]:
-    """Returns (responses, seconds a token): a GPU reads weights and cache, or computes where that takes longer."""
+    """Returns (responses, seconds a token): a GPU reads weights and cache, or computes where
+    that takes longer.
+    """
     bytes_s = MEMORY_SHARE * 2 * network.memory_bytes_per_s  # reading alone
     context = sample.num_prompt_tokens + sample.num_response_tokens // 2
     counts = [*(1 << n for n in range(num_slots.bit_length()) if 1 << n < num_slots), num_slots]
@@ -199,7 +212,9 @@ class _DecodedModel:
     engine: EngineLayout
 
     def count_bytes_read(self, num_responses: int, num_context_tokens: int) -> float:
-        """Returns what one GPU reads for a token of each of `num_responses` responses: of experts those met, drawn evenly."""
+        """Returns what one GPU reads for a token of each of `num_responses` responses: of experts
+        those met, drawn evenly.
+        """
         experts = self._expert_bytes / self.engine.tp
         chosen = int(self.hf_config.get("num_experts_per_tok") or 0) / max(
             1, read_num_experts(self.hf_config)
@@ -229,8 +244,9 @@ def _plan_trainer_durations(
     num_tokens: int,
     flops_per_s: float,
 ) -> TrainerDurations:
-    """All ranks compute, but for the bubble of a mini-batch; what is computed again is a further forward pass.
-    `critic_path_and_ranks`: its path and own ranks."""
+    """All ranks compute, but for the bubble of a mini-batch; what is computed again is a further
+    forward pass. `critic_path_and_ranks`: its path and own ranks.
+    """
     micro_batches = max(
         1,
         actor.mini_batch_size
@@ -266,7 +282,9 @@ def _plan_trainer_durations(
 def _plan_turn_seconds(
     megatron: MegatronConfig, dtype: str, hf_config: Mapping[str, Any], layout: ParallelLayout
 ) -> float:
-    """The trainer's states go to the machine's memory and come back; engines' weights come by the sync."""
+    """The trainer's states go to the machine's memory and come back; engines' weights
+    come by the sync.
+    """
     model = TrainedModelSpec(hf_config, getattr(torch, dtype), 1)
     sizes = ModelElementCounts.from_model(model)
     states = max(

@@ -1,7 +1,7 @@
 """Reads durations from the files of a finished run, and lists what had to be assumed.
 
-metrics.jsonl has the time of each stage and of each call to the hosts; `record/` (of --record) has all samples,
-samples.jsonl a few of each step. The first step is left out: it warms everything up.
+metrics.jsonl has the time of each stage and of each call to the hosts; `record/` (of --record) has
+all samples, samples.jsonl a few of each step. The first step is left out: it warms everything up.
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ from rlhf_megatron.planning.simulator.durations import (
 )
 from rlhf_megatron.planning.simulator.simulation_plan import count_rollout_engines
 
-METRICS_FILE, SAMPLES_FILE, CONFIG_FILE, RECORD_DIR = (
-    "metrics.jsonl",
-    "samples.jsonl",
-    "config.yaml",
-    "record",
-)
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+CONFIG_FILE = "config.yaml"
+RECORD_DIR = "record"
 MIN_SAMPLES = 20  # whose lengths stand for all
 MAX_LENGTH_VALUES = 2000  # lengths that are kept, at even quantiles of those that there are
 MetricsLine = Mapping[str, Any]
@@ -85,8 +83,8 @@ def _read_step_rows_after_first(run_dir: Path) -> list[MetricsLine]:
         found = _read_json_lines(path)
     except OSError as error:
         raise ValueError(
-            f"cannot read {path}: {error.strerror}; give a durations file, or the directory of a run with the logger"
-            " jsonl."
+            f"cannot read {path}: {error.strerror}; give a durations file, or the directory of a"
+            " run with the logger jsonl."
         ) from error
     by_step: dict[int, MetricsLine] = {}
     for row in found:
@@ -115,7 +113,9 @@ def _read_json_lines(path: Path) -> list[MetricsLine]:
 def _derive_lengths(
     run_dir: Path, rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> LengthsConfig:
-    """Use the lengths of all recorded samples, else those of the random samples shown, else the mean of all."""
+    """Use the lengths of all recorded samples, else those of the random samples shown, else
+    the mean of all.
+    """
     values = _read_recorded_lengths(
         run_dir / RECORD_DIR, [row["step"] for row in rows]
     ) or _read_sampled_lengths(run_dir / SAMPLES_FILE)
@@ -130,7 +130,8 @@ def _derive_lengths(
         return LengthsConfig("values", values=tuple(float(max(1, value)) for value in values))
     found = mean(row["response_length/mean"] for row in rows)
     assumptions.append(
-        f"all responses are as long as their mean: there are neither {RECORD_DIR}/ nor {MIN_SAMPLES} samples"
+        f"all responses are as long as their mean: there are neither {RECORD_DIR}/ nor"
+        f" {MIN_SAMPLES} samples"
     )
     return LengthsConfig("constant", median=max(1.0, found))
 
@@ -171,8 +172,8 @@ def _derive_token_seconds(
     """
     if "timing_s/generate" not in rows[0]:
         raise ValueError(
-            f"schedule.name ({schedule_name}) of this run does not tell how long generation takes; measure a"
-            " synchronous run, or give engine.decode in a durations file."
+            f"schedule.name ({schedule_name}) of this run does not tell how long generation takes;"
+            " measure a synchronous run, or give engine.decode in a durations file."
         )
     assumptions.append(
         "an engine decodes as fast with many responses as with few, and prompts take no time"
@@ -193,7 +194,9 @@ def _derive_token_seconds(
 def _derive_num_slots(
     batch_size: int, rollout: RolloutConfig, assumptions: list[str]
 ) -> int | None:
-    """Return the responses that an engine decodes at once; None where the run's settings have them."""
+    """Return the responses that an engine decodes at once;
+    None where the run's settings have them.
+    """
     if (
         has_engine_setting(rollout, "rollout.max_num_seqs")
         or "max_running_requests" in rollout.sglang.args
@@ -253,7 +256,8 @@ def _derive_score_seconds(
     num_workers: int, rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> float:
     assumptions.append(
-        f"all reward.num_workers ({num_workers}) workers take the same time for the reward of a sample"
+        f"all reward.num_workers ({num_workers}) workers take the same time for the reward"
+        " of a sample"
     )
     per_sample = [row.get("timing_s/score", 0.0) / row["rollout/num_samples"] for row in rows]
     return median(per_sample) * num_workers

@@ -1,4 +1,5 @@
-"""A study simulates schedules and splits of GPUs with the same responses, and finds the shortest steps.
+"""A study simulates schedules and splits of GPUs with the same responses, and finds the
+shortest steps.
 
 The other functions say what it found, as text for a terminal. Pure.
 """
@@ -107,7 +108,9 @@ class ScheduleStudy:
     def search_splits(
         self, schedule: ScheduleConfig, num_gpus: int, max_cases: int
     ) -> list[StudyCase]:
-        """A coarse choice of splits, then those around the best of them, at most `max_cases` in all; the best first."""
+        """A coarse choice of splits, then those around the best of them, at most `max_cases` in
+        all; the best first.
+        """
         every = self.setup.list_splits(num_gpus, 1 << 20)
         coarse = self.setup.list_splits(num_gpus, max(2, max_cases - max_cases // 3))
         cases: dict[GpuSplit, StudyCase] = {}
@@ -126,7 +129,9 @@ class ScheduleStudy:
     def _find_untried_splits_near_best(
         self, disjoint_splits: list[GpuSplit], cases: dict[GpuSplit, StudyCase]
     ) -> list[GpuSplit]:
-        """Between the best split that is known and its neighbours, where there are others between them."""
+        """Between the best split that is known and its neighbours, where there are
+        others between them.
+        """
         known = [i for i, split in enumerate(disjoint_splits) if split in cases]
         place = min(
             range(len(known)), key=lambda k: _make_case_sort_key(cases[disjoint_splits[known[k]]])
@@ -149,10 +154,11 @@ def rank_cases(cases: Sequence[StudyCase]) -> list[StudyCase]:
 def choose_best_case(
     cases: Sequence[StudyCase], tolerance: float, max_lost_share: float
 ) -> StudyCase:
-    """The one to choose: with the smallest largest lag of those within `tolerance` of the shortest steps.
+    """The one to choose: with the smallest largest lag of those within `tolerance` of the
+    shortest steps.
 
-    Of those that lose more than `max_lost_share` of their groups none is chosen where there are others: they lose the long
-    ones first, so their steps are short because what they train on is.
+    Of those that lose more than `max_lost_share` of their groups none is chosen where there are
+    others: they lose the long ones first, so their steps are short because what they train on is.
     """
     rows = [
         case for case in rank_cases(cases) if _get_lost_share(case) <= max_lost_share
@@ -190,12 +196,13 @@ TABLE_COLUMNS: dict[str, Callable[[StudyCase, SimulationFigures], str]] = {
 
 def format_run_lines(study: ScheduleStudy) -> Iterator[str]:
     """Say what is simulated, and what it rests on."""
-    config, durations = study.setup.config, study.setup.durations
+    config = study.setup.config
+    durations = study.setup.durations
     samples = config.data.train_batch_size * config.rollout.n
     yield (
-        f"{config.trainer.experiment_name}: {config.data.train_batch_size} prompts x {config.rollout.n} ="
-        f" {samples} samples a step; {study.num_steps} steps, figures of the last"
-        f" {study.num_steps - study.num_warmup}, seed {study.workload.seed}"
+        f"{config.trainer.experiment_name}: {config.data.train_batch_size} prompts x"
+        f" {config.rollout.n} = {samples} samples a step; {study.num_steps} steps, figures of the"
+        f" last {study.num_steps - study.num_warmup}, seed {study.workload.seed}"
     )
     cut = config.data.max_response_length
     yield f"responses: {describe_lengths(durations.lengths)}, cut at {cut}"
@@ -221,13 +228,17 @@ def describe_lengths(lengths: LengthsConfig) -> str:
         return f"{len(lengths.values)} given lengths {what}, {round(mean, 1):g} tokens in the mean"
     text = f"lognormal, median {lengths.median:g} tokens, sigma {lengths.sigma:g}"
     if lengths.kind == "pareto":
-        text += f", the longest {lengths.tail_share:.0%} with a Pareto tail of index {lengths.tail_index:g}"
+        text += (
+            f", the longest {lengths.tail_share:.0%} with a Pareto tail of"
+            f" index {lengths.tail_index:g}"
+        )
     return text
 
 
 def format_table_lines(cases: Sequence[StudyCase]) -> Iterator[str]:
-    """Rows in the order of their step time; `lost`: see `SimulationFigures.lost`; `trained`: mean tokens of
-    a response that trains, which are fewer where long ones are lost."""
+    """Rows in the order of their step time; `lost`: see `SimulationFigures.lost`; `trained`: mean
+    tokens of a response that trains, which are fewer where long ones are lost.
+    """
     rows = [list(TABLE_COLUMNS)]
     rows += [
         [cell(case, case.figures) for cell in TABLE_COLUMNS.values()]
@@ -258,8 +269,8 @@ def format_case_lines(case: StudyCase) -> Iterator[str]:
     yield f"  step {found.step_s:.2f} s in the mean of {found.num_steps} ({extent})"
     yield f"  {found.tokens_per_s:.0f} trained tokens/s, {found.tokens_per_s_per_gpu:.1f} a GPU"
     yield (
-        f"  idle: trainer {found.trainer_idle:.1%}, engines {found.engines_idle:.1%} (in weight syncs"
-        f" {found.engines_syncing:.1%}), scorer {found.scorer_idle:.1%}"
+        f"  idle: trainer {found.trainer_idle:.1%}, engines {found.engines_idle:.1%} (in weight"
+        f" syncs {found.engines_syncing:.1%}), scorer {found.scorer_idle:.1%}"
     )
     for lag, share in found.lags.items():
         yield f"  lag {lag}: {share:6.1%} of the samples {'#' * round(40 * share)}"
@@ -277,16 +288,24 @@ def format_verdict_lines(
     """Say what to choose, how it compares with the best synchronous case, and what it costs."""
     found = best_case.figures
     assert found is not None
-    yield f"best for this run: {best_case.name} with {best_case.split} GPUs, {found.step_s:.1f} s a step"
+    yield (
+        f"best for this run: {best_case.name} with {best_case.split} GPUs,"
+        f" {found.step_s:.1f} s a step"
+    )
     for case in rank_cases(cases):
         if case == best_case:
             break
         if case.figures is not None:
             why = (
-                f"loses {case.figures.lost_share:.0%} of the groups, the long ones first (its responses have"
-                f" {case.figures.response_tokens:.0f} tokens in the mean)"
+                (
+                    f"loses {case.figures.lost_share:.0%} of the groups, the long ones first (its"
+                    f" responses have {case.figures.response_tokens:.0f} tokens in the mean)"
+                )
                 if case.figures.lost_share > max_lost_share
-                else f"is less than {tolerance:.0%} faster with a larger lag ({case.figures.lag_max}), or loses more"
+                else (
+                    f"is less than {tolerance:.0%} faster with a larger lag"
+                    f" ({case.figures.lag_max}), or loses more"
+                )
             )
             yield f"  not {case.name} with {case.split} ({case.figures.step_s:.1f} s): it {why}"
     plain = [
@@ -297,11 +316,15 @@ def format_verdict_lines(
     if plain and plain[0].figures is not None:
         other = plain[0].figures
         yield (
-            f"  {other.step_s / found.step_s:.2f} times as fast as synchronous with {plain[0].split}"
-            f" ({other.step_s:.1f} s), where the trainer is idle {other.trainer_idle:.0%} and the engines"
-            f" {other.engines_idle:.0%} of the time; here {found.trainer_idle:.0%} and {found.engines_idle:.0%}"
+            f"  {other.step_s / found.step_s:.2f} times as fast as synchronous with"
+            f" {plain[0].split} ({other.step_s:.1f} s), where the trainer is idle"
+            f" {other.trainer_idle:.0%} and the engines {other.engines_idle:.0%} of the time; here"
+            f" {found.trainer_idle:.0%} and {found.engines_idle:.0%}"
         )
     limit = "the trainer" if found.trainer_idle <= found.engines_idle else "generation"
     yield f"  what limits it now: {limit}, which is idle the least"
     cost = f"samples are {found.lag_mean:.2f} versions old in the mean, {found.lag_max} at most"
-    yield f"  cost: {cost if found.lag_max else 'none in lag'}; {found.lost_share:.1%} of the groups are lost"
+    yield (
+        f"  cost: {cost if found.lag_max else 'none in lag'}; {found.lost_share:.1%} of the"
+        " groups are lost"
+    )

@@ -1,10 +1,12 @@
 """The engines of a simulation, and how work is spread over them, as rollout/ does it in a run.
 
-A clock counts the tokens that each running response of an engine got since the beginning; a response of L tokens that
-starts at clock c ends at c + L, so a heap of those ends is all that is kept, and an event costs O(log n).
+A clock counts the tokens that each running response of an engine got since the beginning; a
+response of L tokens that starts at clock c ends at c + L, so a heap of those ends is all that is
+kept, and an event costs O(log n).
 
-A piece of work goes to the engine with the fewest samples of pieces that are not whole yet; where that one is full,
-this piece and those behind it wait."""
+A piece of work goes to the engine with the fewest samples of pieces that are not whole yet; where
+that one is full, this piece and those behind it wait.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class SimulatedPiece:
 
 
 class SimulatedFleet:
-    """`later(when, happens)` has something happen, which tells whether schedules are to be asked; `came` gets pieces
-    that are whole and tells the same. `most_pieces` None: those of a session."""
+    """`later(when, happens)` has something happen, which tells whether schedules are to be asked;
+    `came` gets pieces that are whole and tells the same. `most_pieces` None: those of a session.
+    """
 
     def __init__(
         self,
@@ -57,7 +60,9 @@ class SimulatedFleet:
         self._piece_by_group: dict[RunningGroup, SimulatedPiece] = {}
 
     def submit_piece(self, now: float, groups: Sequence[RunningGroup]) -> None:
-        """Groups of one piece. To an engine at once where one has room: `dispatch` is not needed behind it."""
+        """Groups of one piece. To an engine at once where one has room: `dispatch` is not
+        needed behind it.
+        """
         piece = SimulatedPiece(
             tuple(groups), sum(len(group.response_lengths) for group in groups), len(groups)
         )
@@ -169,7 +174,9 @@ class RunningGroup:
 
 
 class SimulatedEngine:
-    """Told by the simulation what happens, at times that never decrease. `seconds_a_token[n]`: while n run."""
+    """Told by the simulation what happens, at times that never decrease.
+    `seconds_a_token[n]`: while n run.
+    """
 
     def __init__(
         self,
@@ -178,7 +185,9 @@ class SimulatedEngine:
         prefill_tokens_per_s: float,
         has_history: bool = False,
     ) -> None:
-        """Make an engine with one slot for each entry of `seconds_per_token` after the first, which is for none."""
+        """Make an engine with one slot for each entry of `seconds_per_token` after the first,
+        which is for none.
+        """
         self.number = number
         self.policy_version = 0  # of its weights
         self.num_running = 0
@@ -266,7 +275,9 @@ class SimulatedEngine:
         self._record_change(now)
 
     def resume_decoding(self, now: float, policy_version: int, recomputes_cache: bool) -> None:
-        """Go on with new weights. `recomputes_cache`: the keys and values of running responses are computed again."""
+        """Go on with new weights. `recomputes_cache`: the keys and values of running responses are
+        computed again.
+        """
         self._advance_clock(now)
         self._paused_at_s = None
         self.policy_version = policy_version
@@ -303,9 +314,12 @@ class SimulatedEngine:
         self._blocked_until_s = max(self._blocked_until_s, now) + seconds
 
     def _fill_slots(self, now: float) -> None:
-        """Give free slots to waiting groups. A prompt is computed once a group; meanwhile nothing is decoded."""
+        """Give free slots to waiting groups. A prompt is computed once a group; meanwhile
+        nothing is decoded.
+        """
         if self._paused_at_s is None:
-            waiting, slots = self._waiting_responses, self.num_slots
+            waiting = self._waiting_responses
+            slots = self.num_slots
             while waiting and self.num_running < slots:
                 length, group = waiting.popleft()
                 self._num_started += 1

@@ -1,7 +1,8 @@
 """The two kinds of simulated runs; `simulate_run` picks the one for a schedule.
 
-`BackgroundSimulation` generates groups while the trainer works, in the order of controller/scheduler/supply/group_ledger.py: it asks the schedule
-after every event, and again until it decides nothing more. `ForegroundSimulation` generates and scores in the step itself, in the
+`BackgroundSimulation` generates groups while the trainer works, in the order of
+controller/scheduler/supply/group_ledger.py: it asks the schedule after every event, and again until
+it decides nothing more. `ForegroundSimulation` generates and scores in the step itself, in the
 order of controller/scheduler/supply/foreground_supply.py.
 """
 
@@ -49,8 +50,12 @@ class BackgroundSimulation(RunSimulation):
         self.start_sync_if_due()
 
     def _apply_schedule_decisions(self, restarted_numbers: set[int]) -> bool:
-        """One round of questions. `restarted_numbers`: groups that were begun anew after this event."""
-        flow, schedule, has_decided = self.flow, self.schedule, False
+        """One round of questions. `restarted_numbers`: groups that were begun anew
+        after this event.
+        """
+        flow = self.flow
+        schedule = self.schedule
+        has_decided = False
         for number in list(schedule.find_stale_groups(flow)):
             if number not in restarted_numbers:
                 self._drop_or_restart_stale_group(number, restarted_numbers)
@@ -109,7 +114,8 @@ class BackgroundSimulation(RunSimulation):
         self._unscored_groups = [group for group in self._unscored_groups if not group.is_abandoned]
         if self._is_scoring or not self._unscored_groups:
             return
-        groups, self._unscored_groups = self._unscored_groups, []
+        groups = self._unscored_groups
+        self._unscored_groups = []
         self._is_scoring = True
         self.start_scoring(groups, partial(self._finish_scoring, groups))
 
@@ -147,8 +153,10 @@ class BackgroundSimulation(RunSimulation):
 
 
 class ForegroundSimulation(RunSimulation):
-    """Groups come back in pieces; all of a generate call are scored together. Where groups without signal are left out
-    (`algorithm.filter_groups`), further batches are generated until there are enough."""
+    """Groups come back in pieces; all of a generate call are scored together. Where groups without
+    signal are left out (`algorithm.filter_groups`), further batches are generated until
+    there are enough.
+    """
 
     max_pieces = CHUNKS_IN_FLIGHT
     _num_batches = 0  # that this step has generated
@@ -207,8 +215,10 @@ def simulate_run(
     workload: SimulatedWorkload,
     keeps_details: bool = False,
 ) -> SimulationHistory:
-    """The first `plan.num_steps` steps, as a run would make them. `keeps_details`: also the events of the flow and how many
-    responses each engine had when. Raises Stuck where the schedule awaits what will not come."""
+    """The first `plan.num_steps` steps, as a run would make them. `keeps_details`: also the events
+    of the flow and how many responses each engine had when. Raises Stuck where the schedule awaits
+    what will not come.
+    """
     kind = (
         ForegroundSimulation if isinstance(schedule, SynchronousSchedule) else BackgroundSimulation
     )

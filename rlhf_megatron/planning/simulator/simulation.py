@@ -1,6 +1,9 @@
-"""A run as discrete events over virtual time: trainer, scorer and engines take their durations; figures follow.
+"""A run as discrete events over virtual time: trainer, scorer and engines take their durations;
+figures follow.
 
-supplies.py decides what happens next, as scheduler/supply/ does in a run. docs/simulate.md says what is left out."""
+supplies.py decides what happens next, as scheduler/supply/ does in a run. docs/simulate.md says
+what is left out.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,9 @@ from rlhf_megatron.planning.simulator.simulated_fleet import (
 )
 from rlhf_megatron.planning.simulator.simulation_plan import GpuSplit, SimulationPlan
 
-TRAINER_TRACK, SCORER_TRACK, ENGINES_TRACK = "trainer", "scorer", "engines"
+TRAINER_TRACK = "trainer"
+SCORER_TRACK = "scorer"
+ENGINES_TRACK = "engines"
 
 NO_SIGNAL_REASON: DropReason = "no signal"
 
@@ -89,7 +94,8 @@ class ScheduleStuckError(ValueError):
 class RunSimulation:
     """The first `plan.num_steps` steps of a run. `keeps_all`: events and the engines' loads, too.
 
-    A subclass says what happens when a piece of work `_on_piece_done`, and what follows from any event (`_advance_flow`).
+    A subclass says what happens when a piece of work `_on_piece_done`, and what follows from any
+    event (`_advance_flow`).
     """
 
     max_pieces: int | None = None  # that an engine has at once; None: see `fleet`
@@ -138,7 +144,9 @@ class RunSimulation:
         return self.history
 
     def schedule_event(self, time_s: float, handle_event: Callable[[], bool]) -> None:
-        """`handle_event` tells whether the flow has changed. What is told first happens first at the same time."""
+        """`handle_event` tells whether the flow has changed. What is told first happens first at
+        the same time.
+        """
         self._num_queued_events += 1
         heapq.heappush(self._event_queue, (time_s, self._num_queued_events, handle_event))
 
@@ -188,8 +196,11 @@ class RunSimulation:
     def start_step(
         self, group_numbers: Sequence[int], has_log_probs: Callable[[int], bool]
     ) -> None:
-        """These groups are the next batch. The step begins behind what the trainer was begun with early."""
-        flow, plan = self.flow, self.plan
+        """These groups are the next batch. The step begins behind what the trainer was
+        begun with early.
+        """
+        flow = self.flow
+        plan = self.plan
         late = sum(
             count_trained_tokens(self.running_groups[number])
             for number in group_numbers
@@ -214,7 +225,9 @@ class RunSimulation:
         self.schedule_event(update_begin_s + update_s, self._finish_update)
 
     def start_sync_if_due(self) -> None:
-        """A sync begins as soon as the update is done and nobody is generated who may not see it."""
+        """A sync begins as soon as the update is done and nobody is generated
+        who may not see it.
+        """
         may_sync = self.schedule.sync_policy is SyncPolicy.CONTINUE or not self.flow.num_running
         if self.flow.is_update_done and may_sync and not self._is_syncing:
             self._is_syncing = True
@@ -271,8 +284,9 @@ class RunSimulation:
     def _describe_stuck_schedule(self) -> str:
         flow = self.flow
         return (
-            f"schedule {type(self.schedule).__name__} takes no batch for step {flow.last_taken_step + 1} and starts nothing, with"
-            f" {len(flow.groups_in_flight)} groups in flight, {len(flow.scored_order)} of which can train (a step needs"
+            f"schedule {type(self.schedule).__name__} takes no batch for step"
+            f" {flow.last_taken_step + 1} and starts nothing, with {len(flow.groups_in_flight)}"
+            f" groups in flight, {len(flow.scored_order)} of which can train (a step needs"
             f" {flow.batch_size}); nothing else will happen: change schedule.params."
         )
 
@@ -284,7 +298,9 @@ def count_trained_tokens(group: RunningGroup) -> int:
 
 @dataclass(frozen=True)
 class SimulationFigures:
-    """Figures of the steps after `num_warmup`. Shares are of the time from the sync before them to the last one."""
+    """Figures of the steps after `num_warmup`. Shares are of the time from the sync before them
+    to the last one.
+    """
 
     num_steps: int
     step_s: float  # mean
@@ -293,7 +309,8 @@ class SimulationFigures:
     tokens_per_s: float  # of prompts and responses that were trained
     tokens_per_s_per_gpu: float
     response_tokens: float  # mean length of the responses that were trained
-    trainer_idle: float  # share of the time in which the trainer's pool neither annotates, updates nor sends weights
+    # share of the time in which the trainer's pool neither annotates, updates nor sends weights
+    trainer_idle: float
     engines_idle: (
         float  # share of the engines' time in which they decode nothing and take part in no sync
     )
@@ -307,8 +324,9 @@ class SimulationFigures:
 
     @property
     def lost_share(self) -> float:
-        """Groups that the schedule drops or begins anew, as a share of those that were begun. Those without signal
-        would not train under any."""
+        """Groups that the schedule drops or begins anew, as a share of those that were begun. Those
+        without signal would not train under any.
+        """
         return (
             sum(share for reason, share in self.dropped.items() if reason != NO_SIGNAL_REASON)
             + self.regenerated
@@ -322,10 +340,11 @@ def compute_simulation_figures(
     steps = history.steps[num_warmup:]
     if not steps:
         raise ValueError(
-            f"--warmup ({num_warmup}) must be less than the simulated steps ({len(history.steps)}); lower it, or raise"
-            " --steps."
+            f"--warmup ({num_warmup}) must be less than the simulated steps"
+            f" ({len(history.steps)}); lower it, or raise --steps."
         )
-    begin, end = history.busy_by_step[num_warmup], history.busy_by_step[-1]
+    begin = history.busy_by_step[num_warmup]
+    end = history.busy_by_step[-1]
     total = end.time_s - begin.time_s
     num_tokens = sum(step.num_tokens for step in steps)
     lags = sum((step.lag_counts for step in steps), Counter[int]())

@@ -1,4 +1,6 @@
-"""A plan holds everything that one simulation depends on; it is made of a run, durations and a split of GPUs. Pure."""
+"""A plan holds everything that one simulation depends on; it is made of a run, durations and a
+split of GPUs. Pure.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,8 @@ class SimulationPlan:
 
 
 def compute_slowdown(num_gpus: int, num_measured_gpus: int, doubling_efficiency: float) -> float:
-    """Seconds a token on `num_gpus` for one on `num_measured_gpus`: 1 / (2 e) for twice as many, (1 / (2 e))^2 for four times.
+    """Seconds a token on `num_gpus` for one on `num_measured_gpus`: 1 / (2 e) for twice as many,
+    (1 / (2 e))^2 for four times.
 
     >>> slowdown(128, 64, 0.95)
     0.5263157894736842
@@ -132,7 +135,9 @@ class SimulationSetup:
 
     @property
     def num_slots(self) -> int:
-        """Responses that an engine decodes at once. Raises ConfigError where neither file gives them."""
+        """Responses that an engine decodes at once. Raises ConfigError where neither
+        file gives them.
+        """
         rollout = self.config.rollout
         if self.durations.engine.slots is not None:
             return self.durations.engine.slots
@@ -142,8 +147,9 @@ class SimulationSetup:
             return found
         raise ConfigError(
             [
-                "engine.slots (null) must be given for rollout.engine sglang: the server derives it from its memory;"
-                " set it, or rollout.sglang.args.max_running_requests, to max_running_requests of the server's log."
+                "engine.slots (null) must be given for rollout.engine sglang: the server derives"
+                " it from its memory; set it, or rollout.sglang.args.max_running_requests, to"
+                " max_running_requests of the server's log."
             ]
         )
 
@@ -155,7 +161,8 @@ class SimulationSetup:
     @property
     def has_log_prob_pass(self) -> bool:
         """Whether steps have one of the actor, as the run decides."""
-        actor, algorithm = self.config.actor, self.config.algorithm
+        actor = self.config.actor
+        algorithm = self.config.algorithm
         num_samples = self.config.data.train_batch_size * self.config.rollout.n
         needs = ADV_ESTIMATORS.get(algorithm.adv_estimator).needs
         return needs_log_probs_pass(algorithm, needs) and not update_returns_old_log_probs(
@@ -163,7 +170,8 @@ class SimulationSetup:
         )
 
     def make_workload(self, seed: int) -> SimulatedWorkload:
-        data, durations = self.config.data, self.durations
+        data = self.config.data
+        durations = self.durations
         return SimulatedWorkload(
             durations.lengths,
             durations.prompts,
@@ -175,12 +183,16 @@ class SimulationSetup:
         )
 
     def make_plan(self, split: GpuSplit, num_steps: int) -> SimulationPlan:
-        """Scale the trainer's seconds a token to its GPUs by `compute_slowdown`. Fixed times and an engine's speed stay.
+        """Scale the trainer's seconds a token to its GPUs by `compute_slowdown`. Fixed times and an
+        engine's speed stay.
 
         Raises ConfigError.
         """
-        config, durations = self.config, self.durations
-        trainer, score, sync = durations.trainer, durations.score, durations.sync
+        config = self.config
+        durations = self.durations
+        trainer = durations.trainer
+        score = durations.score
+        sync = durations.sync
         filters = config.algorithm.filter_groups
         factor = compute_slowdown(
             split.trainer_gpus, self.num_measured_gpus, trainer.doubling_efficiency
@@ -195,12 +207,11 @@ class SimulationSetup:
             if (
                 config.critic.num_ranks
             ):  # in a pool of its own, which does not grow with the actor's
-                annotate, update = (
-                    max(annotate, critic[0] / factor),
-                    max(update, critic[1] / factor),
-                )
+                annotate = max(annotate, critic[0] / factor)
+                update = max(update, critic[1] / factor)
             else:
-                annotate, update = annotate + critic[0], update + critic[1]
+                annotate = annotate + critic[0]
+                update = update + critic[1]
         slots = self.num_slots
         decode = durations.engine.decode
         return SimulationPlan(
@@ -231,16 +242,15 @@ class SimulationSetup:
         )
 
     def list_splits(self, num_gpus: int, max_splits: int) -> list[GpuSplit]:
-        """Return at most `max_splits` ways to share `num_gpus` between trainer and engines, from the fewest engines to the
-        smallest trainer.
+        """Return at most `max_splits` ways to share `num_gpus` between trainer and engines, from
+        the fewest engines to the smallest trainer.
 
-        A trainer has whole replicas; what a split leaves over is idle. Where the durations have the time of turns,
-        trainer and engines in turns on all GPUs are one more way. Raises ConfigError where there is no way.
+        A trainer has whole replicas; what a split leaves over is idle. Where the durations have the
+        time of turns, trainer and engines in turns on all GPUs are one more way. Raises ConfigError
+        where there is no way.
         """
-        replica, per_engine = (
-            compute_model_parallel_size(self.config.actor.megatron),
-            self.gpus_per_engine,
-        )
+        replica = compute_model_parallel_size(self.config.actor.megatron)
+        per_engine = self.gpus_per_engine
         sizes = range(num_gpus // replica * replica, 0, -replica)
         every = [
             GpuSplit(size, (num_gpus - size) // per_engine, per_engine)
@@ -267,8 +277,8 @@ class SimulationSetup:
         if not found:
             raise ConfigError(
                 [
-                    f"--gpus ({num_gpus}) must hold a replica of the trainer ({replica}) and an engine ({per_engine}); give"
-                    f" {replica + per_engine} or more."
+                    f"--gpus ({num_gpus}) must hold a replica of the trainer ({replica}) and an"
+                    f" engine ({per_engine}); give {replica + per_engine} or more."
                 ],
                 ARGUMENTS_SUBJECT,
             )

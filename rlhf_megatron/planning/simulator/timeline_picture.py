@@ -1,6 +1,8 @@
-"""Simulations as bars over time: an SVG that needs nothing else, readable on light and on dark pages. Pure.
+"""Simulations as bars over time: an SVG that needs nothing else, readable on light and on
+dark pages. Pure.
 
-`render_trace_json` writes the trace event format of Chrome's and Perfetto's viewers, as observe/ does for a run.
+`render_trace_json` writes the trace event format of Chrome's and Perfetto's viewers, as observe/
+does for a run.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from rlhf_megatron.planning.simulator.simulation import (
     SimulationHistory,
 )
 
-PICTURE_WIDTH, LEFT_MARGIN, RIGHT_MARGIN = 1120, 132, 16
-ROW_HEIGHT, ROW_GAP = 15, 3
+PICTURE_WIDTH = 1120
+LEFT_MARGIN = 132
+RIGHT_MARGIN = 16
+ROW_HEIGHT = 15
+ROW_GAP = 3
 MAX_ENGINE_ROWS = 12
 NUM_TIME_BINS = 320  # of time, for the engines' loads
 NUM_LOAD_LEVELS = 6  # of load that can be told apart
@@ -32,15 +37,19 @@ STAGE_LABELS = {
 }
 LOAD_LABEL = "responses that an engine decodes: the fuller its slots the stronger"
 SVG_STYLE = """
- .page{fill:#ffffff} .ink{fill:#1b212b} .muted{fill:#56606e} .row{fill:#eef2f7} .grid{stroke:#c9d0d9}
+ .page{fill:#ffffff} .ink{fill:#1b212b} .muted{fill:#56606e} .row{fill:#eef2f7} \
+.grid{stroke:#c9d0d9}
  .version{stroke:#b3261e;stroke-dasharray:3 3} .mark{fill:#b3261e}
- .annotate{fill:#e69f00} .update{fill:#0072b2} .sync{fill:#cc79a7} .score{fill:#7a5195} .load{fill:#009e73}
+ .annotate{fill:#e69f00} .update{fill:#0072b2} .sync{fill:#cc79a7} .score{fill:#7a5195} \
+.load{fill:#009e73}
  text{font:12px system-ui,-apple-system,"Segoe UI",Roboto,"Liberation Sans",Arial,sans-serif}
  .title{font-size:14px;font-weight:600} .small{font-size:10.5px}
  @media (prefers-color-scheme:dark){
- .page{fill:#161b22} .ink{fill:#e4e9f0} .muted{fill:#9ba7b6} .row{fill:#222a34} .grid{stroke:#3a4450}
+ .page{fill:#161b22} .ink{fill:#e4e9f0} .muted{fill:#9ba7b6} .row{fill:#222a34} \
+.grid{stroke:#3a4450}
  .version{stroke:#ff8a80} .mark{fill:#ff8a80}
- .annotate{fill:#ffc04d} .update{fill:#4aa8e8} .sync{fill:#e6a1c6} .score{fill:#b99ae0} .load{fill:#2fc79c}}
+ .annotate{fill:#ffc04d} .update{fill:#4aa8e8} .sync{fill:#e6a1c6} .score{fill:#b99ae0} \
+.load{fill:#2fc79c}}
 """
 
 TRACE_TRACKS = (STEPS_TRACK, TRAINER_TRACK, SCORER_TRACK, ENGINES_TRACK)
@@ -73,8 +82,10 @@ def render_timeline_svg(panels: Sequence[TimelinePanel], seconds: float) -> str:
         body += part
         top += height
     head = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} {top:.0f}" width="{PICTURE_WIDTH}" height="{top:.0f}"'
-        f' role="img" aria-label="{escape("; ".join(panel.title for panel in panels))}"><style>{SVG_STYLE}</style>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {PICTURE_WIDTH} {top:.0f}"'
+        f' width="{PICTURE_WIDTH}" height="{top:.0f}" role="img"'
+        f' aria-label="{escape("; ".join(panel.title for panel in panels))}">'
+        f"<style>{SVG_STYLE}</style>"
         f'<rect class="page" width="{PICTURE_WIDTH}" height="{top:.0f}" rx="6"/>'
     )
     return "\n".join([head, *_render_legend(), *body, "</svg>"]) + "\n"
@@ -86,7 +97,10 @@ def _render_legend() -> Iterator[str]:
         yield f'<rect class="{name}" x="{x:.0f}" y="12" width="12" height="12" rx="2"/>'
         yield f'<text class="muted" x="{x + 17:.0f}" y="22">{words}</text>'
         x += 34 + 6.4 * len(words)
-    yield f'<path class="version" d="M{x:.0f} 10v16"/><text class="muted" x="{x + 6:.0f}" y="22">new version</text>'
+    yield (
+        f'<path class="version" d="M{x:.0f} 10v16"/>'
+        f'<text class="muted" x="{x + 6:.0f}" y="22">new version</text>'
+    )
 
 
 def _render_panel(panel: TimelinePanel, seconds: float, top: float) -> tuple[list[str], float]:
@@ -107,10 +121,12 @@ def _render_panel(panel: TimelinePanel, seconds: float, top: float) -> tuple[lis
         else:
             name = f"engines {row[0]}–{row[-1]}"
         parts.append(
-            f'<text class="muted" x="{LEFT_MARGIN - 8}" y="{y + 12:.1f}" text-anchor="end">{name}</text>'
+            f'<text class="muted" x="{LEFT_MARGIN - 8}" y="{y + 12:.1f}"'
+            f' text-anchor="end">{name}</text>'
         )
         parts.append(
-            f'<rect class="row" x="{LEFT_MARGIN}" y="{y:.1f}" width="{PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN}" height="{ROW_HEIGHT}"/>'
+            f'<rect class="row" x="{LEFT_MARGIN}" y="{y:.1f}"'
+            f' width="{PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN}" height="{ROW_HEIGHT}"/>'
         )
         if isinstance(row, range):
             parts += _render_load(panel, row, seconds, scale, y)
@@ -132,18 +148,17 @@ def _render_stage_bars(
     rows = {TRAINER_TRACK: (0, 1), SCORER_TRACK: (1, 1), ENGINES_TRACK: (2, num_blocks)}
     paths: dict[tuple[str, str], list[str]] = {}
     for span in panel.history.spans:
-        begin, end = (
-            max(0.0, span.start_s - panel.begin_s),
-            min(seconds, span.end_s - panel.begin_s),
-        )
+        begin = max(0.0, span.start_s - panel.begin_s)
+        end = min(seconds, span.end_s - panel.begin_s)
         if begin < end:
             place, count = rows[span.track]
-            y, height = (
-                first_y + place * (ROW_HEIGHT + ROW_GAP),
-                count * (ROW_HEIGHT + ROW_GAP) - ROW_GAP,
-            )
+            y = first_y + place * (ROW_HEIGHT + ROW_GAP)
+            height = count * (ROW_HEIGHT + ROW_GAP) - ROW_GAP
             width = max(0.5, (end - begin) * pixels_per_second)
-            box = f"M{LEFT_MARGIN + begin * pixels_per_second:.1f} {y:.1f}h{width:.1f}v{height}h-{width:.1f}z"
+            box = (
+                f"M{LEFT_MARGIN + begin * pixels_per_second:.1f}"
+                f" {y:.1f}h{width:.1f}v{height}h-{width:.1f}z"
+            )
             paths.setdefault((span.track, span.stage), []).append(box)
     for (row, stage), boxes in paths.items():
         faint = ' opacity=".55"' if row == ENGINES_TRACK else ""
@@ -169,11 +184,17 @@ def _render_load(
         if place == NUM_TIME_BINS or levels[place] != levels[start]:
             if levels[start]:
                 span = (place - start) * width
-                box = f"M{LEFT_MARGIN + start * width:.1f} {y:.1f}h{span:.1f}v{ROW_HEIGHT}h-{span:.1f}z"
+                box = (
+                    f"M{LEFT_MARGIN + start * width:.1f}"
+                    f" {y:.1f}h{span:.1f}v{ROW_HEIGHT}h-{span:.1f}z"
+                )
                 paths.setdefault(levels[start], []).append(box)
             start = place
     for level, boxes in sorted(paths.items()):
-        yield f'<path class="load" opacity="{0.12 + 0.88 * level / NUM_LOAD_LEVELS:.2f}" d="{"".join(boxes)}"/>'
+        yield (
+            f'<path class="load" opacity="{0.12 + 0.88 * level / NUM_LOAD_LEVELS:.2f}"'
+            f' d="{"".join(boxes)}"/>'
+        )
 
 
 def _add_load_to_bins(
@@ -182,14 +203,16 @@ def _add_load_to_bins(
     width = seconds / len(bin_sums)
     ends = [*(when for when, _ in load_history[1:]), begin_s + seconds]
     for (when, count), end in zip(load_history, ends, strict=False):
-        low, high = max(0.0, when - begin_s), min(seconds, end - begin_s)
+        low = max(0.0, when - begin_s)
+        high = min(seconds, end - begin_s)
         if not count or low >= high:
             continue
         place = int(low / width)
         while low < high and place < len(bin_sums):
             until = min(high, (place + 1) * width)
             bin_sums[place] += count * (until - low) / width
-            low, place = until, place + 1
+            low = until
+            place = place + 1
 
 
 def _render_version_marks(
@@ -198,8 +221,14 @@ def _render_version_marks(
     for step in panel.history.steps:
         x = (step.end_s - panel.begin_s) * pixels_per_second
         if 0 <= x < seconds * pixels_per_second - 20:
-            yield f'<path class="version" d="M{LEFT_MARGIN + x:.1f} {first_y - 4:.1f}v{height + 2:.1f}"/>'
-            yield f'<text class="mark small" x="{LEFT_MARGIN + x + 3:.1f}" y="{first_y - 2:.1f}">v{step.step}</text>'
+            yield (
+                f'<path class="version" d="M{LEFT_MARGIN + x:.1f}'
+                f' {first_y - 4:.1f}v{height + 2:.1f}"/>'
+            )
+            yield (
+                f'<text class="mark small" x="{LEFT_MARGIN + x + 3:.1f}"'
+                f' y="{first_y - 2:.1f}">v{step.step}</text>'
+            )
 
 
 def _render_time_axis(seconds: float, pixels_per_second: float, y: float) -> Iterator[str]:
@@ -211,7 +240,8 @@ def _render_time_axis(seconds: float, pixels_per_second: float, y: float) -> Ite
         x = LEFT_MARGIN + number * tick * unit * pixels_per_second
         yield f'<path class="grid" d="M{x:.1f} {y:.1f}v4"/>'
         yield (
-            f'<text class="muted small" x="{x:.1f}" y="{y + 15:.1f}" text-anchor="middle">{number * tick:g}'
+            f'<text class="muted small" x="{x:.1f}"'
+            f' y="{y + 15:.1f}" text-anchor="middle">{number * tick:g}'
             f"{' ' + name if not number else ''}</text>"
         )
 
@@ -249,7 +279,8 @@ def _iter_trace_events(history: SimulationHistory, process_name: str) -> Iterato
 def _make_trace_event(
     name: str, category: str, track: str, start_s: float, end_s: float, step: int
 ) -> dict[str, Any]:
-    start, end = round(start_s * 1e6), round(end_s * 1e6)
+    start = round(start_s * 1e6)
+    end = round(end_s * 1e6)
     event = {
         "name": name,
         "cat": category,

@@ -1,4 +1,6 @@
-"""Weights into a sharded model and out of it, one rule of the weight table at a time. No communication."""
+"""Weights into a sharded model and out of it, one rule of the weight table at a time.
+No communication.
+"""
 
 from __future__ import annotations
 
@@ -43,11 +45,13 @@ def load_hf_weights(
     etp_rank: int | None = None,
     etp_size: int | None = None,
 ) -> None:
-    """Fill the parameters of this rank's model chunks. Call on every rank; no rank waits for another.
+    """Fill the parameters of this rank's model chunks. Call on every rank; no rank
+    waits for another.
 
-    `etp_rank`, `etp_size`: of the ranks that split an expert; None: those that split the other layers. Values are
-    rounded to each parameter's own type. Memory: one rule at a time. The last stage's copy of a tied embedding is
-    filled from the embedding. Raises ValueError when the table and the model do not fit.
+    `etp_rank`, `etp_size`: of the ranks that split an expert; None: those that split the other
+    layers. Values are rounded to each parameter's own type. Memory: one rule at a time. The last
+    stage's copy of a tied embedding is filled from the embedding. Raises ValueError when the table
+    and the model do not fit.
     """
     etp_rank, etp_size = (
         (tp_rank, tp_size) if etp_rank is None or etp_size is None else (etp_rank, etp_size)
@@ -62,8 +66,9 @@ def load_hf_weights(
             target = parameters.pop(name)
             if target.shape != shard.shape:
                 raise ValueError(
-                    f"{name}: the model's parameter has shape {tuple(target.shape)}, the table's shard"
-                    f" {tuple(shard.shape)} at tensor parallel size {size}; model and config.json differ."
+                    f"{name}: the model's parameter has shape {tuple(target.shape)}, the table's"
+                    f" shard {tuple(shard.shape)} at tensor parallel size {size}; model and"
+                    " config.json differ."
                 )
             with torch.no_grad():
                 target.copy_(shard)
@@ -76,8 +81,8 @@ def load_hf_weights(
 def iterate_local_shards(
     chunks: Sequence[nn.Module], table: Sequence[WeightRule]
 ) -> Iterator[tuple[WeightRule, Tensor | None]]:
-    """The rules of this rank's stage with its shards, in table order: views of the parameters, no copies; None for an
-    expert that other ranks of the stage have.
+    """The rules of this rank's stage with its shards, in table order: views of the parameters, no
+    copies; None for an expert that other ranks of the stage have.
 
     A tied embedding is given once, by the first stage.
     """
@@ -93,8 +98,9 @@ def iterate_local_shards(
 
 
 def collect_named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of all chunks under their global names: layers and experts counted over the whole model, wrappers
-    peeled off."""
+    """Parameters of all chunks under their global names: layers and experts counted over the whole
+    model, wrappers peeled off.
+    """
     parameters: dict[str, nn.Parameter] = {}
     for chunk in chunks:
         model = unwrap_model_chunk(chunk)
@@ -123,8 +129,9 @@ def unwrap_model_chunk(chunk: nn.Module) -> nn.Module:
 
 
 def make_global_name(model: Any, name: str) -> str:
-    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole model. Matrices of
-    grouped experts (`experts.linear_fc1.weight7`) have the names of those that run one after the other.
+    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole
+    model. Matrices of grouped experts (`experts.linear_fc1.weight7`) have the names of those that
+    run one after the other.
     """
     prefix = "decoder.layers."
     if not name.startswith(prefix):
@@ -135,14 +142,21 @@ def make_global_name(model: Any, name: str) -> str:
     before, experts, number = rest.partition(".local_experts.")
     if experts:
         number, dot_of_expert, inside = number.partition(".")
-        rest = f"{before}{experts}{module.mlp.local_expert_indices[int(number)]}{dot_of_expert}{inside}"
-    return f"{prefix}{module.layer_number - 1}{dot}{rest}"  # layer_number counts over all stages, from 1
+        rest = (
+            f"{before}{experts}"
+            f"{module.mlp.local_expert_indices[int(number)]}"
+            f"{dot_of_expert}{inside}"
+        )
+    # layer_number counts over all stages, from 1
+    return f"{prefix}{module.layer_number - 1}{dot}{rest}"
 
 
 def _find_names_on_rank(
     rule: WeightRule, table: Sequence[WeightRule], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Global names of the parameters that a rule fills here: none, one, or the embedding and its tied copy."""
+    """Global names of the parameters that a rule fills here: none, one, or the embedding and
+    its tied copy.
+    """
     names = [rule.megatron_name]
     if rule.owner == "embedding" and not any(r.megatron_name == _HEAD for r in table):
         names.append(_HEAD)

@@ -1,4 +1,6 @@
-"""The random states of a rank in a safetensors file: python's, numpy's, torch's, the device's, megatron's tracker's."""
+"""The random states of a rank in a safetensors file: python's, numpy's, torch's, the device's,
+megatron's tracker's.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,9 @@ _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON
 
 
 def save_rng_states(path: Path, device: torch.device) -> None:
-    """Write the states as they are now, flushed to disk. The parent directory is made. Raises OSError."""
+    """Write the states as they are now, flushed to disk. The parent directory is made.
+    Raises OSError.
+    """
     path.parent.mkdir(exist_ok=True)
     version, words, gauss = random.getstate()
     numpy_state: Any = np.random.get_state(legacy=False)
@@ -52,7 +56,8 @@ def load_rng_states(path: Path, device: torch.device) -> None:
     try:
         with safe_open(path, framework="pt") as file:
             plain = json.loads(file.metadata()[_PLAIN])
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+            # (not a dict)
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         version, gauss = plain["python"]
         random.setstate((version, tuple(tensors["python"].tolist()), gauss))
         position, has_gauss, numpy_gauss = plain["numpy"]

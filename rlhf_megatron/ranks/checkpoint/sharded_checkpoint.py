@@ -1,8 +1,8 @@
 """Sharded state on disk in megatron's torch_dist format, which loads under another layout.
 
-A thread writes staged state while the rank's main thread goes on. It never communicates: process groups belong to the
-main thread. Whatever keeps a rank from writing (disk full, directory read-only or gone) comes out as an error on all
-ranks alike, and no rank waits for one that failed.
+A thread writes staged state while the rank's main thread goes on. It never communicates: process
+groups belong to the main thread. Whatever keeps a rank from writing (disk full, directory read-only
+or gone) comes out as an error on all ranks alike, and no rank waits for one that failed.
 """
 
 from __future__ import annotations
@@ -56,14 +56,17 @@ from rlhf_megatron.weights.safe_pickle import (
     read_plain_values,
 )
 
-METADATA, COMMON = ".metadata", "common.pt"
+METADATA = ".metadata"
+COMMON = "common.pt"
 SAVE_TIMEOUT_S = 3600.0  # of a save that is waited for
 EXTRA_STATE = "_extra_state"
 logger = logging.getLogger(__name__)
 
 
 class StagedState:
-    """The copies in host memory that one rank will write. Their originals may change from now on."""
+    """The copies in host memory that one rank will write.
+    Their originals may change from now on.
+    """
 
     def __init__(
         self,
@@ -85,9 +88,11 @@ class StagedState:
         )
 
     def write_rank_files(self, directory: Path) -> list[WriteResult]:
-        """This rank's files, flushed to disk; no communication, so a thread can do it. `directory` must exist.
+        """This rank's files, flushed to disk; no communication, so a thread can do it.
+        `directory` must exist.
 
-        Once only: each tensor is let go when it was written. Raises OSError, or RuntimeError from torch around one.
+        Once only: each tensor is let go when it was written. Raises OSError, or RuntimeError from
+        torch around one.
         """
         if not self.save_plan.items:
             return []
@@ -100,7 +105,9 @@ class StagedState:
     def write_metadata_files(
         self, directory: Path, results_by_rank: list[list[WriteResult]]
     ) -> list[Path]:
-        """Write the files that say what is where. The first rank does it when all ranks have written theirs."""
+        """Write the files that say what is where. The first rank does it when all ranks have
+        written theirs.
+        """
         assert self.metadata is not None, "only the first rank completes a checkpoint"
         _FlushingWriter(directory).finish(self.metadata, results_by_rank)
         torch.save(self.plain_values, directory / COMMON)
@@ -134,13 +141,15 @@ class _StagedSavePlanner(DefaultSavePlanner):
             faults.reach_fault_point("ckpt.mid_data")
         self._num_written += 1
         number = self._position_of_item[write_item.index]
-        value, self.staged_values[number] = self.staged_values[number], None
+        value = self.staged_values[number]
+        self.staged_values[number] = None
         return value
 
 
 def stage_sharded_state(state: dict[str, Any]) -> StagedState:
-    """Plan with all ranks who writes what of `state` (sharded tensors, and plain values, the latter alike on all ranks)
-    and copy this rank's share to host memory. All ranks; touches no file."""
+    """Plan with all ranks who writes what of `state` (sharded tensors, and plain values, the latter
+    alike on all ranks) and copy this rank's share to host memory. All ranks; touches no file.
+    """
     sharded, plain = save_preprocess(state)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
     planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
@@ -151,7 +160,9 @@ def stage_sharded_state(state: dict[str, Any]) -> StagedState:
 
 
 def stage_dtensors(tensors: Mapping[str, Tensor], plain_values: dict[str, Any]) -> StagedState:
-    """Stage DTensors as `stage_sharded_state` does Megatron's; the first rank writes what is not a DTensor. All ranks."""
+    """Stage DTensors as `stage_sharded_state` does Megatron's; the first rank writes what is not a
+    DTensor. All ranks.
+    """
     is_first = dist.get_rank() == 0
     planner = _NonEmptySavePlanner(flatten_state_dict=False)
     mine: dict[str, Any] = {k: v for k, v in tensors.items() if is_first or isinstance(v, DTensor)}
@@ -174,7 +185,8 @@ def _count_elements(item: WriteItem) -> int:
 
 
 def _stage_planned_state(planner: DefaultSavePlanner, plain_values: dict[str, Any]) -> StagedState:
-    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
+    num_ranks = dist.get_world_size()
     own = planner.create_local_plan()
     plans: list[Any] | None = [None] * num_ranks if rank == 0 else None
     dist.gather_object(own, plans, dst=0)
@@ -188,12 +200,15 @@ def _stage_planned_state(planner: DefaultSavePlanner, plain_values: dict[str, An
 
 
 def _copy_to_host(value: Any) -> Any:
-    """A CPU tensor is copied too: moving it "to the host" would hand out the one that training goes on changing."""
+    """A CPU tensor is copied too: moving it "to the host" would hand out the one that training
+    goes on changing.
+    """
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
 
 class BackgroundSave:
-    """Made on all ranks at once; writing begins right away. `directory` is made; its parent must exist.
+    """Made on all ranks at once; writing begins right away. `directory` is made; its
+    parent must exist.
 
     `where`: this rank's coordinates, for errors.
     """
@@ -217,17 +232,22 @@ class BackgroundSave:
         return not self._thread.is_alive()
 
     def finish(self, timeout_s: float) -> SaveResult:
-        """Wait for this rank's files, then complete the checkpoint together. All ranks, on their main threads.
+        """Wait for this rank's files, then complete the checkpoint together. All ranks, on
+        their main threads.
 
         A rank that is still writing after `timeout_s` has failed. What the files of a
         failed save came to is the caller's to remove.
         """
         self._thread.join(timeout_s)
-        late = f"{self._rank_label} is still writing to {self._directory}, though it had {timeout_s} s more to end"
+        late = (
+            f"{self._rank_label} is still writing to {self._directory}, though it had {timeout_s} s"
+            " more to end"
+        )
         error = agree_on_error(self._error if self.is_done else late)
         if error is not None:
             return SaveResult((), error)
-        num_ranks, is_first = dist.get_world_size(), dist.get_rank() == 0
+        num_ranks = dist.get_world_size()
+        is_first = dist.get_rank() == 0
         results: list[list[WriteResult]] = [[] for _ in range(num_ranks)]
         dist.gather_object(self._write_results, results if is_first else None, dst=0)
         added: tuple[FileRecord, ...] = ()
@@ -274,7 +294,9 @@ def write_on_all_ranks(
 def attempt_write(
     rank_label: str, write_files: Callable[[], tuple[FileRecord, ...]]
 ) -> tuple[tuple[FileRecord, ...], str | None]:
-    """(what was written, None), or ((), what went wrong on this rank): its peers must be told before it goes on."""
+    """(what was written, None), or ((), what went wrong on this rank): its peers must be told
+    before it goes on.
+    """
     try:
         return write_files(), None
     except Exception as error:  # OSError; torch makes a RuntimeError of one that its writer meets
@@ -285,7 +307,9 @@ def attempt_write(
 
 
 def agree_on_error(error: str | None) -> str | None:
-    """The first rank's error, the same on all ranks; None where no rank has one. All ranks of the pool."""
+    """The first rank's error, the same on all ranks; None where no rank has one. All
+    ranks of the pool.
+    """
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
     found = [text for text in errors if text is not None]
@@ -298,8 +322,9 @@ def agree_on_error(error: str | None) -> str | None:
 def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
     """A model's sharded state that can be loaded again: tensors only.
 
-    Linear layers add an object each, which would be stored as a pickle: None, or Transformer Engine's fp8 scales. Its
-    grouped experts add one an expert: "_extra_state", "_extra_state1" and so on.
+    Linear layers add an object each, which would be stored as a pickle: None, or Transformer
+    Engine's fp8 scales. Its grouped experts add one an expert: "_extra_state",
+    "_extra_state1" and so on.
     """
     return {
         name: value
@@ -309,7 +334,8 @@ def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def save_sharded_state(directory: Path, state: dict[str, Any]) -> None:
-    """Write `state` (sharded tensors and plain values, the latter alike on all ranks) to `directory`. All ranks.
+    """Write `state` (sharded tensors and plain values, the latter alike on all ranks) to
+    `directory`. All ranks.
 
     Raises OSError on all of them when one cannot write.
     """
@@ -335,10 +361,12 @@ def load_plain_values(directory: Path) -> Any:
 
 
 def load_sharded_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values in `directory` for the sharded tensors of `state`, laid out as `state` is. All ranks.
+    """The values in `directory` for the sharded tensors of `state`, laid out as `state`
+    is. All ranks.
 
-    Nothing is unpickled freely, whoever wrote it. Raises ValueError for a directory that holds anything but what was
-    saved here, and naming each tensor that it lacks or holds with another shape.
+    Nothing is unpickled freely, whoever wrote it. Raises ValueError for a directory that holds
+    anything but what was saved here, and naming each tensor that it lacks or holds with
+    another shape.
     """
     safe_reads.patch_checkpoint_readers()
     safe_reads.check_checkpoint_directory(directory)
@@ -356,8 +384,9 @@ def load_sharded_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]
 
 
 def load_dtensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill DTensors, and tensors that are whole on each rank, with what `directory` holds; errors as of
-    `load_sharded_state`. Every rank reads for itself."""
+    """Fill DTensors, and tensors that are whole on each rank, with what `directory` holds; errors
+    as of `load_sharded_state`. Every rank reads for itself.
+    """
     safe_reads.patch_checkpoint_readers()
     safe_reads.check_checkpoint_directory(directory)
     stored = read_checkpoint_metadata(directory / METADATA).state_dict_metadata
@@ -380,8 +409,8 @@ def _raise_if_unfit(directory: Path, problems: list[str]) -> None:
     if problems:
         shown = "\n  ".join(sorted(set(problems))[:20])
         raise ValueError(
-            f"checkpoint {directory} does not fit this model ({len(set(problems))} tensors); load it with the"
-            f" model configuration that it was written with:\n  {shown}"
+            f"checkpoint {directory} does not fit this model ({len(set(problems))} tensors); load"
+            f" it with the model configuration that it was written with:\n  {shown}"
         )
 
 
@@ -399,7 +428,9 @@ def _find_mismatches(tensor: ShardedTensor, stored_metadata: dict[str, Any]) -> 
     if tensor.key not in stored_metadata:
         yield f"{tensor.key} is missing"
         return
-    has, wants = tuple(stored_metadata[tensor.key].global_shape), tuple(tensor.global_shape)
-    # megatron marks tensors whose first dimension is padded for the layout (the vocabulary): only the rest must agree.
+    has = tuple(stored_metadata[tensor.key].global_shape)
+    wants = tuple(tensor.global_shape)
+    # megatron marks tensors whose first dimension is padded for the layout (the vocabulary): only
+    # the rest must agree.
     if has[1:] != wants[1:] or (has[0] != wants[0] and not tensor.allow_shape_mismatch):
         yield f"{tensor.key} has shape {has}, the model needs {wants}"

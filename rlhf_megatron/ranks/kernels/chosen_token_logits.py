@@ -1,11 +1,13 @@
-"""Logits of some tokens beside the targets, and the likeliest tokens of a place, from hidden states and the head's
-weight, also cut over tensor-parallel ranks. What a student and a teacher tell each other.
+"""Logits of some tokens beside the targets, and the likeliest tokens of a place, from hidden states
+and the head's weight, also cut over tensor-parallel ranks. What a student and a teacher
+tell each other.
 
 Products are float32 also of 16-bit operands, as in `linear_log_prob`, and no [R, V] tensor is made.
 """
 
-# S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with padding), H hidden,
-# N chosen tokens of a row, K likeliest ones, C columns of a tile, G ranks of the tp group
+# S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with
+# padding), H hidden, N chosen tokens of a row, K likeliest ones, C columns of a tile, G ranks
+# of the tp group
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ ROWS = 256  # of which the chosen rows of the weight are gathered at once, [ROWS
 
 @dataclass(frozen=True)
 class HeadShard:
-    """A rank's shard of the head and the group that shares it. The fields are as in `linear_log_prob`."""
+    """A rank's shard of the head and the group that shares it. The fields are as
+    in `linear_log_prob`.
+    """
 
     vocab_start: int
     vocab_size: int
@@ -60,11 +64,13 @@ class HeadShard:
 def compute_chosen_logits(
     hidden_SH: Tensor, weight_VH: Tensor, ids_RN: Tensor, rows_R: Tensor, shard: HeadShard
 ) -> Tensor:
-    """[R, N] with grad: hidden[rows] . weight[ids], float32 (float64 of such operands), alike on all tp ranks.
+    """[R, N] with grad: hidden[rows] . weight[ids], float32 (float64 of such operands), alike
+    on all tp ranks.
 
-    `ids_RN`: of the whole vocabulary, each in [0, vocab_size). All ranks of the group, with the same rows. The gradient
-    of the weight goes to the sink, where there is one, and autograd then gets none: `linear_log_prob` of the same
-    rows, which must be in the same graph, tells it that there is one.
+    `ids_RN`: of the whole vocabulary, each in [0, vocab_size). All ranks of the group, with the
+    same rows. The gradient of the weight goes to the sink, where there is one, and autograd then
+    gets none: `linear_log_prob` of the same rows, which must be in the same graph, tells it
+    that there is one.
     """
     out: Tensor = _ChosenLogitsFunction.apply(hidden_SH, weight_VH, ids_RN, rows_R, shard)
     return out
@@ -158,21 +164,19 @@ def find_likeliest_tokens(
     chunk_size: int = 8192,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """([R, K] int64 ids, [R, K] float32 log-probs) of the `top_k` likeliest tokens of softmax(logits / temperature),
-    the likeliest first, alike on all tp ranks, which must all call.
+    """([R, K] int64 ids, [R, K] float32 log-probs) of the `top_k` likeliest tokens of
+    softmax(logits / temperature), the likeliest first, alike on all tp ranks, which must all call.
 
-    `chunk_size`: columns of the vocabulary that are handled at a time. `softcap` as in `linear_log_prob`.
-    Raises ValueError where the vocabulary has less than `top_k` tokens.
+    `chunk_size`: columns of the vocabulary that are handled at a time. `softcap` as in
+    `linear_log_prob`. Raises ValueError where the vocabulary has less than `top_k` tokens.
     """
     if top_k > shard.vocab_size:
         raise ValueError(
             f"top_k ({top_k}) must be at most the vocabulary's {shard.vocab_size} tokens; use 16."
         )
     hidden_RH = shard.gather_hidden_states(hidden_SH).index_select(0, rows_R)
-    operand, dtype = (
-        choose_operand_dtype(hidden_RH, weight_VH),
-        choose_accumulator_dtype(hidden_RH, weight_VH),
-    )
+    operand = choose_operand_dtype(hidden_RH, weight_VH)
+    dtype = choose_accumulator_dtype(hidden_RH, weight_VH)
     hidden_RH = hidden_RH.to(operand)
     best_RK = torch.full((len(rows_R), top_k), -torch.inf, dtype=dtype, device=hidden_RH.device)
     ids_RK = torch.zeros(best_RK.shape, dtype=torch.int64, device=hidden_RH.device)
@@ -201,8 +205,11 @@ def find_likeliest_tokens(
 def _merge_shard_candidates(
     best_RK: Tensor, ids_RK: Tensor, log_z_R1: Tensor, tp_group: ProcessGroup
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The best of all shards, and the log of the whole vocabulary's sum. All ranks; one exchange, ids as they are."""
-    count, num_ranks = best_RK.shape[1], tp_group.size()
+    """The best of all shards, and the log of the whole vocabulary's sum. All ranks; one exchange,
+    ids as they are.
+    """
+    count = best_RK.shape[1]
+    num_ranks = tp_group.size()
     mine = torch.cat(
         [best_RK.double(), ids_RK.double(), log_z_R1.double()], -1
     )  # double holds all ids and floats

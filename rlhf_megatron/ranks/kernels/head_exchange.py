@@ -1,9 +1,12 @@
-"""What the tp ranks of the head tell each other: one exchange forward, one backward, and the parts of a split sequence.
+"""What the tp ranks of the head tell each other: one exchange forward, one backward, and the parts
+of a split sequence.
 
-The statistics of all rows go as one packed tensor, combined in rank order, so that all ranks get the same bits.
+The statistics of all rows go as one packed tensor, combined in rank order, so that all ranks get
+the same bits.
 """
 
-# S tokens of this rank's part of a sequence, R rows, H hidden, G ranks of the tp group, K statistics
+# S tokens of this rank's part of a sequence, R rows, H hidden, G ranks of the tp
+# group, K statistics
 
 from __future__ import annotations
 
@@ -19,7 +22,9 @@ from rlhf_megatron.ranks.kernels.logit_tile_ops import MIN_LOGIT, RowStatistics
 
 @dataclass(frozen=True)
 class PackedStatistics:
-    """`RowStatistics` as rows of one tensor [K, R]: max, sum, target, then weighted and squares where asked for."""
+    """`RowStatistics` as rows of one tensor [K, R]: max, sum, target, then weighted and squares
+    where asked for.
+    """
 
     values_KR: Tensor
     has_weighted_sum: bool
@@ -46,7 +51,9 @@ class PackedStatistics:
         return self._unpack_statistics(self.values_KR[:, row_slice])
 
     def combine_over_group(self, tp_group: ProcessGroup) -> RowStatistics:
-        """Combine the statistics over the whole vocabulary. Call on all ranks of the group; it makes one all-gather."""
+        """Combine the statistics over the whole vocabulary. Call on all ranks of the group; it
+        makes one all-gather.
+        """
         num_ranks = tp_group.size()
         gathered = self.values_KR.new_empty(
             num_ranks * self.values_KR.shape[0], self.values_KR.shape[1]
@@ -94,7 +101,8 @@ class PendingGradientSum:
     def start_reduction(
         gradient: Tensor, tp_group: ProcessGroup | None, is_sequence_split: bool
     ) -> PendingGradientSum:
-        """All ranks of the group. `gradient`: of all tokens; where the sequence is split, the result is of this part.
+        """All ranks of the group. `gradient`: of all tokens; where the sequence is split, the
+        result is of this part.
 
         May be summed in place. None: nothing to sum.
         """

@@ -1,4 +1,6 @@
-"""Memory that the head takes for a micro-batch beyond its inputs: what `log_prob_chunked` holds at most at one time."""
+"""Memory that the head takes for a micro-batch beyond its inputs: what `log_prob_chunked` holds at
+most at one time.
+"""
 
 # S tokens of the whole sequence, R rows, H hidden, a tile is [B rows, C columns]
 
@@ -18,7 +20,9 @@ _STATISTICS = 32  # numbers a row, at most
 
 @dataclass(frozen=True)
 class HeadCallShape:
-    """A call of the head on one rank, with gradient, a weight that goes into a sink, and a temperature."""
+    """A call of the head on one rank, with gradient, a weight that goes into a sink, and
+    a temperature.
+    """
 
     num_tokens: int  # S
     num_rows: int  # R
@@ -43,12 +47,13 @@ class HeadMemoryBound:
 
 
 def compute_head_memory_bound(shape: HeadCallShape) -> HeadMemoryBound:
-    """Return an upper bound of the head's memory: rows without gradient need less. The reference, which makes all
-    logits, is not counted here.
+    """Return an upper bound of the head's memory: rows without gradient need less. The reference,
+    which makes all logits, is not counted here.
     """
     size = shape.dtype.itemsize
     total = max(size, 4)  # of what products are added up in
-    # 16-bit operands keep a float32 accumulator on a GPU only; elsewhere copies in float32 go into the products.
+    # 16-bit operands keep a float32 accumulator on a GPU only; elsewhere copies in float32 go
+    # into the products.
     operand = size if shape.device_type == "cuda" else total
     tokens = shape.num_tokens * shape.hidden_size
     rows = shape.num_rows * shape.hidden_size
@@ -58,7 +63,8 @@ def compute_head_memory_bound(shape: HeadCallShape) -> HeadMemoryBound:
     logits = num_rows * num_columns * total
     rounded, exact = _count_stash_bytes(shape, num_columns, total)
     stash = rounded + exact
-    # A gradient of the operands' type takes the place of the logits, or of the stash, where it has as many bytes.
+    # A gradient of the operands' type takes the place of the logits, or of the stash, where it has
+    # as many bytes.
     gradient = (
         num_rows * num_columns * operand * max(operand != total, bool(rounded) and operand != 2)
     )
@@ -114,10 +120,11 @@ def _count_stash_bytes(
 
 
 def _count_result_gradient_bytes(shape: HeadCallShape, accumulator_bytes: int) -> int:
-    """Return the bytes between the rows' gradient and that of the hidden states: spread over the tokens, summed over
-    the parts.
+    """Return the bytes between the rows' gradient and that of the hidden states: spread over the
+    tokens, summed over the parts.
     """
-    tokens, size = shape.num_tokens * shape.hidden_size, shape.dtype.itemsize
+    tokens = shape.num_tokens * shape.hidden_size
+    size = shape.dtype.itemsize
     if shape.num_sequence_parts > 1:
         return tokens * accumulator_bytes + tokens // shape.num_sequence_parts * accumulator_bytes
     return tokens * size + shape.num_rows * shape.hidden_size * size * (size != accumulator_bytes)

@@ -1,11 +1,14 @@
-"""A backend of `compute_linear_log_probs` against the reference, on a slice of what a run really has. No collectives in here.
+"""A backend of `compute_linear_log_probs` against the reference, on a slice of what a run really
+has. No collectives in here.
 
-The slice: some rows of the hidden states that this rank holds, and the end of its vocabulary shard, padding included,
-in two chunks and a ragged rest. It is taken for a whole vocabulary, with targets spread over it, so that no other rank
-is needed. Compared are log-probs, entropies and both gradients, the way to the weight's gradient as in training.
+The slice: some rows of the hidden states that this rank holds, and the end of its vocabulary shard,
+padding included, in two chunks and a ragged rest. It is taken for a whole vocabulary, with targets
+spread over it, so that no other rank is needed. Compared are log-probs, entropies and both
+gradients, the way to the weight's gradient as in training.
 """
 
-# S tokens of this rank, R rows of the slice, V vocabulary shard (with padding), C columns of the slice, H hidden
+# S tokens of this rank, R rows of the slice, V vocabulary shard (with padding), C columns of the
+# slice, H hidden
 
 from __future__ import annotations
 
@@ -23,7 +26,8 @@ _MAX_ELEMENTS = (
 )  # of the slice of the weight: the reference has it, and its gradient, in float32
 _RAGGED = 61  # columns behind two chunks: no block size divides it
 _PADDING = 16  # columns at most
-_DIVISOR = 16  # of a chunk, where it is large enough: as the run's own chunk, which a compiler may build upon
+# of a chunk, where it is large enough: as the run's own chunk, which a compiler may build upon
+_DIVISOR = 16
 _FORWARD_BOUND = {torch.float64: 1e-9}  # else: logits that were rounded to 16 bits are off by 1e-2
 _FORWARD_BOUND_16 = 1e-3
 _BACKWARD_BOUND = {
@@ -36,7 +40,9 @@ _BACKWARD_BOUND_16 = 3e-2  # bfloat16 keeps 8 bits of each logit's gradient
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """Errors by quantity: the L2 norm of the difference, relative to the size of what is added up in it."""
+    """Errors by quantity: the L2 norm of the difference, relative to the size of what is
+    added up in it.
+    """
 
     errors: dict[str, float]
     bounds: dict[str, float]
@@ -45,7 +51,9 @@ class SelfCheckResult:
 
     @property
     def is_passed(self) -> bool:
-        """True too where the reference is not finite, or the slice too small: nothing was found out."""
+        """True too where the reference is not finite, or the slice too small: nothing
+        was found out.
+        """
         return all(error <= self.bounds[name] for name, error in self.errors.items())
 
     def __str__(self) -> str:
@@ -68,7 +76,8 @@ def check_log_prob_backend(
     stash_bytes: int,
     softcap: float | None = None,
 ) -> SelfCheckResult:
-    """`num_columns`: rows of `weight_VH` that are no padding. `has_sink`: the weight's gradient goes to one in the run.
+    """`num_columns`: rows of `weight_VH` that are no padding. `has_sink`: the weight's gradient
+    goes to one in the run.
 
     Waits for the device. Raises what the backend raises.
     """
@@ -129,13 +138,13 @@ class _HeadTrial:
         has_sink: bool = False,
         stash_bytes: int = 0,
     ) -> dict[str, Tensor]:
-        """Quantity -> result. Upstream gradients are of both signs, others for log-probs than for entropies."""
+        """Quantity -> result. Upstream gradients are of both signs, others for log-probs than
+        for entropies.
+        """
         sink = _ScratchGradientSink(weight_CH) if has_sink else None
         with torch.enable_grad():
-            hidden_RH, weight_CH = (
-                rows_RH.clone().requires_grad_(),
-                weight_CH.detach().requires_grad_(),
-            )
+            hidden_RH = rows_RH.clone().requires_grad_()
+            weight_CH = weight_CH.detach().requires_grad_()
             outputs = compute_linear_log_probs(
                 hidden_RH,
                 weight_CH,
@@ -175,7 +184,9 @@ def _make_upstream_gradient(like_R: Tensor) -> Tensor:
 def _slice_vocabulary_shard(
     weight_VH: Tensor, num_columns: int, chunk_size: int
 ) -> tuple[Tensor, int, int]:
-    """(the end of the shard, how many of its rows are no padding, chunk size that cuts them in two and a rest)."""
+    """(the end of the shard, how many of its rows are no padding, chunk size that cuts them in
+    two and a rest).
+    """
     end = min(weight_VH.shape[0], num_columns + _PADDING)
     fitting = max(1, (_MAX_ELEMENTS // weight_VH.shape[1] - _RAGGED - _PADDING) // 2)
     first = max(0, min(end, num_columns) - 2 * min(chunk_size, fitting) - _RAGGED)
@@ -198,9 +209,9 @@ def _make_spread_indices(count: int, size: int, device: torch.device) -> Tensor:
 def _compute_error_scales(
     rows_RH: Tensor, weight_CH: Tensor, targets_R: Tensor, expected_results: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the sizes that rounding errors are proportional to. For gradients at least the target's term, against
-    which the rest may cancel where the model is sure; for log-probs and entropies at least 1 a row, since both may be
-    near 0.
+    """Return the sizes that rounding errors are proportional to. For gradients at least the
+    target's term, against which the rest may cancel where the model is sure; for log-probs and
+    entropies at least 1 a row, since both may be near 0.
     """
     upstream_R1 = _make_upstream_gradient(expected_results["log_probs"])[:, None]
     least = {

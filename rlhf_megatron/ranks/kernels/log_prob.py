@@ -1,10 +1,13 @@
-"""Log-probability, entropy and sum of squared probabilities of rows, from hidden states and the LM head's weight.
+"""Log-probability, entropy and sum of squared probabilities of rows, from hidden states and the LM
+head's weight.
 
-The one door to the head for actor, reference and warm-up. What it computes is specified by `log_prob_reference`; the
-other backends never make a [R, V] float32 tensor and work on a vocabulary-sharded weight.
+The one door to the head for actor, reference and warm-up. What it computes is specified by
+`log_prob_reference`; the other backends never make a [R, V] float32 tensor and work on a
+vocabulary-sharded weight.
 """
 
-# S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with padding), H hidden
+# S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with
+# padding), H hidden
 
 from __future__ import annotations
 
@@ -25,8 +28,8 @@ LogProbBackend = Literal["reference", "chunked", "triton"]
 
 
 class HeadOutputs(NamedTuple):
-    """The head's outputs of each row, float32 (float64 for float64 inputs); equal bit for bit on all ranks of the tp
-    group.
+    """The head's outputs of each row, float32 (float64 for float64 inputs); equal bit for bit on
+    all ranks of the tp group.
     """
 
     log_probs_R: Tensor  # log softmax(z) at the target, nats
@@ -54,41 +57,53 @@ def compute_linear_log_probs(
     softcap: float | None = None,
     backend: LogProbBackend = "chunked",
 ) -> HeadOutputs:
-    """Statistics of softmax(logits / temperature) with logits = hidden[rows] @ weight.T, and its log at `targets_R`.
+    """Statistics of softmax(logits / temperature) with logits = hidden[rows] @ weight.T, and its
+    log at `targets_R`.
 
     Args:
-        hidden_SH: float32, bfloat16, float16 or float64; the same on every rank of `tp_group`, or its part of the
-            sequence where `is_sequence_split`.
+        hidden_SH: float32, bfloat16, float16 or float64; the same on every rank of `tp_group`, or
+            its part of the sequence where `is_sequence_split`.
         weight_VH: this rank's rows of the head; row i stands for token `vocab_start + i`.
-        targets_R: int64 token ids in [0, vocab_size), ids of the whole vocabulary. A target that no rank owns gives
-            a log-probability of -inf.
-        temperature: divides the logits; the engine's sampling temperature, or one a row, [R] float32.
+        targets_R: int64 token ids in [0, vocab_size), ids of the whole vocabulary. A target that no
+            rank owns gives a log-probability of -inf.
+        temperature: divides the logits; the engine's sampling temperature, or one a
+            row, [R] float32.
         vocab_start: token id of the first row of `weight_VH`.
-        vocab_size: true size of the vocabulary; rows at and beyond it are padding: no probability, zero gradient.
-        tp_group: ranks that hold the shards; None: `weight_VH` is whole. All its ranks must call, with the same rows.
+        vocab_size: true size of the vocabulary; rows at and beyond it are padding: no probability,
+            zero gradient.
+        tp_group: ranks that hold the shards; None: `weight_VH` is whole. All its ranks must call,
+            with the same rows.
         chunk_size: vocabulary rows handled at a time; bounds the memory of a tile.
         with_entropy: also return entropies, with their gradient.
-        with_sum_squares: also return the sum of the squared probabilities of each row, without gradient.
-        rows_R: int64, indices of the whole sequence; the head runs on these only. None: on all. May be empty: the
-            results are then empty and still carry a gradient function, so that backward hooks fire.
-        has_repeats: `rows_R` may have an index more than once: the gradients of such rows are added up.
-        is_sequence_split: `hidden_SH` is part `tp_group.rank()` of the sequence: it is gathered, only the part is
-            kept for the backward pass, and its gradient is summed over the group and split again.
-        sink: where the weight's gradient is added, in float32; None: autograd gets it, in the weight's type.
-        stash_bytes: how much may be kept of the probabilities as float16, relative to the largest of their row and
-            tile, so that the backward pass need not compute the logits again. What does not fit is computed again.
-            Nothing is kept where nothing needs a gradient. Errors, and what a CPU keeps without being asked: `stash`.
-        softcap: c, where logits become c tanh(logits / c) before the temperature divides them (Gemma 2). No
-            probabilities are kept then: they do not tell the slope of tanh at an unlikely target.
-        backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any device), "triton".
+        with_sum_squares: also return the sum of the squared probabilities of each row,
+            without gradient.
+        rows_R: int64, indices of the whole sequence; the head runs on these only. None: on all. May
+            be empty: the results are then empty and still carry a gradient function, so that
+            backward hooks fire.
+        has_repeats: `rows_R` may have an index more than once: the gradients of such
+            rows are added up.
+        is_sequence_split: `hidden_SH` is part `tp_group.rank()` of the sequence: it is gathered,
+            only the part is kept for the backward pass, and its gradient is summed over the group
+            and split again.
+        sink: where the weight's gradient is added, in float32; None: autograd gets it, in the
+            weight's type.
+        stash_bytes: how much may be kept of the probabilities as float16, relative to the largest
+            of their row and tile, so that the backward pass need not compute the logits again. What
+            does not fit is computed again. Nothing is kept where nothing needs a gradient. Errors,
+            and what a CPU keeps without being asked: `stash`.
+        softcap: c, where logits become c tanh(logits / c) before the temperature divides them
+            (Gemma 2). No probabilities are kept then: they do not tell the slope of tanh at an
+            unlikely target.
+        backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any
+            device), "triton".
 
-    The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here, as Megatron's
-    ColumnParallelLinear does. On a CPU rows whose upstream gradients are all zero are left out of the backward pass;
-    those gradients must be the same on all ranks of the group, as they are wherever the loss is computed from these
-    outputs.
+    The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here,
+    as Megatron's ColumnParallelLinear does. On a CPU rows whose upstream gradients are all zero are
+    left out of the backward pass; those gradients must be the same on all ranks of the group, as
+    they are wherever the loss is computed from these outputs.
 
-    Raises ValueError for a temperature or chunk size that is not positive (a tensor on a GPU is not looked at) and for
-    shapes that do not fit.
+    Raises ValueError for a temperature or chunk size that is not positive (a tensor on a GPU is not
+    looked at) and for shapes that do not fit.
     """
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     is_sequence_split = is_sequence_split and group is not None
@@ -171,7 +186,8 @@ def _check_temperature(temperature: float | Tensor, targets_R: Tensor) -> None:
     if isinstance(temperature, Tensor):
         if temperature.shape != targets_R.shape:
             raise ValueError(
-                f"temperature {tuple(temperature.shape)} must be one number, or one for each of {len(targets_R)} rows."
+                f"temperature {tuple(temperature.shape)} must be one number, or one for each of"
+                f" {len(targets_R)} rows."
             )
         if temperature.is_cuda or not len(
             temperature
@@ -195,7 +211,8 @@ def _check_shapes(
 ) -> None:
     if hidden_SH.dim() != 2 or weight_VH.dim() != 2 or hidden_SH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
-            f"hidden {tuple(hidden_SH.shape)} and weight {tuple(weight_VH.shape)} must be [S, H] and [V, H]."
+            f"hidden {tuple(hidden_SH.shape)} and weight {tuple(weight_VH.shape)} must be [S, H]"
+            " and [V, H]."
         )
     num_tokens = hidden_SH.shape[0] * (1 if sequence_group is None else sequence_group.size())
     num_rows = num_tokens if rows_R is None else rows_R.numel()

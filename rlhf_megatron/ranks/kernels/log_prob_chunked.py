@@ -1,10 +1,11 @@
 """`linear_log_prob` in tiles: GEMMs with float32 results and passes over a tile by `TileOps`.
 
-The vocabulary is the outer loop, so that each row of the weight's gradient is written once for each block of rows. The
-forward keeps a few numbers a row (see `tile_ops`) and what fits into the stash; the backward computes the other tiles
-again. Under tensor parallelism one all-gather of the packed statistics is the only exchange of the forward, and one sum
-of the hidden states' gradient the only one of the backward: it starts before the last tile's product for the weight's
-gradient, which hides it. A split sequence is gathered on the way into both.
+The vocabulary is the outer loop, so that each row of the weight's gradient is written once for each
+block of rows. The forward keeps a few numbers a row (see `tile_ops`) and what fits into the stash;
+the backward computes the other tiles again. Under tensor parallelism one all-gather of the packed
+statistics is the only exchange of the forward, and one sum of the hidden states' gradient the only
+one of the backward: it starts before the last tile's product for the weight's gradient, which hides
+it. A split sequence is gathered on the way into both.
 """
 
 # S tokens (of this rank's part), R rows, A rows with a gradient, V vocabulary shard (with padding)
@@ -80,8 +81,8 @@ def compute_chunked_log_probs(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """See `log_prob.linear_log_prob`, which checks the arguments.
 
-    `columns_R`: the target's column in this shard, outside of [0, num_columns) where another shard has it.
-    `inv_temperature_R`: None for temperature 1.
+    `columns_R`: the target's column in this shard, outside of [0, num_columns) where another shard
+    has it. `inv_temperature_R`: None for temperature 1.
     """
     out: tuple[Tensor, Tensor | None, Tensor | None] = _ChunkedLogProbFunction.apply(
         hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, settings
@@ -130,7 +131,8 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
                 logits_RC = tiles.compute_logits(rows, chunk)
                 stash_RC = max_R = None
                 if kept is not None and kept.max_R is not None:
-                    stash_RC, max_R = kept.values_RC[rows], kept.max_R[rows]
+                    stash_RC = kept.values_RC[rows]
+                    max_R = kept.max_R[rows]
                 elif kept is not None:
                     kept.values_RC[rows] = logits_RC
                 inverse_R = (
@@ -160,7 +162,8 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
             outcome.log_z_rest_R,
             outcome.entropies_R,
         )
-        ctx.call, ctx.stash = settings, stash
+        ctx.call = settings
+        ctx.stash = stash
         ctx.set_materialize_grads(False)
         if outcome.sum_squares_R is not None:
             ctx.mark_non_differentiable(outcome.sum_squares_R)
@@ -174,7 +177,8 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
         hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, log_z_R, rest_R, entropies_R = (
             ctx.saved_tensors
         )
-        call, stash = ctx.call, ctx.stash
+        call = ctx.call
+        stash = ctx.stash
         num_rows = len(columns_R)
         gradients = RowGradientInputs(
             log_z_R,
@@ -189,7 +193,8 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
         # A rows have a gradient. What the ranks exchange has a shape that does not depend on which.
         active_A = _find_rows_with_gradient(gradients)
         if active_A is not None:
-            columns_R, gradients = columns_R[active_A], gradients.select_rows(active_A)
+            columns_R = columns_R[active_A]
+            gradients = gradients.select_rows(active_A)
         if active_A is None:
             head_rows_A = rows_R
         else:
@@ -279,10 +284,11 @@ class _WeightChunk:
 
 
 class _LogitTiles:
-    """The rows that a pass works on and the weight, as they go into products; the tiles of their logits.
+    """The rows that a pass works on and the weight, as they go into products; the tiles
+    of their logits.
 
-    The temperature goes into the rows where they keep float32 and nothing caps the logits before it divides them; else
-    it is left to the passes over the tiles.
+    The temperature goes into the rows where they keep float32 and nothing caps the logits before it
+    divides them; else it is left to the passes over the tiles.
     """
 
     def __init__(
@@ -308,7 +314,8 @@ class _LogitTiles:
             and settings.tile_ops.softcap is None
         ):
             self.hidden_RH = self.hidden_RH * inv_temperature_R[:, None]
-            self.row_scale_R, self.inv_temperature_R = inv_temperature_R, None
+            self.row_scale_R = inv_temperature_R
+            self.inv_temperature_R = None
         self._weight_VH = weight_VH
         self._num_columns = settings.num_columns
         self._rows_per_block, self._columns_per_chunk = choose_tile_shape(
@@ -340,7 +347,9 @@ class _LogitTiles:
 
 
 class _HiddenGradientAccumulator:
-    """The hidden states' gradient of one backward pass: added up over tiles, summed over the tp group, spread."""
+    """The hidden states' gradient of one backward pass: added up over tiles, summed over the tp
+    group, spread.
+    """
 
     def __init__(
         self,
@@ -351,12 +360,17 @@ class _HiddenGradientAccumulator:
         num_tokens: int,
         settings: HeadCallSettings,
     ) -> None:
-        """`active_A`: which of the `num_rows` rows `tiles` has; `rows_R`: which of the `num_tokens` tokens they are."""
+        """`active_A`: which of the `num_rows` rows `tiles` has; `rows_R`: which of the `num_tokens`
+        tokens they are.
+        """
         self._gradient_AH = torch.zeros_like(tiles.hidden_RH, dtype=tiles.dtype)
         self._row_scale_A = tiles.row_scale_R
-        self._active_A, self._rows_R = active_A, rows_R
-        self._num_rows, self._num_tokens = num_rows, num_tokens
-        self._tp_group, self._is_sequence_split = settings.tp_group, settings.is_sequence_split
+        self._active_A = active_A
+        self._rows_R = rows_R
+        self._num_rows = num_rows
+        self._num_tokens = num_tokens
+        self._tp_group = settings.tp_group
+        self._is_sequence_split = settings.is_sequence_split
         self._has_repeated_rows = settings.has_repeated_rows
         self._pending_sum: PendingGradientSum | None = None
 
@@ -406,7 +420,9 @@ def _gather_hidden_states(hidden_SH: Tensor, num_rows: int, settings: HeadCallSe
 
 
 def _find_rows_with_gradient(gradient_inputs: RowGradientInputs) -> Tensor | None:
-    """Indices of the rows that have one; None: all, on a GPU without a look, since the host would wait for it."""
+    """Indices of the rows that have one; None: all, on a GPU without a look, since the host
+    would wait for it.
+    """
     if gradient_inputs.grad_log_probs_R.is_cuda:
         return None
     is_active_R = gradient_inputs.grad_log_probs_R != 0

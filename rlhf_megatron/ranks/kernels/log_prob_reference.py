@@ -1,10 +1,11 @@
 """The specification of `linear_log_prob`: plain torch, whole vocabulary, autograd for the gradient.
 
-Materialises [R, V]; for tests, for the self-check and for reading. Feed float64 to get one of reference quality. Under
-tensor parallelism it gathers the logits of all shards.
+Materialises [R, V]; for tests, for the self-check and for reading. Feed float64 to get one of
+reference quality. Under tensor parallelism it gathers the logits of all shards.
 """
 
-# S tokens of a sequence (this rank's part where it is split), R rows, V vocabulary shard (with padding), H hidden
+# S tokens of a sequence (this rank's part where it is split), R rows, V vocabulary shard (with
+# padding), H hidden
 
 from __future__ import annotations
 
@@ -34,16 +35,18 @@ def compute_reference_log_probs(
     with_sum_squares: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(logits / temperature) of the columns that
-    are no padding, with logits = hidden[rows] @ weight.T, or softcap x tanh(of them / softcap).
+    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(logits / temperature) of
+    the columns that are no padding, with logits = hidden[rows] @ weight.T, or softcap x tanh(of
+    them / softcap).
 
-    Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when the shards do not begin
-    at token 0.
+    Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when the
+    shards do not begin at token 0.
     """
     dtype = choose_accumulator_dtype(hidden_SH, weight_VH)
     if tp_group is None and vocab_start != 0:
         raise ValueError(
-            f"vocab_start ({vocab_start}) must be 0: without a tp_group the reference takes a whole weight."
+            f"vocab_start ({vocab_start}) must be 0: without a tp_group the reference takes a"
+            " whole weight."
         )
     if weight_grad_sink is not None:
         weight_VH = _route_gradient_to_sink(weight_VH, weight_grad_sink)
@@ -71,7 +74,9 @@ def compute_reference_log_probs(
 def _gather_whole_sequence(
     hidden_SH: Tensor, tp_group: ProcessGroup, is_sequence_split: bool
 ) -> Tensor:
-    """The hidden states of all tokens; their gradient is summed over the group, and split again where they were."""
+    """The hidden states of all tokens; their gradient is summed over the group, and split again
+    where they were.
+    """
     out: Tensor = _GatherWholeSequence.apply(hidden_SH, tp_group, is_sequence_split)
     return out
 
@@ -81,7 +86,8 @@ class _GatherWholeSequence(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_SH: Tensor, tp_group: ProcessGroup, is_sequence_split: bool
     ) -> Tensor:
-        ctx.tp_group, ctx.is_split = tp_group, is_sequence_split
+        ctx.tp_group = tp_group
+        ctx.is_split = is_sequence_split
         return (
             gather_sequence(hidden_SH, tp_group)
             if is_sequence_split
@@ -98,7 +104,9 @@ class _GatherWholeSequence(torch.autograd.Function):
 
 
 def _gather_whole_vocabulary(logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
-    """The logits of all shards side by side. Every rank has their whole gradient: it takes its own part."""
+    """The logits of all shards side by side. Every rank has their whole gradient: it
+    takes its own part.
+    """
     out: Tensor = _GatherWholeVocabulary.apply(logits_RC, vocab_start, tp_group)
     return out
 

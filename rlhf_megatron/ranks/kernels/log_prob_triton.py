@@ -1,11 +1,14 @@
-"""`TritonTileOps`: what `TorchTileOps` does with a tile of logits, in Triton kernels that read the tile once.
+"""`TritonTileOps`: what `TorchTileOps` does with a tile of logits, in Triton kernels that read
+the tile once.
 
-A program has one row (a few, of a narrow tile) and goes over its columns in blocks; where the whole row fits in one
-block it stays in registers. Nothing is shared between programs and no sum depends on their order: the same input gives
-the same bits. Of what differs from call to call only the sizes of the blocks are compile-time constants; `num_rows` is
-not specialised at all, so that other numbers of rows and tokens compile nothing.
+A program has one row (a few, of a narrow tile) and goes over its columns in blocks; where the whole
+row fits in one block it stays in registers. Nothing is shared between programs and no sum depends
+on their order: the same input gives the same bits. Of what differs from call to call only the sizes
+of the blocks are compile-time constants; `num_rows` is not specialised at all, so that other
+numbers of rows and tokens compile nothing.
 
-All arithmetic is float32, without contraction to fused multiply-adds: e^(z - m) of the largest z must be exactly 1.
+All arithmetic is float32, without contraction to fused multiply-adds: e^(z - m) of the largest z
+must be exactly 1.
 """
 
 # R rows of a tile or of a program, C columns of a tile, B columns of a block
@@ -37,7 +40,8 @@ _SCALE = tl.constexpr(STASH_SCALE)
 _LOG_SCALE = tl.constexpr(math.log(STASH_SCALE))
 _SMALLEST = tl.constexpr(2.0**-24)  # above 0 in float16
 
-# A row's numbers are read one by one, so their alignment, which the number of rows decides, makes no other kernel.
+# A row's numbers are read one by one, so their alignment, which the number of rows decides, makes
+# no other kernel.
 _UPDATE_ROWS = [
     "inv_temperatures",
     "columns",
@@ -59,7 +63,9 @@ _GRAD_ROWS = [
 
 
 class TritonTileOps:
-    """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels compute in float32."""
+    """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels
+    compute in float32.
+    """
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
@@ -75,7 +81,9 @@ class TritonTileOps:
         stash_max_R: Tensor | None = None,
         first_column: int = 0,
     ) -> None:
-        """Leaves `logits_RC` as it is, which may be bfloat16 or float16 too: a tile that another GEMM rounded."""
+        """Leaves `logits_RC` as it is, which may be bfloat16 or float16 too: a tile that
+        another GEMM rounded.
+        """
         if logits_RC.dtype == torch.float64:
             self._torch_tile_ops.update_statistics(
                 logits_RC,
@@ -134,7 +142,9 @@ class TritonTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute the gradient of a tile's logits, in the memory of `logits_RC` where that has `dtype`."""
+        """Compute the gradient of a tile's logits, in the memory of `logits_RC` where
+        that has `dtype`.
+        """
         if logits_RC.dtype == torch.float64:
             return self._torch_tile_ops.compute_logit_gradient(
                 logits_RC, columns_R, gradient_inputs, dtype, first_column
@@ -157,7 +167,9 @@ class TritonTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute the gradient from the stash, in the memory of `stash_RC` where `dtype` has 16 bits."""
+        """Compute the gradient from the stash, in the memory of `stash_RC` where
+        `dtype` has 16 bits.
+        """
         if gradient_inputs.log_z_R.dtype == torch.float64:
             return self._torch_tile_ops.compute_logit_gradient_from_stash(
                 stash_RC, stash_max_R, columns_R, gradient_inputs, dtype, first_column
@@ -173,12 +185,16 @@ class TritonTileOps:
 
 
 def is_triton_interpreted() -> bool:
-    """True where TRITON_INTERPRET was set when this module was imported: kernels run in Python, on the CPU's memory."""
+    """True where TRITON_INTERPRET was set when this module was imported: kernels run in Python, on
+    the CPU's memory.
+    """
     return not isinstance(_update_statistics_kernel, triton.JITFunction)
 
 
 def measure_smallest_tile_error(device: torch.device) -> float:
-    """Largest error of an update by hand, for `triton_support.try_triton`: compiles and launches one kernel."""
+    """Largest error of an update by hand, for `triton_support.try_triton`: compiles and
+    launches one kernel.
+    """
     logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()  # probabilities 1/8, 2/8, 5/8
     max_R, sum_R, target_R = torch.tensor(
         [[MIN_LOGIT], [0.0], [-torch.inf]], device=device
@@ -227,7 +243,9 @@ def _launch_gradient_kernel(
 
 
 def _choose_launch_sizes(tile_RC: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants. They depend on the number of columns alone, by powers of two: few kernels are compiled."""
+    """Grid and constants. They depend on the number of columns alone, by powers of two: few
+    kernels are compiled.
+    """
     num_rows, num_columns = tile_RC.shape
     block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
     rows_of_program = max(MIN_ELEMENTS // block, 1)
@@ -242,7 +260,9 @@ def _choose_launch_sizes(tile_RC: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _make_contiguous(values_R: Tensor | None) -> Tensor | None:
-    """One number a row, next to each other: a temperature may be one number expanded to all rows."""
+    """One number a row, next to each other: a temperature may be one number
+    expanded to all rows.
+    """
     return None if values_R is None else values_R.contiguous()
 
 
@@ -323,7 +343,8 @@ def _update_statistics_kernel(
         inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
     running_R = rows_R * running_stride
 
-    # The statistics of this tile alone, then one merge into the running ones: the stash wants the tile's own maximum.
+    # The statistics of this tile alone, then one merge into the running ones: the stash wants the
+    # tile's own maximum.
     max_R = tl.full([NUM_ROWS], _MIN, tl.float32)
     sum_R = tl.zeros([NUM_ROWS], tl.float32)
     weighted_R = tl.zeros([NUM_ROWS], tl.float32)
@@ -429,8 +450,9 @@ def _logit_gradient_kernel(
     BLOCK: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
 ):
-    """d loss / d logit of logits, or of a stash where `stash_maxima` is given. `grads` may be the tile's memory: a
-    program stores the elements that it has loaded, and no others."""
+    """d loss / d logit of logits, or of a stash where `stash_maxima` is given. `grads` may be the
+    tile's memory: a program stores the elements that it has loaded, and no others.
+    """
     rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     is_row_R = rows_R < num_rows
     log_z_R = tl.load(log_zs + rows_R, mask=is_row_R, other=0.0)
@@ -445,8 +467,9 @@ def _logit_gradient_kernel(
     )  # fits: of a vocabulary
     target_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
 
-    # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else goes into the row's
-    # numbers: the gradient is (constant + slope y) x, and what is added at the target.
+    # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else
+    # goes into the row's numbers: the gradient is (constant + slope y) x, and what is added
+    # at the target.
     if stash_maxima is None:
         shift_R = -rest_R
         factor_R = tl.exp(shift_R)

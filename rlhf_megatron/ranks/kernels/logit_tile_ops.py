@@ -1,18 +1,22 @@
-"""What a backend of `log_prob_chunked` does with one tile of logits. `TorchTileOps` is plain torch, on any device.
+"""What a backend of `log_prob_chunked` does with one tile of logits. `TorchTileOps` is plain torch,
+on any device.
 
-A tile is [R rows, C vocabulary columns] of raw logits in float32 (float64), contiguous. With z = logit / temperature,
-the running statistics of a row over the tiles seen so far are (Milakov and Gimelshein, "Online normalizer calculation
-for softmax", arXiv 1805.02867, extended by the entropy's sum and that of the squares)
+A tile is [R rows, C vocabulary columns] of raw logits in float32 (float64), contiguous. With z =
+logit / temperature, the running statistics of a row over the tiles seen so far are (Milakov and
+Gimelshein, "Online normalizer calculation for softmax", arXiv 1805.02867, extended by the entropy's
+sum and that of the squares)
 
-    m = max z      s = sum e^(z-m)      b = sum (z-m) e^(z-m)      g = z at the target      q = sum e^(2(z-m))
+    m = max z      s = sum e^(z-m)      b = sum (z-m) e^(z-m)      g = z at the target
+                   q = sum e^(2(z-m))
     log p(target) = g - m - log s       H = log s - b / s          sum p^2 = q / s^2
 
-and the backward, with p = e^(z - log Z), log Z = m + log s and upstream gradients u (log-prob) and w (entropy):
+and the backward, with p = e^(z - log Z), log Z = m + log s and upstream gradients u (log-prob)
+and w (entropy):
 
     d loss / d logit_j = (u (1[j = target] - p_j) - w p_j (log p_j + H)) / temperature
 
-With a softcap c the logits l of the product become c tanh(l / c) first, and the gradient is multiplied by
-1 - tanh^2(l / c).
+With a softcap c the logits l of the product become c tanh(l / c) first, and the gradient is
+multiplied by 1 - tanh^2(l / c).
 """
 
 # R rows of a tile, B rows of a block of it, C columns of a tile
@@ -101,10 +105,10 @@ class TileOps(Protocol):
     ) -> None:
         """Take a tile into `statistics`, in place. May destroy `logits_RC`.
 
-        `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's column in the shard,
-        whose column `first_column` is the tile's first: outside of [first, first + C) where another tile has it. `stash_RC`
-        (float16, contiguous) gets STASH_SCALE e^(z - n) with n the largest z of the row in this tile, `stash_max_R`
-        gets n.
+        `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's
+        column in the shard, whose column `first_column` is the tile's first: outside of [first,
+        first + C) where another tile has it. `stash_RC` (float16, contiguous) gets STASH_SCALE
+        e^(z - n) with n the largest z of the row in this tile, `stash_max_R` gets n.
         """
         ...
 
@@ -116,7 +120,9 @@ class TileOps(Protocol):
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """[R, C] d loss / d logit in `dtype`, contiguous. May destroy `logits_RC`, and may return its memory."""
+        """[R, C] d loss / d logit in `dtype`, contiguous. May destroy `logits_RC`, and may
+        return its memory.
+        """
         ...
 
     def compute_logit_gradient_from_stash(
@@ -128,14 +134,17 @@ class TileOps(Protocol):
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute `compute_logit_gradient` from what `update_statistics` stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0
-        where the stash is 0. It may destroy `stash_RC`, and may return its memory where `dtype` has 16 bits.
+        """Compute `compute_logit_gradient` from what `update_statistics` stashed: p = stash /
+        STASH_SCALE e^(n - log Z), and p log p = 0 where the stash is 0. It may destroy `stash_RC`,
+        and may return its memory where `dtype` has 16 bits.
         """
         ...
 
 
 class TorchTileOps:
-    """Passes over a tile in blocks of rows that stay in a CPU's cache, in place where that is possible."""
+    """Passes over a tile in blocks of rows that stay in a CPU's cache, in place where
+    that is possible.
+    """
 
     def __init__(self, softcap: float | None = None) -> None:
         self.softcap = softcap
@@ -245,9 +254,12 @@ class TorchTileOps:
 
 
 def _merge_statistics(statistics: RowStatistics, tile_statistics: RowStatistics) -> None:
-    """Take a tile's statistics into the running ones, in place. Those of the target are the running ones already."""
+    """Take a tile's statistics into the running ones, in place. Those of the target are the
+    running ones already.
+    """
     max_R = torch.maximum(statistics.max_R, tile_statistics.max_R)
-    mine, its = statistics.rescale_to_max(max_R), tile_statistics.rescale_to_max(max_R)
+    mine = statistics.rescale_to_max(max_R)
+    its = tile_statistics.rescale_to_max(max_R)
     statistics.max_R.copy_(max_R)
     statistics.sum_R.copy_(mine.sum_R + its.sum_R)
     if (
@@ -266,7 +278,9 @@ def _merge_statistics(statistics: RowStatistics, tile_statistics: RowStatistics)
 
 @dataclass(frozen=True)
 class _RowGradientWeights:
-    """The gradient as what it needs of a row: p (constant + slope log p), and the target's own part."""
+    """The gradient as what it needs of a row: p (constant + slope log p), and the
+    target's own part.
+    """
 
     target_R: Tensor  # u / temperature
     constant_R: Tensor
@@ -274,28 +288,26 @@ class _RowGradientWeights:
 
     @staticmethod
     def from_gradient_inputs(gradient_inputs: RowGradientInputs) -> _RowGradientWeights:
-        """Return the weights for p = e^(z - log_z_R). That p lacks the factor of the rest of log Z, which goes into the
-        row's numbers.
+        """Return the weights for p = e^(z - log_z_R). That p lacks the factor of the rest of log Z,
+        which goes into the row's numbers.
         """
-        u_R, w_R, H_R = (
-            gradient_inputs.grad_log_probs_R,
-            gradient_inputs.grad_entropies_R,
-            gradient_inputs.entropies_R,
-        )
-        inv_R, rest_R = gradient_inputs.inv_temperature_R, gradient_inputs.log_z_rest_R
+        u_R = gradient_inputs.grad_log_probs_R
+        w_R = gradient_inputs.grad_entropies_R
+        H_R = gradient_inputs.entropies_R
+        inv_R = gradient_inputs.inv_temperature_R
+        rest_R = gradient_inputs.log_z_rest_R
         target_R = u_R if inv_R is None else u_R * inv_R
         if w_R is None:
-            constant_R, slope_R = -target_R, None
+            constant_R = -target_R
+            slope_R = None
         else:
             assert H_R is not None, "a gradient of entropies needs the entropies"
             slope_R = -w_R if inv_R is None else -w_R * inv_R
             constant_R = slope_R * (H_R if rest_R is None else H_R - rest_R) - target_R
         if rest_R is not None:
             factor_R = (-rest_R).exp()
-            constant_R, slope_R = (
-                constant_R * factor_R,
-                None if slope_R is None else slope_R * factor_R,
-            )
+            constant_R = constant_R * factor_R
+            slope_R = None if slope_R is None else slope_R * factor_R
         return _RowGradientWeights(target_R, constant_R, slope_R)
 
     def apply_to_block(self, log_p_BC: Tensor, p_BC: Tensor, row_block: slice) -> None:
@@ -324,7 +336,9 @@ def _locate_target_column(tile_RC: Tensor, columns_R: Tensor) -> tuple[Tensor, T
 
 
 def _compute_exp(x: Tensor, out: Tensor) -> Tensor:
-    """e^x. On a CPU by exp2, several times as fast as torch's exp; the factor costs |x| / 2^24 of the result."""
+    """e^x. On a CPU by exp2, several times as fast as torch's exp; the factor costs |x| / 2^24
+    of the result.
+    """
     return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, _LOG2_E, out=out).exp2_()
 
 

@@ -1,4 +1,5 @@
-"""Matrix products with float32 accumulators and results, also of 16-bit operands, and where the weight's gradient goes.
+"""Matrix products with float32 accumulators and results, also of 16-bit operands, and where the
+weight's gradient goes.
 
 Rounding logits to bfloat16 costs 2e-2 in the log-probability.
 """
@@ -29,8 +30,8 @@ class WeightGradSink(Protocol):
         ...
 
     def make_autograd_gradient(self) -> Tensor | None:
-        """Return what autograd gets for the weight once the buffer has all of it. It is called in every backward pass,
-        also without rows, so that hooks fire.
+        """Return what autograd gets for the weight once the buffer has all of it. It is called in
+        every backward pass, also without rows, so that hooks fire.
         """
         ...
 
@@ -41,7 +42,9 @@ def choose_accumulator_dtype(a: Tensor, b: Tensor) -> torch.dtype:
 
 
 def choose_operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
-    """Return the type in which two tensors are multiplied: 16 bits only where the device has a float32 accumulator."""
+    """Return the type in which two tensors are multiplied: 16 bits only where the device has a
+    float32 accumulator.
+    """
     if a.dtype == b.dtype and a.dtype in _HALF and a.is_cuda and _HAS_OUT_DTYPE:
         return a.dtype
     return choose_accumulator_dtype(a, b)
@@ -64,7 +67,9 @@ def add_matrix_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 class WeightGradientAccumulator:
-    """Takes the weight's gradient of one backward pass chunk by chunk, without a temporary of the weight's size."""
+    """Takes the weight's gradient of one backward pass chunk by chunk, without a temporary of the
+    weight's size.
+    """
 
     def __init__(
         self,
@@ -93,7 +98,9 @@ class WeightGradientAccumulator:
     def add_tile_product(
         self, first_row: int, end_row: int, grad_RC: Tensor, hidden_RH: Tensor
     ) -> None:
-        """Rows first:last of the weight get grad.T @ hidden. Chunks come in order, each with calls and `finish_chunk`."""
+        """Rows first:last of the weight get grad.T @ hidden. Chunks come in order, each with calls
+        and `finish_chunk`.
+        """
         assert first_row == self._num_finished_rows, "a chunk was left out"
         if self._sum_CH is None:
             rows_CH = self._buffer_VH[first_row:end_row]
@@ -115,7 +122,8 @@ class WeightGradientAccumulator:
             rows_CH.copy_(self._sum_CH) if self._weight_grad_sink is None else rows_CH.add_(
                 self._sum_CH
             )
-        self._sum_CH, self._num_finished_rows = None, end_row
+        self._sum_CH = None
+        self._num_finished_rows = end_row
 
     def finish_gradient(self) -> Tensor | None:
         """Return what autograd gets. Rows that no chunk had are padding."""

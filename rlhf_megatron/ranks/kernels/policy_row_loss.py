@@ -1,7 +1,8 @@
-"""The policy loss of a micro-batch's rows: loss with grad and metrics, as sums with the weights of the columns.
+"""The policy loss of a micro-batch's rows: loss with grad and metrics, as sums with the weights
+of the columns.
 
-A loss that tells its gradient takes one pass over blocks of rows (`row_loss`), or its Triton kernel on a GPU. Any other
-loss is autograd's.
+A loss that tells its gradient takes one pass over blocks of rows (`row_loss`), or its Triton kernel
+on a GPU. Any other loss is autograd's.
 """
 
 # R rows, T rows of a block
@@ -50,7 +51,9 @@ TritonLoss = Callable[[PolicyLossInputs, Any, RegularizerParams, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PolicyRowLoss:
-    """A policy loss with its parameters and regularizers. `use_triton`: on a GPU, where it has a kernel that runs."""
+    """A policy loss with its parameters and regularizers. `use_triton`: on a GPU, where it has a
+    kernel that runs.
+    """
 
     name: str
     loss: PolicyLoss
@@ -74,10 +77,11 @@ class PolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those without rows too.
+        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those
+        without rows too.
 
-        Raises ValueError for a column that the loss needs and the mini-batch lacks, and for log-probs of half
-        precision where the loss tells its gradient.
+        Raises ValueError for a column that the loss needs and the mini-batch lacks, and for
+        log-probs of half precision where the loss tells its gradient.
         """
         assert (sequences is not None) == self.needs_sequences, (
             "sequences are given to a loss that needs them, alone"
@@ -91,14 +95,12 @@ class PolicyRowLoss:
         dtype = log_probs_R.dtype
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"log-probs are {dtype}: rounded, they differ from the old ones by more than an update changes them."
-                " Compute them in float32."
+                f"log-probs are {dtype}: rounded, they differ from the old ones by more than an"
+                " update changes them. Compute them in float32."
             )
         check_regularizer_columns(inputs, self.regularizers)
-        weights_R, metric_weights_R = (
-            columns["loss_weights"].to(dtype),
-            columns["metric_weights"].to(dtype),
-        )
+        weights_R = columns["loss_weights"].to(dtype)
+        metric_weights_R = columns["metric_weights"].to(dtype)
         with torch.no_grad():
             plain = _map_loss_inputs(
                 lambda column_R: column_R.to(dtype) if column_R.is_floating_point() else column_R,
@@ -114,7 +116,9 @@ class PolicyRowLoss:
     def compute_row_sums(
         self, inputs: PolicyLossInputs, loss_weights_R: Tensor, metric_weights_R: Tensor
     ) -> RowLossSums:
-        """The weighted sums of a loss that tells its gradient. All columns of one type; called without autograd."""
+        """The weighted sums of a loss that tells its gradient. All columns of one type; called
+        without autograd.
+        """
         is_float32 = loss_weights_R.dtype == torch.float32
         triton_loss = (
             _find_triton_loss(self.loss, loss_weights_R.device)
@@ -140,14 +144,17 @@ class PolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None,
     ) -> PolicyLossInputs:
-        """Collect what the loss reads from the columns of the mini-batch. Raises ValueError for a missing column."""
+        """Collect what the loss reads from the columns of the mini-batch. Raises ValueError for a
+        missing column.
+        """
         needed = ("advantages", "old_log_probs", *self.needed_columns)
         missing = [
             column for column in needed if column not in (*columns, "entropies", "sequences")
         ]
         if missing:
             raise ValueError(
-                f"policy loss {self.name!r} needs the columns {missing}, which the mini-batch lacks."
+                f"policy loss {self.name!r} needs the columns {missing}, which the"
+                " mini-batch lacks."
             )
         return PolicyLossInputs(
             log_probs_T=log_probs_R,
@@ -183,7 +190,9 @@ def _map_loss_inputs(
 
 
 def _find_triton_loss(loss: PolicyLoss, device: torch.device) -> TritonLoss | None:
-    """The kernel that computes what `loss` does, with the regularizers, where there is one and it runs on `device`."""
+    """The kernel that computes what `loss` does, with the regularizers, where there is one and it
+    runs on `device`.
+    """
     if loss is not ppo_clip or device.type != "cuda" or not _can_run_triton_loss(device):
         return None
     from rlhf_megatron.ranks.kernels.policy_row_loss_triton import compute_ppo_clip_row_sums
@@ -212,7 +221,9 @@ def _describe_kernel_problem(device: torch.device) -> str:
 
 
 def measure_loss_kernel_error(device: torch.device) -> float:
-    """Largest difference between the Triton kernel and plain torch, on some rows inside and outside of the ranges."""
+    """Largest difference between the Triton kernel and plain torch, on some rows inside and outside
+    of the ranges.
+    """
     from rlhf_megatron.ranks.kernels.policy_row_loss_triton import compute_ppo_clip_row_sums
 
     count_R = torch.arange(67, dtype=torch.float32, device=device)

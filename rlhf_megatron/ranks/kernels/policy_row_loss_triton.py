@@ -1,7 +1,9 @@
-"""`ppo_clip` with its regularizers in one Triton kernel: gradient and sums of a block of rows a program.
+"""`ppo_clip` with its regularizers in one Triton kernel: gradient and sums of a block of
+rows a program.
 
-A program writes its sums beside those of the others, and they are added up in a fixed order: the same input gives the
-same bits. The gradient is that of `ppo_clip`; exp is the device's, which is a few float32 roundings off.
+A program writes its sums beside those of the others, and they are added up in a fixed order: the
+same input gives the same bits. The gradient is that of `ppo_clip`; exp is the device's, which is a
+few float32 roundings off.
 """
 
 # R rows, T rows of a program
@@ -27,7 +29,8 @@ from rlhf_megatron.ranks.kernels.weighted_row_loss import RowLossSums, sum_over_
 
 BLOCK = 512  # rows of a program: 64 programs for 32768 rows
 NAMES = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower", "actor/pg_loss")
-KL_NAME, ENTROPY_NAME = "actor/kl_loss", "actor/entropy_loss"
+KL_NAME = "actor/kl_loss"
+ENTROPY_NAME = "actor/entropy_loss"
 KL_KINDS = {"k1": 1, "k2": 2, "k3": 3, "abs": 4}
 
 _MAX_LOG_RATIO = tl.constexpr(MAX_LOG_RATIO)
@@ -185,7 +188,9 @@ def _clamp_keeping_nan(x_T, low, high):
 
 @triton.jit
 def _compute_exp_minus_two_terms(x_T):
-    """e^x - 1 - x to a few roundings of it: near 0 by its series, where the difference would leave nothing."""
+    """e^x - 1 - x to a few roundings of it: near 0 by its series, where the difference would
+    leave nothing.
+    """
     term_T = 1.0 + x_T / 9.0
     term_T = 1.0 + x_T / 8.0 * term_T
     term_T = 1.0 + x_T / 7.0 * term_T

@@ -1,17 +1,21 @@
-"""What the forward pass keeps of its tiles, so that the backward pass need not compute their logits again.
+"""What the forward pass keeps of its tiles, so that the backward pass need not compute
+their logits again.
 
-Either the logits themselves, which costs memory and no precision, or probabilities as float16. Of a tile with row
-maxima n these are STASH_SCALE e^(z - n), which float16 rounds by at most 2^-11 of itself down to z - n = -20 and by
-2^-40 below. So with p the exact probabilities and d what the stash makes of them
+Either the logits themselves, which costs memory and no precision, or probabilities as float16. Of a
+tile with row maxima n these are STASH_SCALE e^(z - n), which float16 rounds by at most 2^-11 of
+itself down to z - n = -20 and by 2^-40 below. So with p the exact probabilities and d what the
+stash makes of them
 
-    |d_j - p_j| <= 2^-11 p_j + 2^-40 max p,     d_j = p_j at the largest logit of each tile (e^0 is exact)
+    |d_j - p_j| <= 2^-11 p_j + 2^-40 max p,     d_j = p_j at the largest logit of each tile
+                                                (e^0 is exact)
 
-and the gradient of a row's logits for a gradient u of its log-probability, g = u (1[target] - p), is off by at most
-2^-11 |u| |p'| (2-norm; p' is p without the largest logit; 2^-40 left out). Relative to |g| that is never above
-2^-11 / sqrt 2 = 3.5e-4, a sixth of what rounding g to bfloat16 costs (2^-9): where the target t is the largest logit,
-|g|^2 = u^2 ((sum p')^2 + |p'|^2) and sum p' >= |p'|; where not, 1 - p_t is the sum of all others, so its square is at
-least the sum of theirs, and the largest is not below p_t. Errors of columns are independent of each other: those of
-the hidden states' gradient, which sums over columns, are 1e-6 to 4e-5 of it. The entropy's part of g_j,
+and the gradient of a row's logits for a gradient u of its log-probability, g = u (1[target] - p),
+is off by at most 2^-11 |u| |p'| (2-norm; p' is p without the largest logit; 2^-40 left out).
+Relative to |g| that is never above 2^-11 / sqrt 2 = 3.5e-4, a sixth of what rounding g to bfloat16
+costs (2^-9): where the target t is the largest logit, |g|^2 = u^2 ((sum p')^2 + |p'|^2) and sum p'
+>= |p'|; where not, 1 - p_t is the sum of all others, so its square is at least the sum of theirs,
+and the largest is not below p_t. Errors of columns are independent of each other: those of the
+hidden states' gradient, which sums over columns, are 1e-6 to 4e-5 of it. The entropy's part of g_j,
 -w p (log p + H), is off by at most 2^-11 |w| p |log p + H + 1|.
 """
 
@@ -31,7 +35,9 @@ _EXACT_BYTES = {
 
 @dataclass
 class StashBudget:
-    """Bytes left for float16, and for logits. Either ends with the first chunk that does not fit."""
+    """Bytes left for float16, and for logits. Either ends with the first chunk
+    that does not fit.
+    """
 
     float16_bytes: int
     logit_bytes: int
@@ -41,7 +47,9 @@ class StashBudget:
         return StashBudget(stash_bytes, _EXACT_BYTES.get(device_type, 0))
 
     def reserve_float16_chunk(self, num_rows: int, num_columns: int, element_size: int) -> bool:
-        """Whether a chunk fits, with the largest z of each row beside it. `element_size`: bytes of a logit."""
+        """Whether a chunk fits, with the largest z of each row beside it. `element_size`:
+        bytes of a logit.
+        """
         num_bytes = num_rows * (2 * num_columns + element_size)
         self.float16_bytes = (
             self.float16_bytes - num_bytes if num_bytes <= self.float16_bytes else -1
@@ -56,7 +64,9 @@ class StashBudget:
 
 @dataclass(frozen=True)
 class StashedChunk:
-    """`max_R`: the largest z of each row in the chunk, to which float16 `values_RC` are relative; None: logits."""
+    """`max_R`: the largest z of each row in the chunk, to which float16 `values_RC` are
+    relative; None: logits.
+    """
 
     values_RC: Tensor
     max_R: Tensor | None
@@ -67,7 +77,9 @@ class StashedChunk:
 
 
 class TileStash:
-    """Vocabulary chunks from the first on, while there is a budget. Read once, chunk by chunk: readers destroy it."""
+    """Vocabulary chunks from the first on, while there is a budget. Read once, chunk by chunk:
+    readers destroy it.
+    """
 
     def __init__(self, budget: StashBudget) -> None:
         self._budget = budget
@@ -76,8 +88,8 @@ class TileStash:
     def allocate_chunk(
         self, first_column: int, num_rows: int, num_columns: int, logits_like: Tensor
     ) -> StashedChunk | None:
-        """Return memory for the chunk that begins at column `first_column`, or None where it does not fit. `logits_like`: type of
-        logits.
+        """Return memory for the chunk that begins at column `first_column`, or None where it does
+        not fit. `logits_like`: type of logits.
         """
         element_size = logits_like.element_size()
         if self._budget.reserve_float16_chunk(num_rows, num_columns, element_size):
@@ -91,5 +103,7 @@ class TileStash:
         return chunk
 
     def pop_chunk(self, first_column: int) -> StashedChunk | None:
-        """The chunk, which the stash then no longer has: a second backward pass of the same graph computes it again."""
+        """The chunk, which the stash then no longer has: a second backward pass of the same graph
+        computes it again.
+        """
         return self._chunks.pop(first_column, None)

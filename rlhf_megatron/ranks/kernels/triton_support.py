@@ -20,7 +20,9 @@ MIN_CAPABILITY = (8, 0)  # of the CUDA device: bfloat16, and what triton itself 
 
 @dataclass(frozen=True)
 class TritonSupport:
-    """`why_not` is one sentence, and empty where kernels can run; `version` is empty where triton is not installed."""
+    """`why_not` is one sentence, and empty where kernels can run; `version` is empty where triton
+    is not installed.
+    """
 
     version: str
     why_not: str
@@ -31,10 +33,12 @@ class TritonSupport:
 
 
 def query_triton_support(device: torch.device) -> TritonSupport:
-    """Whether kernels can be compiled for and run on `device`: what can be told without importing triton.
+    """Whether kernels can be compiled for and run on `device`: what can be told without
+    importing triton.
 
-    On a CPU never: there they run under the interpreter only, which is for tests (see `query_interpreter_support`). Whether a
-    compiled kernel really runs is for `try_triton_kernel` to say.
+    On a CPU never: there they run under the interpreter only, which is for tests (see
+    `query_interpreter_support`). Whether a compiled kernel really runs is for
+    `try_triton_kernel` to say.
     """
     found = _find_installed_triton()
     if not found.is_usable:
@@ -56,7 +60,9 @@ def query_triton_support(device: torch.device) -> TritonSupport:
 
 
 def query_interpreter_support() -> TritonSupport:
-    """Whether kernels can run on the CPU under triton's interpreter (TRITON_INTERPRET=1 before triton is imported)."""
+    """Whether kernels can run on the CPU under triton's interpreter (TRITON_INTERPRET=1 before
+    triton is imported).
+    """
     found = _find_installed_triton()
     if not found.is_usable:
         return found
@@ -70,16 +76,21 @@ def query_interpreter_support() -> TritonSupport:
     ) >= (2, 4):
         return TritonSupport(
             found.version,
-            f"triton {found.version} cannot interpret with numpy {numpy}; install numpy < 2.4 or triton >= 3.7.",
+            (
+                f"triton {found.version} cannot interpret with numpy {numpy}; install numpy < 2.4"
+                " or triton >= 3.7."
+            ),
         )
     return found
 
 
 def try_triton_kernel(device: torch.device) -> str:
-    """Compile one small kernel, run it on `device` and check its result: "" or the reason why that did not work.
+    """Compile one small kernel, run it on `device` and check its result: "" or the reason why
+    that did not work.
 
-    Takes a second or two the first time. Catches what no version tells: no C compiler or no Python headers for
-    triton's launcher, a driver that is too old, a cache directory that cannot be written.
+    Takes a second or two the first time. Catches what no version tells: no C compiler or no Python
+    headers for triton's launcher, a driver that is too old, a cache directory that
+    cannot be written.
     """
     support = query_triton_support(device)
     if not support.is_usable:
@@ -91,7 +102,10 @@ def try_triton_kernel(device: torch.device) -> str:
         )
 
         if is_triton_interpreted():
-            return "TRITON_INTERPRET is set: kernels would run in Python, thousands of times slower; unset it."
+            return (
+                "TRITON_INTERPRET is set: kernels would run in Python, thousands of times"
+                " slower; unset it."
+            )
         error = measure_smallest_tile_error(device)
     except (
         Exception

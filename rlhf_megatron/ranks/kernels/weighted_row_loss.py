@@ -1,7 +1,8 @@
-"""The weighted sums of a loss that tells its gradient: value, gradient and metrics of rows in one pass.
+"""The weighted sums of a loss that tells its gradient: value, gradient and metrics of
+rows in one pass.
 
-On a CPU the rows are taken in blocks whose temporaries stay in the cache. Nothing waits for a device, and the backward
-pass only multiplies.
+On a CPU the rows are taken in blocks whose temporaries stay in the cache. Nothing waits for a
+device, and the backward pass only multiplies.
 """
 
 # R rows, T rows of a block
@@ -62,10 +63,8 @@ class RowLossAccumulator:
     def add_block(self, row_block: RowBlock, loss_outputs: PolicyLossOutputs) -> None:
         """`loss_outputs`: of these rows."""
         assert loss_outputs.grad_T is not None, "the loss tells its gradient"
-        loss_weights_T, metric_weights_T = (
-            slice_block_rows(self._loss_weights_R, row_block),
-            slice_block_rows(self._metric_weights_R, row_block),
-        )
+        loss_weights_T = slice_block_rows(self._loss_weights_R, row_block)
+        metric_weights_T = slice_block_rows(self._metric_weights_R, row_block)
         torch.mul(
             loss_outputs.grad_T, loss_weights_T, out=slice_block_rows(self._grad_R, row_block)
         )
@@ -89,7 +88,9 @@ class RowLossAccumulator:
 
 
 def sum_over_blocks(block_sums: Tensor, grad_R: Tensor, metric_names: Sequence[str]) -> RowLossSums:
-    """[blocks, 1 + metrics] partial sums, the loss first -> their sums over the blocks, always in the same order."""
+    """[blocks, 1 + metrics] partial sums, the loss first -> their sums over the blocks, always in
+    the same order.
+    """
     totals = block_sums.sum(0, dtype=torch.float64).to(grad_R.dtype)
     value, *metrics = totals.unbind()
     return RowLossSums(value, grad_R, dict(zip(metric_names, metrics, strict=True)))
@@ -117,11 +118,9 @@ def compute_value_loss_sums(
     with torch.no_grad():
         summing = RowLossAccumulator(weights_R, metric_weights_R)
         for block in summing.split_row_blocks():
-            values_T, old_T, returns_T = (
-                slice_block_rows(values_R, block),
-                slice_block_rows(old_R, block),
-                slice_block_rows(returns_R, block),
-            )
+            values_T = slice_block_rows(values_R, block)
+            old_T = slice_block_rows(old_R, block)
+            returns_T = slice_block_rows(returns_R, block)
             summing.add_block(
                 block, compute_value_loss(values_T, old_T, returns_T, cliprange_value)
             )

@@ -1,8 +1,10 @@
-"""Orders of packed documents' tokens: by length, and shared out to context-parallel ranks. Pure index arithmetic.
+"""Orders of packed documents' tokens: by length, and shared out to context-parallel ranks. Pure
+index arithmetic.
 
-Zigzag: each document is cut into 2 cp chunks of one size. Rank r has the chunks r and 2 cp - 1 - r of every document,
-documents in order: so every rank has an early and a late part of each, and as much causal attention to compute as any
-other. Joining the shares in rank order gives all tokens, but not in document order; the tables say where they are.
+Zigzag: each document is cut into 2 cp chunks of one size. Rank r has the chunks r and 2 cp - 1 - r
+of every document, documents in order: so every rank has an early and a late part of each, and as
+much causal attention to compute as any other. Joining the shares in rank order gives all tokens,
+but not in document order; the tables say where they are.
 
     borders [0, 8, 12], cp 2: rank 0 has tokens 0 1 6 7 | 8 11, rank 1 has tokens 2 3 4 5 | 9 10
 
@@ -49,7 +51,9 @@ class TokenOrder:
 
 @dataclass(frozen=True)
 class LengthGroups:
-    """Brings a rank's tokens, and the keys that it gathered, together by the length of their documents."""
+    """Brings a rank's tokens, and the keys that it gathered, together by the length of
+    their documents.
+    """
 
     document_runs: tuple[
         DocumentRun, ...
@@ -63,9 +67,11 @@ class LengthGroups:
 def group_documents_by_length(
     borders: Tensor, cp: int = 1, prompt_documents: Tensor | None = None
 ) -> LengthGroups:
-    """`borders` [D + 1] of whole documents; under cp each is a multiple of 2 cp long. The orders are on its device.
+    """`borders` [D + 1] of whole documents; under cp each is a multiple of 2 cp long. The orders
+    are on its device.
 
-    `prompt_documents` [D]: the document that each goes on from, -1 of none; then documents of a run have prompts of one length.
+    `prompt_documents` [D]: the document that each goes on from, -1 of none; then documents of a run
+    have prompts of one length.
     """
     host = borders.to(device="cpu", dtype=torch.int64)
     lengths = host.diff()
@@ -96,7 +102,8 @@ def group_documents_by_length(
 def _group_documents_with_prompts(
     lengths: Tensor, prompt_documents: Tensor, device: torch.device
 ) -> LengthGroups:
-    is_behind, base = prompt_documents >= 0, int(lengths.max()) + 1
+    is_behind = prompt_documents >= 0
+    base = int(lengths.max()) + 1
     kinds = lengths + base * lengths[prompt_documents.clamp(min=0)].where(
         is_behind, 0
     )  # both lengths in one number
@@ -113,7 +120,8 @@ def _group_documents_with_prompts(
     firsts: dict[int, int] = {}  # of each run, the first document
     values, counts = kinds[order].unique_consecutive(return_counts=True)
     for kind, count in zip(values.tolist(), counts.tolist(), strict=True):
-        length, before = kind % base, kind // base
+        length = kind % base
+        before = kind // base
         run = DocumentRun(start, start + length * count, length)
         if before:
             own = prompt_documents[order[first : first + count]]
@@ -122,18 +130,22 @@ def _group_documents_with_prompts(
                 prompt_run=runs[before],
                 prompt_indices=(places[own] - firsts[before]).to(device),
             )
-        runs[kind], firsts[kind] = run, first
-        start, first = run.stop, first + count
+        runs[kind] = run
+        firsts[kind] = first
+        start = run.stop
+        first = first + count
     return LengthGroups(tuple(run for run in runs.values() if run.length), tokens, tokens)
 
 
 def locate_prompt_keys(
     borders: Tensor, prompt_documents: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what documents behind shared prompts attend to: the borders of their key sequences [D + 1] int32, each the
-    document's prompt and then itself, and the place of each key among the tokens [num_keys]. `prompt_documents` [D] as above.
+    """Return what documents behind shared prompts attend to: the borders of their key sequences
+    [D + 1] int32, each the document's prompt and then itself, and the place of each key among the
+    tokens [num_keys]. `prompt_documents` [D] as above.
     """
-    lengths, starts = borders.diff().long(), borders[:-1].long()
+    lengths = borders.diff().long()
+    starts = borders[:-1].long()
     before = lengths[prompt_documents.clamp(min=0)].where(prompt_documents >= 0, 0)
     key_borders = _compute_borders(before + lengths)
     document = torch.repeat_interleave(before + lengths, output_size=num_keys)
@@ -144,9 +156,11 @@ def locate_prompt_keys(
 
 
 def order_gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:
-    """[T] the token (in document order) at each place once the ranks' shares are joined in rank order.
+    """[T] the token (in document order) at each place once the ranks' shares are joined
+    in rank order.
 
-    `borders` [D + 1] integers from 0 to `num_tokens`, every length a multiple of 2 cp. `[cp, share]` is a view of it.
+    `borders` [D + 1] integers from 0 to `num_tokens`, every length a multiple of 2 cp.
+    `[cp, share]` is a view of it.
     """
     lengths = borders.diff().long()
     starts = torch.repeat_interleave(borders[:-1].long(), lengths, output_size=num_tokens)
@@ -159,18 +173,22 @@ def order_gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:
 def locate_prefix_keys(
     borders: Tensor, num_tokens: int, cp: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a rank's chunks attend to, for attention over pairs of one query and one key sequence.
+    """Return what a rank's chunks attend to, for attention over pairs of one query and
+    one key sequence.
 
-    Its share is 2 D query sequences as it stands: each document's chunk `cp_rank`, then its chunk 2 cp - 1 - `cp_rank`. The
-    keys of a chunk are the document up to the chunk's end, so that its last query sees its last key. Returns the
-    borders of the query sequences [2 D + 1] and of the key sequences [2 D + 1], both int32, and the place of each key
-    among the gathered ones [T (2 cp + 1) / (2 cp)].
+    Its share is 2 D query sequences as it stands: each document's chunk `cp_rank`, then its chunk 2
+    cp - 1 - `cp_rank`. The keys of a chunk are the document up to the chunk's end, so that its last
+    query sees its last key. Returns the borders of the query sequences [2 D + 1] and of the key
+    sequences [2 D + 1], both int32, and the place of each key among the gathered ones [T (2
+    cp + 1) / (2 cp)].
     """
     chunk_sizes = (borders.diff().long() // (2 * cp)).repeat_interleave(2)
-    # Where a document's two chunks end, rank + 1 and 2 cp - rank; a tensor of host numbers would wait for the device.
+    # Where a document's two chunks end, rank + 1 and 2 cp - rank; a tensor of host numbers would
+    # wait for the device.
     is_second = torch.arange(chunk_sizes.numel(), device=borders.device) % 2
     key_lengths = chunk_sizes * (cp_rank + 1 + is_second * (2 * (cp - cp_rank) - 1))
-    query_borders, key_borders = _compute_borders(chunk_sizes), _compute_borders(key_lengths)
+    query_borders = _compute_borders(chunk_sizes)
+    key_borders = _compute_borders(key_lengths)
     num_keys = num_tokens * (2 * cp + 1) // (2 * cp)
     shifts = borders[:-1].long().repeat_interleave(2) - key_borders[:-1]
     tokens = torch.arange(num_keys, device=borders.device)
@@ -180,7 +198,9 @@ def locate_prefix_keys(
 
 
 def compute_chunk_positions(length: int, cp: int, cp_rank: int) -> Tensor:
-    """[length / cp] positions, in a document of `length` tokens, of the tokens that `cp_rank` has of it."""
+    """[length / cp] positions, in a document of `length` tokens, of the tokens that
+    `cp_rank` has of it.
+    """
     size = length // (2 * cp)
     first = torch.arange(size)
     return torch.cat([first + cp_rank * size, first + (2 * cp - 1 - cp_rank) * size])
@@ -193,7 +213,8 @@ def _compute_borders(lengths: Tensor) -> Tensor:
 def _find_equal_length_runs(lengths: Tensor) -> tuple[DocumentRun, ...]:
     """Maximal runs of equal lengths. Documents without tokens are left out."""
     values, counts = lengths.unique_consecutive(return_counts=True)
-    runs, start = [], 0
+    runs = []
+    start = 0
     for length, count in zip(values.tolist(), counts.tolist(), strict=True):
         if length:
             runs.append(DocumentRun(start, start + length * count, length))

@@ -1,6 +1,8 @@
-"""Kernels of flash attention over packed documents: those of torch and of two packages, behind one call.
+"""Kernels of flash attention over packed documents: those of torch and of two packages,
+behind one call.
 
-They differ in the names of their options from version to version; what a function takes is looked at, not its version.
+They differ in the names of their options from version to version; what a function takes is looked
+at, not its version.
 """
 
 # T tokens, N heads, d head dimension, D documents
@@ -41,11 +43,15 @@ class SequenceBorders(NamedTuple):
 
 
 FlashAttentionCall = Callable[[Tensor, Tensor, Tensor, SequenceBorders, float], Tensor]
-"""(query [T, N, d], key and value [T', N / group, d], borders, softmax scale) -> [T, N, d], causal."""
+"""(query [T, N, d], key and value [T', N / group, d], borders,
+softmax scale) -> [T, N, d], causal.
+"""
 
 
 SinkAttentionCall = Callable[..., Tensor]
-"""The same, and further `window`, in tokens, a query's own with them (None: none), and `sinks` [N]."""
+"""The same, and further `window`, in tokens, a query's own with them (None:
+none), and `sinks` [N].
+"""
 
 
 @dataclass(frozen=True)
@@ -61,14 +67,13 @@ class FlashKernel:
 def choose_flash_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, has_sinks: bool = False
 ) -> FlashKernel:
-    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process. `has_sinks`: each head
-    has a logit of its own in the softmax."""
+    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process.
+    `has_sinks`: each head has a logit of its own in the softmax.
+    """
     if device.type == "cpu":  # no package is imported in vain
         return FlashKernel(choose_attention_kernel("cpu", "", head_dim, (0, 0), {}), None)
-    capability, name_of_dtype = (
-        torch.cuda.get_device_capability(device),
-        str(dtype).removeprefix("torch."),
-    )
+    capability = torch.cuda.get_device_capability(device)
+    name_of_dtype = str(dtype).removeprefix("torch.")
     choice = choose_attention_kernel(
         "cuda", name_of_dtype, head_dim, capability, explain_absent_kernels(), has_sinks
     )
@@ -130,7 +135,9 @@ def wrap_torch_varlen(varlen_attn: Callable[..., Any]) -> FlashAttentionCall:
 
 
 def wrap_flash_attn_package(flash_attn_varlen_func: Callable[..., Any]) -> FlashAttentionCall:
-    """The function of flash-attn 2 or 3 as a `FlashAttentionCall`. Its gradients repeat bit for bit where torch is told to."""
+    """The function of flash-attn 2 or 3 as a `FlashAttentionCall`. Its gradients repeat bit for bit
+    where torch is told to.
+    """
     options = inspect.signature(flash_attn_varlen_func).parameters
 
     def attend_with_package(
@@ -169,11 +176,13 @@ class AttentionPasses(Protocol):
         """(output [T, N, d], logarithms)."""
 
     def backward(
-        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor, borders: SequenceBorders,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor,
+        borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of query, key and value. The kernel must take its shares from `log_sums`, exp(logit - log), and the
-        mean of their gradients from the output."""
+        """Gradients of query, key and value. The kernel must take its shares from `log_sums`,
+        exp(logit - log), and the mean of their gradients from the output.
+        """
 
 
 class TorchAttentionPasses:
@@ -205,7 +214,8 @@ class TorchAttentionPasses:
         return output, logs
 
     def backward(
-        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor, borders: SequenceBorders,
+        self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor,
+        borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
         query, key, value = inputs
@@ -264,13 +274,16 @@ def make_sink_attention(attention_passes: AttentionPasses) -> SinkAttentionCall:
 
 
 class _SinkAttention(torch.autograd.Function):
-    """A sink adds to the sum that shares are divided by: s = log(exp(log) + exp(sink)), and the output is scaled by
-    exp(log - s). Given s and that output the kernel's own backward pass makes the right gradients: all that it takes
-    from its forward pass are the shares exp(logit - s) and their mean gradient, the product of output and gradient."""
+    """A sink adds to the sum that shares are divided by: s = log(exp(log) + exp(sink)), and the
+    output is scaled by exp(log - s). Given s and that output the kernel's own backward pass makes
+    the right gradients: all that it takes from its forward pass are the shares exp(logit - s) and
+    their mean gradient, the product of output and gradient.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, attention_passes: AttentionPasses, borders: SequenceBorders,
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor,
+        attention_passes: AttentionPasses, borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
         plain, logs_NT = attention_passes.forward(query, key, value, borders, scale, window)

@@ -1,8 +1,9 @@
-"""Chooses the fused paths of a model and says why not a faster one. Pure: what is installed comes as arguments.
+"""Chooses the fused paths of a model and says why not a faster one. Pure: what is installed
+comes as arguments.
 
-Megatron-core offers more than is taken here, and says nothing where it takes something else: its rotary fusion (our
-attention turns queries and keys itself), its softmax and attention (ours knows packed documents), its persistent layer
-norm (the models have RMSNorm).
+Megatron-core offers more than is taken here, and says nothing where it takes something else: its
+rotary fusion (our attention turns queries and keys itself), its softmax and attention (ours knows
+packed documents), its persistent layer norm (the models have RMSNorm).
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ _DATA_CENTER_GPUS = ((8, 0), (9, 0), (10, 0), (10, 3))  # their compute capabili
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A chosen path. `why_not` says in one sentence why no faster one is taken; empty when there is none."""
+    """A chosen path. `why_not` says in one sentence why no faster one is taken; empty when
+    there is none.
+    """
 
     name: str
     why_not: str = ""
@@ -47,12 +50,13 @@ def choose_attention_kernel(
     absence_reasons: Mapping[AttentionKernel, str],
     has_sinks: bool = False,
 ) -> KernelChoice:
-    """The kernel for packed documents. `absence_reasons`: why a kernel cannot be used here, for those that cannot. `has_sinks`:
+    """The kernel for packed documents. `absence_reasons`: why a kernel cannot be used here, for
+    those that cannot. `has_sinks`:
     each head has a logit of its own in the softmax, which goes around torch's kernel only.
 
-    `capability` is (0, 0) on a CPU. By speed: Flash Attention 3 (Hopper only), torch's own, which is Flash Attention 2
-    inside, then that package. What is left is scaled_dot_product_attention by lengths of documents, which takes any
-    type and head, and waits for the device.
+    `capability` is (0, 0) on a CPU. By speed: Flash Attention 3 (Hopper only), torch's own, which
+    is Flash Attention 2 inside, then that package. What is left is scaled_dot_product_attention by
+    lengths of documents, which takes any type and head, and waits for the device.
     """
     if device == "cpu":
         return KernelChoice("by_length", "flash attention runs on CUDA only")
@@ -61,17 +65,26 @@ def choose_attention_kernel(
             "by_length", f"flash attention takes half precision only, and the model is {dtype}"
         )
     if head_dim > _LARGEST_HEAD or head_dim % _HEAD_MULTIPLE:
-        why_not = f"the head dimension ({head_dim}) is not a multiple of {_HEAD_MULTIPLE} up to {_LARGEST_HEAD}"
+        why_not = (
+            f"the head dimension ({head_dim}) is not a multiple of {_HEAD_MULTIPLE} up"
+            f" to {_LARGEST_HEAD}"
+        )
         return KernelChoice("by_length", why_not)
     if capability < (8, 0):
         return KernelChoice(
             "by_length",
-            f"flash attention needs compute capability 8.0, and the device has {_format_capability(capability)}",
+            (
+                "flash attention needs compute capability 8.0, and the device"
+                f" has {_format_capability(capability)}"
+            ),
         )
     if head_dim > _LARGEST_HEAD_OF_ALL_GPUS and capability not in _DATA_CENTER_GPUS:
         return KernelChoice(
             "by_length",
-            f"heads of {head_dim} need another GPU than one of capability {_format_capability(capability)}",
+            (
+                f"heads of {head_dim} need another GPU than one of"
+                f" capability {_format_capability(capability)}"
+            ),
         )
     if has_sinks:
         absence_reasons = {**absence_reasons, "flash_attn_3": _NO_SINKS, "flash_attn_2": _NO_SINKS}
@@ -96,7 +109,9 @@ def choose_norm_kernel(
     apex_why_not: str,
     has_apex_norm: bool,
 ) -> KernelChoice:
-    """RMSNorm of a model's layers. `has_torch_kernel`: torch's rms_norm is one kernel on CUDA (2.9 and newer)."""
+    """RMSNorm of a model's layers. `has_torch_kernel`: torch's rms_norm is one kernel on CUDA
+    (2.9 and newer).
+    """
     if device == "cpu":
         return KernelChoice(
             "plain", "fused norms run on CUDA only; here its gradient is written out by hand"
@@ -107,12 +122,17 @@ def choose_norm_kernel(
         return KernelChoice("torch")
     if not apex_why_not and has_apex_norm:
         return KernelChoice("apex")
-    why_not = f"this torch has no kernel for RMSNorm; Apex: {apex_why_not or 'it was built without its norms'}"
+    why_not = (
+        "this torch has no kernel for RMSNorm;"
+        f" Apex: {apex_why_not or 'it was built without its norms'}"
+    )
     return KernelChoice("plain", why_not, "torch 2.9 or newer")
 
 
 def choose_adam_kernel(device: DeviceType, imported_adam: AdamKernel) -> KernelChoice:
-    """`imported_adam`: what megatron-core takes when it is imported: Transformer Engine's, else Apex's, else torch's."""
+    """`imported_adam`: what megatron-core takes when it is imported: Transformer Engine's, else
+    Apex's, else torch's.
+    """
     if device == "cpu":
         return KernelChoice(
             "torch",
@@ -129,7 +149,8 @@ def choose_gradient_fusion(
     has_extension: bool,
     has_float32_product: bool,
 ) -> KernelChoice:
-    """ "off", or who adds weight gradients to the float32 buffers: "transformer_engine", "apex", "torch".
+    """ "off", or who adds weight gradients to the float32 buffers: "transformer_engine",
+    "apex", "torch".
 
     Raises ValueError where `setting` asks for what no installed package can do.
     """
@@ -155,13 +176,16 @@ def choose_gradient_fusion(
     why_not = f"in {dtype} it needs a matrix product into float32, which this torch has not"
     if setting:
         raise ValueError(
-            f"gradient_accumulation_fusion (true) is not possible: {why_not}; {fix}, or leave it null."
+            f"gradient_accumulation_fusion (true) is not possible: {why_not}; {fix}, or"
+            " leave it null."
         )
     return KernelChoice("off", why_not, fix)
 
 
 def choose_compiled_activation(device: DeviceType, compiler_why_not: str) -> KernelChoice:
-    """megatron-core compiles bias + SwiGLU and bias + dropout + add with torch.compile: "compiled" or "plain"."""
+    """megatron-core compiles bias + SwiGLU and bias + dropout + add with torch.compile:
+    "compiled" or "plain".
+    """
     if device == "cpu":
         return KernelChoice("plain", "compiling it on a CPU costs minutes and gains nothing")
     if compiler_why_not:

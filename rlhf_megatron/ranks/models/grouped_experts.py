@@ -1,12 +1,14 @@
 """The experts of a rank as two grouped products (`actor.megatron.moe_grouped_gemm`).
 
-`GroupedExperts` has the parameters of megatron-core's experts, which run one after the other and are the reference.
-`TorchGroupedLinear` stands on a CPU for the grouped linear layers of Transformer Engine, under their names.
+`GroupedExperts` has the parameters of megatron-core's experts, which run one after the other and
+are the reference. `TorchGroupedLinear` stands on a CPU for the grouped linear layers of Transformer
+Engine, under their names.
 
-Every expert's tokens are filled up to a multiple of 16, and to 16 at least: kernels on GPUs refuse other numbers in the
-gradient of the weights. Nothing here waits for the device.
+Every expert's tokens are filled up to a multiple of 16, and to 16 at least: kernels on GPUs refuse
+other numbers in the gradient of the weights. Nothing here waits for the device.
 
-Legend: T tokens on this rank, once for each of their experts here; P the same filled up; E experts, i and o columns.
+Legend: T tokens on this rank, once for each of their experts here; P the same filled up; E experts,
+i and o columns.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class GroupedExperts(SequentialMLP):
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
         """[T, h], [E], [T] -> [T, h], and no bias. Tokens lie together by expert."""
-        tokens_Th, device = permuted_local_hidden_states, permuted_local_hidden_states.device
+        tokens_Th = permuted_local_hidden_states
+        device = permuted_local_hidden_states.device
         counts_E = tokens_per_expert.to(device, torch.int64, non_blocking=True)
         groups = pad_expert_groups(counts_E, len(tokens_Th))
         gate_up = _multiply_by_expert_weights(
@@ -50,8 +53,9 @@ class GroupedExperts(SequentialMLP):
         return output, None
 
     def _collect_weights(self, linear_name: str) -> list[Tensor]:
-        """Return the weights of the experts' linear layers of that name. Their own forward passes are never called, so
-        their pre-forward hooks run here: overlap_param_gather waits for the weights in them.
+        """Return the weights of the experts' linear layers of that name. Their own forward passes
+        are never called, so their pre-forward hooks run here: overlap_param_gather waits for the
+        weights in them.
         """
         linears = [getattr(expert, linear_name) for expert in self.local_experts]
         for linear in linears:
@@ -60,8 +64,9 @@ class GroupedExperts(SequentialMLP):
         return [linear.weight for linear in linears]
 
     def _expand_biases(self, linear_name: str, counts_E: Tensor, num_tokens: int) -> Tensor | None:
-        """[T, o], of each token that of its expert; None where they have none. Behind `_collect_weights`, which waits for
-        parameters."""
+        """[T, o], of each token that of its expert; None where they have none. Behind
+        `_collect_weights`, which waits for parameters.
+        """
         if not self.config.add_bias_linear:
             return None
         return _expand_biases_to_tokens(
@@ -93,14 +98,15 @@ class GroupedExperts(SequentialMLP):
             return fused
         gate, up = gate_up.chunk(2, -1)
         if (limit := config.activation_func_clamp_value) is not None:
-            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            gate = gate.clamp(max=limit)
+            up = up.clamp(-limit, limit)
         product: Tensor = config.activation_func(gate) * (up + config.glu_linear_offset)
         return (product * probs_T.unsqueeze(-1)).to(gate_up.dtype)
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """A linear layer of all experts of a rank: parameters `weight0`, `bias0`, `weight1`, ... Made and called as
-    megatron-core's TEGroupedMLP does with Transformer Engine's.
+    """A linear layer of all experts of a rank: parameters `weight0`, `bias0`, `weight1`, ... Made
+    and called as megatron-core's TEGroupedMLP does with Transformer Engine's.
     """
 
     tp_dim: int  # of a weight [o, i], along which etp splits it
@@ -118,11 +124,9 @@ class TorchGroupedLinear(torch.nn.Module):
         **_transformer_engine_options: Any,
     ) -> None:
         super().__init__()
-        self.process_groups, self.num_gemms, self.is_bias_returned = (
-            pg_collection,
-            num_gemms,
-            skip_bias_add,
-        )
+        self.process_groups = pg_collection
+        self.num_gemms = num_gemms
+        self.is_bias_returned = skip_bias_add
         shape = [output_size, input_size]
         shape[self.tp_dim] //= dist.get_world_size(pg_collection.expt_tp)
         for number in range(num_gemms):
@@ -159,17 +163,13 @@ class TorchGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return, for megatron's checkpoints, one tensor for the experts of all ranks, as experts one after the
-        other do.
+        """Return, for megatron's checkpoints, one tensor for the experts of all ranks, as experts
+        one after the other do.
         """
-        groups, axes = (
-            self.process_groups,
-            {"weight": self.tp_dim, **({"bias": 0} if self.tp_dim == 0 else {})},
-        )
-        first, total = (
-            dist.get_rank(groups.ep) * self.num_gemms,
-            dist.get_world_size(groups.ep) * self.num_gemms,
-        )
+        groups = self.process_groups
+        axes = {"weight": self.tp_dim, **({"bias": 0} if self.tp_dim == 0 else {})}
+        first = dist.get_rank(groups.ep) * self.num_gemms
+        total = dist.get_world_size(groups.ep) * self.num_gemms
         state = {}
         for number in range(self.num_gemms):
             parts = {name: getattr(self, f"{name}{number}", None) for name in ("weight", "bias")}
@@ -202,7 +202,9 @@ class RowGroupedLinear(TorchGroupedLinear):
 def _multiply_by_expert_weights(
     tokens_Ti: Tensor, padded_groups: tuple[Tensor, Tensor], weights: list[Tensor]
 ) -> Tensor:
-    """[T, o]: each token times the weight of its expert. `padded_groups`: of `pad_expert_groups`."""
+    """[T, o]: each token times the weight of its expert.
+    `padded_groups`: of `pad_expert_groups`.
+    """
     places_T, ends_E = padded_groups
     filled = tokens_Ti.new_zeros(len(tokens_Ti) + ALIGNMENT * len(weights), tokens_Ti.shape[1])
     return apply_grouped_linear(
@@ -219,7 +221,8 @@ def _expand_biases_to_tokens(biases: list[Tensor], counts_E: Tensor, num_tokens:
 
 
 def apply_grouped_linear(tokens_Pi: Tensor, ends_E: Tensor, weights: list[Tensor]) -> Tensor:
-    """[P, o]: the rows of each group times its weight [o, i]. `ends_E` int32, each a multiple of ALIGNMENT.
+    """[P, o]: the rows of each group times its weight [o, i]. `ends_E` int32, each a
+    multiple of ALIGNMENT.
 
     Rows behind the last group are not defined.
     """
@@ -228,7 +231,9 @@ def apply_grouped_linear(tokens_Pi: Tensor, ends_E: Tensor, weights: list[Tensor
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
-    """Keeps the parameters for the backward pass, and not the copy that they are put together in."""
+    """Keeps the parameters for the backward pass,
+    and not the copy that they are put together in.
+    """
 
     @staticmethod
     def forward(ctx: Any, tokens_Pi: Tensor, ends_E: Tensor, *weights: Tensor) -> Tensor:
@@ -245,7 +250,9 @@ class _GroupedLinearFunction(torch.autograd.Function):
 
 
 def pad_expert_groups(counts_E: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """(the row of each token [T], where each expert's rows end [E] int32) once groups are filled up."""
+    """(the row of each token [T], where each expert's rows end [E] int32) once groups
+    are filled up.
+    """
     filled_E = ((counts_E + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT
     ends_E = filled_E.cumsum(0)
     moved_E = (ends_E - filled_E) - (

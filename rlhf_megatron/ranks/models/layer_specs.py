@@ -1,4 +1,6 @@
-"""A model has megatron-core's own layers, Transformer Engine's, or plain torch under the latter's names."""
+"""A model has megatron-core's own layers, Transformer Engine's, or plain torch under the
+latter's names.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,9 @@ _LOCAL_KEYS = {
     "self_attention.linear_kv_up_proj.layer_norm_": "self_attention.kv_layernorm.",
     "mlp.linear_fc1.layer_norm_": "pre_mlp_layernorm.",
 }
-"""Names in checkpoints with latent attention, where megatron's local layers do not have those of fused ones."""
+"""Names in checkpoints with latent attention, where megatron's local layers do not have those
+of fused ones.
+"""
 
 
 def has_transformer_engine() -> bool:
@@ -62,8 +66,9 @@ def resolve_layer_impl(
     device: torch.device,
     has_experts: bool = False,
 ) -> LayerImpl:
-    """Return whose names the modules get: of a model with experts megatron-core's own, unless it is told. Raises
-    ValueError for Transformer Engine on a GPU without it."""
+    """Return whose names the modules get: of a model with experts megatron-core's own, unless it is
+    told. Raises ValueError for Transformer Engine on a GPU without it.
+    """
     if has_experts and transformer_impl == "auto":
         return "local"
     is_cuda = device.type == "cuda"
@@ -78,8 +83,8 @@ def resolve_layer_impl(
         return "local" if is_missing or not is_cuda else "transformer_engine"
     if is_missing:
         raise ValueError(
-            f"transformer_impl ({transformer_impl}) needs Transformer Engine, which cannot be imported ({why_not});"
-            f" {INSTALL[TRANSFORMER_ENGINE]}, or use transformer_impl local."
+            f"transformer_impl ({transformer_impl}) needs Transformer Engine, which cannot be"
+            f" imported ({why_not}); {INSTALL[TRANSFORMER_ENGINE]}, or use transformer_impl local."
         )
     return transformer_impl
 
@@ -95,10 +100,11 @@ def explain_missing_transformer_engine() -> str:
 def make_layer_spec(
     impl: LayerImpl, config: Any, device: torch.device, unbiased_part: LayerPart | None = None
 ) -> tuple[Any, Any]:
-    """(spec of a layer, class of the final norm). Attention is ours in all: it does document borders, and positions
-    but for latent attention.
+    """(spec of a layer, class of the final norm). Attention is ours in all: it does document
+    borders, and positions but for latent attention.
 
-    `unbiased_part`: the part of a layer whose linear layers have no bias whatever `add_bias_linear` says.
+    `unbiased_part`: the part of a layer whose linear layers have no bias whatever
+    `add_bias_linear` says.
     """
     layer, final_norm = _make_layer_and_norm(impl, config, None, device)
     if unbiased_part is not None:
@@ -125,8 +131,8 @@ def _make_layer_and_norm(
 def make_expert_layer_spec(
     impl: LayerImpl, config: Any, device: torch.device, has_grouped_experts: bool
 ) -> Any:
-    """A layer with experts, one MLP after the other or `has_grouped_experts`, and our attention and norms. Raises ValueError for
-    a Transformer Engine without grouped layers.
+    """A layer with experts, one MLP after the other or `has_grouped_experts`, and our attention and
+    norms. Raises ValueError for a Transformer Engine without grouped layers.
     """
     layer, _ = _make_layer_and_norm(impl, config, config.num_moe_experts, device)
     parts = _get_submodules(layer.submodules.mlp)
@@ -146,7 +152,9 @@ def make_expert_layer_spec(
 
 
 def _get_submodules(spec: Any) -> Any:
-    """Return the submodules of a part of a layer, which is a functools.partial in megatron-core 0.19."""
+    """Return the submodules of a part of a layer, which is a functools.partial in
+    megatron-core 0.19.
+    """
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
@@ -160,8 +168,8 @@ def _make_grouped_experts_spec(device: torch.device) -> Any:
         }
     if None in linears.values():
         raise ValueError(
-            "moe_grouped_gemm (true) needs Transformer Engine 1.9 or newer with transformer_impl transformer_engine;"
-            " upgrade it, or use transformer_impl local."
+            "moe_grouped_gemm (true) needs Transformer Engine 1.9 or newer with transformer_impl"
+            " transformer_engine; upgrade it, or use transformer_impl local."
         )
     kind = getattr(experts, "GroupedMLPSubmodules", None)  # megatron-core 0.19
     if kind is not None:
@@ -183,7 +191,8 @@ def _make_class_without_bias(linear_class: Any) -> Any:
 
 
 def _make_local_layer(config: Any, num_experts: int | None) -> Any:
-    """megatron's own layers with our attention and norm, since its wrapper of torch's refuses sequence parallelism.
+    """megatron's own layers with our attention and norm, since its wrapper of torch's refuses
+    sequence parallelism.
 
     Both down projections of latent attention are whole.
     """
@@ -252,9 +261,11 @@ def _make_transformer_engine_layer(config: Any, num_experts: int | None) -> tupl
 
 
 class LayerNormColumnParallelLinear(ColumnParallelLinear):
-    """RMSNorm, then megatron's column-parallel linear layer. State dict: `layer_norm_weight`, `weight`, `bias`.
+    """RMSNorm, then megatron's column-parallel linear layer. State dict: `layer_norm_weight`,
+    `weight`, `bias`.
 
-    In megatron's sharded_state_dict, which knows of `weight` and `bias`, the norm's weight is whole on every tp rank.
+    In megatron's sharded_state_dict, which knows of `weight` and `bias`, the norm's weight is whole
+    on every tp rank.
     """
 
     def __init__(self, input_size: int, output_size: int, *, config: Any, **options: Any) -> None:
@@ -263,7 +274,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         self.layer_norm_weight = torch.nn.Parameter(
             torch.ones(input_size, dtype=config.params_dtype)
         )
-        self.layer_norm_weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]  # see RMSNorm
+        # see RMSNorm
+        self.layer_norm_weight.sequence_parallel = (  # type: ignore[attr-defined]
+            config.sequence_parallel
+        )
 
     def forward(
         self,
@@ -277,8 +291,10 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
 
 
 class ExpertRowLinear(RowParallelLinear):
-    """The second matrix of an expert. megatron's MLP adds the bias in place to what comes out of it, which autograd
-    refuses where that was handed through by a sum over one rank: RuntimeError at tp 1 and ep 1."""
+    """The second matrix of an expert. megatron's MLP adds the bias in place to what comes out of
+    it, which autograd refuses where that was handed through by a sum over one rank: RuntimeError at
+    tp 1 and ep 1.
+    """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         """[tokens, width / etp] -> [tokens, h], and the bias."""

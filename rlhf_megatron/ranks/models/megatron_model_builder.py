@@ -66,15 +66,17 @@ def build_megatron_model(
     megatron: MegatronConfig | None = None,
     head: HeadKind = "vocabulary",
 ) -> MegatronModel:
-    """A model on `world.device`, its parameters not initialised: load weights next. Called on all ranks of a replica.
+    """A model on `world.device`, its parameters not initialised: load weights next. Called on all
+    ranks of a replica.
 
     `world.layout` has the parallel sizes; of `megatron` recompute_*, transformer_impl, moe_* and
-    gradient_accumulation_fusion are read. Rank 0 logs which kernels it takes, and why no faster ones.
+    gradient_accumulation_fusion are read. Rank 0 logs which kernels it takes, and why
+    no faster ones.
 
     Every chunk takes packed documents:
-    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`. The last one of the
-    last stage returns hidden states [1, T, h], of which `head_weight` makes log-probs; or `value_head` values, where
-    `head` is "value": then there is no output layer.
+    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
+    The last one of the last stage returns hidden states [1, T, h], of which `head_weight` makes
+    log-probs; or `value_head` values, where `head` is "value": then there is no output layer.
 
     Raises ValueError for an architecture, layout or setting that is not supported.
     """
@@ -147,7 +149,8 @@ def _build_model_chunk(
 ) -> torch.nn.Module:
     """The `chunk_index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
     arguments = dict(gpt_arguments)
-    rotary, unbiased = arguments.pop("rotary"), arguments.pop("unbiased")
+    rotary = arguments.pop("rotary")
+    unbiased = arguments.pop("unbiased")
     vp_stage = chunk_index if world.layout.vpp > 1 else None
     has_head = world.is_last_stage and chunk_index == world.layout.vpp - 1
     num_layers = get_num_layers_to_build(config, vp_stage, world.coordinates.pp)

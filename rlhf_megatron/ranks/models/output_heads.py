@@ -1,4 +1,6 @@
-"""The heads behind the final norm. Both return hidden states, whose rows become log-probs or values."""
+"""The heads behind the final norm. Both return hidden states, whose rows become
+log-probs or values.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,11 @@ from torch.distributed import ProcessGroup
 
 
 class HiddenStatesHead(ColumnParallelLinear):
-    """megatron's output layer with its weight, marks and sharded_state_dict, whose forward multiplies nothing.
+    """megatron's output layer with its weight, marks and sharded_state_dict, whose forward
+    multiplies nothing.
 
-    The gradient of what it hands out must be complete on every tp rank: `ranks.kernels.log_prob` sums it over tp.
+    The gradient of what it hands out must be complete on every tp rank: `ranks.kernels.log_prob`
+    sums it over tp.
     """
 
     def forward(
@@ -24,15 +28,18 @@ class HiddenStatesHead(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> the same: this rank's part of the sequence where sequence parallelism has split it."""
+        """[s, b, h] -> the same: this rank's part of the sequence where sequence
+        parallelism has split it.
+        """
         return input_, None
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token. Every tp rank has all of it and computes all values, from the hidden states of all tokens.
+    """One number a token. Every tp rank has all of it and computes all values, from the hidden
+    states of all tokens.
 
-    So each has the whole gradient, of the head and of what it gathers, and nothing is to be summed over tp: unlike
-    those of the norms, the head's parameters are not marked as `sequence_parallel`.
+    So each has the whole gradient, of the head and of what it gathers, and nothing is to be summed
+    over tp: unlike those of the norms, the head's parameters are not marked as `sequence_parallel`.
     """
 
     def __init__(
@@ -54,7 +61,9 @@ class ValueHead(torch.nn.Module):
         return input_, None
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
-        """Compute [R] float32 from forward's result [S, hidden] and rows of the whole sequence. All tp ranks."""
+        """Compute [R] float32 from forward's result [S, hidden] and rows of the whole
+        sequence. All tp ranks.
+        """
         whole_SH = (
             gather_sequence_parts(hidden_SH, self.tp_group) if self.sequence_parallel else hidden_SH
         )
@@ -66,9 +75,11 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> Any:
-        """Return the state for megatron's distributed checkpoint, under another name than an output layer's.
+        """Return the state for megatron's distributed checkpoint, under another name than an
+        output layer's.
 
-        megatron lets the rows of `output_layer.weight` differ in number: a policy's would load as a value head.
+        megatron lets the rows of `output_layer.weight` differ in number: a policy's would load
+        as a value head.
         """
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -89,7 +100,9 @@ def expose_hidden_states(model: Any) -> None:
 
 
 def install_value_head(model: Any, tp_group: ProcessGroup) -> None:
-    """Put a value head in place of the output layer of a GPTModel, which returns hidden states [b, s, h] then."""
+    """Put a value head in place of the output layer of a GPTModel, which returns hidden states
+    [b, s, h] then.
+    """
     config = model.config
     model.output_layer = ValueHead(
         config.hidden_size, config.params_dtype, config.sequence_parallel, tp_group
@@ -97,10 +110,12 @@ def install_value_head(model: Any, tp_group: ProcessGroup) -> None:
 
 
 def get_head_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
-    """The output head [padded vocabulary / tp, hidden] on the last stage, also of a model wrapped in DDP.
+    """The output head [padded vocabulary / tp, hidden] on the last stage, also of a model
+    wrapped in DDP.
 
-    Tied: the embedding where the last stage is the first, else the last stage's own copy, whose gradient megatron's
-    finalize_model_grads sums with the first stage's. Raises ValueError on a chunk without the last stage.
+    Tied: the embedding where the last stage is the first, else the last stage's own copy, whose
+    gradient megatron's finalize_model_grads sums with the first stage's. Raises ValueError on a
+    chunk without the last stage.
     """
     model = _unwrap_model_with_head(chunk)
     if model.share_embeddings_and_output_weights:
@@ -109,7 +124,9 @@ def get_head_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
 
 
 def get_value_head(chunk: torch.nn.Module) -> ValueHead:
-    """A critic's head, also of a model wrapped in DDP. Raises ValueError on a chunk without the last stage."""
+    """A critic's head, also of a model wrapped in DDP. Raises ValueError on a chunk without
+    the last stage.
+    """
     head = _unwrap_model_with_head(chunk).output_layer
     assert isinstance(head, ValueHead), (
         f"the model has a {type(head).__name__}, it was not built with a value head"
@@ -127,7 +144,9 @@ def _unwrap_model_with_head(chunk: torch.nn.Module) -> Any:
 
 
 def gather_sequence_parts(hidden_SH: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """The parts of all tp ranks, in order; the gradient of the result must be complete on every tp rank."""
+    """The parts of all tp ranks, in order; the gradient of the result must be complete on
+    every tp rank.
+    """
     return gather_from_sequence_parallel_region(
         hidden_SH, tensor_parallel_output_grad=False, group=tp_group
     )

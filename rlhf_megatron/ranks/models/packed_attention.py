@@ -1,13 +1,16 @@
 """Core attention over packed documents, for all layer specs.
 
-CUDA in half precision: a kernel of flash attention (models.flash), where one is there and takes the head's dimension.
-Elsewhere: scaled_dot_product_attention, all documents of one length in one call, so that a micro-batch of hundreds of
-short documents costs a handful of calls. Positions are applied here as well, from tables made once a micro-batch.
+CUDA in half precision: a kernel of flash attention (models.flash), where one is there and takes the
+head's dimension. Elsewhere: scaled_dot_product_attention, all documents of one length in one call,
+so that a micro-batch of hundreds of short documents costs a handful of calls. Positions are applied
+here as well, from tables made once a micro-batch.
 
-Under context parallelism a rank has the queries of its share of each document (models.document_order) and gathers the
-keys and values of all: one collective forward, its reduce-scatter backward, for any mix of documents.
+Under context parallelism a rank has the queries of its share of each document
+(models.document_order) and gathers the keys and values of all: one collective forward, its
+reduce-scatter backward, for any mix of documents.
 
-Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension, v that of values:
+Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension,
+v that of values:
 d, or less in latent attention.
 """
 
@@ -54,9 +57,12 @@ from rlhf_megatron.ranks.models.rotary_embedding import (
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """megatron's packing parameters of one micro-batch, with what is derived from them once for all layers."""
+    """megatron's packing parameters of one micro-batch, with what is derived from them once
+    for all layers.
+    """
 
-    positions: Tensor = None  # type: ignore[assignment]  # [T] int64, from 0 in each document, or on from its prompt's
+    # [T] int64, from 0 in each document, or on from its prompt's
+    positions: Tensor = None  # type: ignore[assignment]
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
     prompt_documents: Tensor | None = (
@@ -72,7 +78,9 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def prefix_key_layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens` without a wait."""
+        """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens`
+        without a wait.
+        """
         if self.prompt_documents is not None:
             return self.cu_seqlens_q, *locate_prompt_keys(
                 self.cu_seqlens_q, self.prompt_documents, self.num_keys
@@ -84,8 +92,10 @@ class PackedDocuments(PackedSeqParams):
     def get_attention_mask(
         self, length: int, window: int | None = None, num_prompt_keys: int = 0
     ) -> Tensor:
-        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here sees; of these the
-        last `window`, its own with them. `num_prompt_keys`: further keys in front, of its prompt."""
+        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here
+        sees; of these the last `window`, its own with them. `num_prompt_keys`: further keys in
+        front, of its prompt.
+        """
         if (length, window, num_prompt_keys) not in self.mask_cache:
             queries = (
                 compute_chunk_positions(length, self.cp, self.cp_rank)
@@ -119,15 +129,18 @@ def make_packed_documents(
 ) -> PackedDocuments:
     """Make the `packed_seq_params` of a model's call for one micro-batch.
 
-    `cu_seqlens` [D + 1] int32, borders of the documents; `max_seqlen` tokens of the longest; `positions` [T] or [1, T]
-    int64. Make it once a micro-batch. Fast where documents of equal length lie together.
+    `cu_seqlens` [D + 1] int32, borders of the documents; `max_seqlen` tokens of the longest;
+    `positions` [T] or [1, T] int64. Make it once a micro-batch. Fast where documents of equal
+    length lie together.
 
-    With a `cp_group` of more than one rank, `cu_seqlens` and `max_seqlen` count whole documents, each a multiple of
-    2 cp tokens, while `positions` and all that the model takes are this rank's share (ranks.models.document_token_order).
+    With a `cp_group` of more than one rank, `cu_seqlens` and `max_seqlen` count whole documents,
+    each a multiple of 2 cp tokens, while `positions` and all that the model takes are this rank's
+    share (ranks.models.document_token_order).
 
-    With `prompt_documents` [D] int64 document d goes on from document prompts[d], if that is not -1: its tokens see that
-    document's too, which stands once for all that go on from it. `num_keys`: tokens of all documents, each with its
-    prompt; `max_seqlen` counts that as well. Not together with a `cp_group` of more than one rank.
+    With `prompt_documents` [D] int64 document d goes on from document prompts[d], if that is not
+    -1: its tokens see that document's too, which stands once for all that go on from it.
+    `num_keys`: tokens of all documents, each with its prompt; `max_seqlen` counts that as well. Not
+    together with a `cp_group` of more than one rank.
     """
     return PackedDocuments(
         qkv_format="thd",
@@ -145,8 +158,10 @@ def make_packed_documents(
 
 
 class LatentRotaryEmbedding(torch.nn.Module):
-    """Stands where latent attention has `rotary_pos_emb`, which makes the angles: it gives cosines and sines of each
-    token here, made once a micro-batch, where megatron's layer would go from document to document."""
+    """Stands where latent attention has `rotary_pos_emb`, which makes the angles: it gives cosines
+    and sines of each token here, made once a micro-batch, where megatron's layer would go from
+    document to document.
+    """
 
     def __init__(self, angles: Any, config: Any) -> None:
         super().__init__()
@@ -169,7 +184,9 @@ class LatentRotaryEmbedding(torch.nn.Module):
     def forward(
         self, documents: PackedDocuments, packed_seq: bool = True
     ) -> Tensor | tuple[Tensor, float]:
-        """[T, 2, 1, d], of which the layer takes T rows; of YaRN with a further factor, which is in them already."""
+        """[T, 2, 1, d], of which the layer takes T rows; of YaRN with a further factor, which is
+        in them already.
+        """
         if self.cache_key not in documents.rotary_cache:
             made = self.angles.get_emb(documents.max_seqlen_q)
             angles, scale = made if isinstance(made, tuple) else (made, 1.0)
@@ -182,7 +199,9 @@ class LatentRotaryEmbedding(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each document. Stands where megatron's specs have `core_attention`."""
+    """Causal attention inside each document. Stands where megatron's specs have
+    `core_attention`.
+    """
 
     rotary: RotaryConfig | None = (
         None  # set by build_model; None: of latent attention, which has turned them
@@ -230,7 +249,8 @@ class PackedAttention(MegatronModule):
         """query [T, N, d], key [T, N / group, d], value [T, N / group, v] -> [T, N, v]."""
         if not isinstance(packed_seq_params, PackedDocuments):
             raise ValueError(
-                "the model needs packed_seq_params made by packed_documents(); padded batches are not taken."
+                "the model needs packed_seq_params made by packed_documents(); padded batches"
+                " are not taken."
             )
         documents = packed_seq_params
         assert documents.cp == self.config.context_parallel_size, (
@@ -266,7 +286,9 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks in megatron-core's checkpoints, under its name: the heads of all tp ranks as one tensor."""
+        """The sinks in megatron-core's checkpoints, under its name: the heads of all tp ranks
+        as one tensor.
+        """
         if self.softmax_offset is None:
             return {}
         assert metadata is not None, "metadata has the group of the copies"
@@ -313,9 +335,10 @@ def _attend_with_flash(
 ) -> Tensor:
     """Flash attention over document borders that stay on the device.
 
-    Under cp, the two chunks that a rank has of a document are sequences of their own, with keys from the document's
-    start to the chunk's end; a document behind a shared prompt has the prompt's keys before its own. The kernels align
-    the causal mask at the last query and the last key of each sequence.
+    Under cp, the two chunks that a rank has of a document are sequences of their own, with keys
+    from the document's start to the chunk's end; a document behind a shared prompt has the prompt's
+    keys before its own. The kernels align the causal mask at the last query and the last key of
+    each sequence.
     """
     borders = SequenceBorders(
         documents.cu_seqlens_q,
@@ -325,7 +348,8 @@ def _attend_with_flash(
     )
     if documents.cp > 1 or documents.prompt_documents is not None:
         query_borders, key_borders, places = documents.prefix_key_layout
-        key, value = key.index_select(0, places), value.index_select(0, places)
+        key = key.index_select(0, places)
+        value = value.index_select(0, places)
         borders = borders._replace(query_borders=query_borders, key_borders=key_borders)
     if documents.cp > 1:
         longest_query = documents.max_seqlen_q // (2 * documents.cp)
@@ -346,20 +370,20 @@ def _attend_by_length(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One call for all documents of a length; documents are brought together first where they are not.
+    """One call for all documents of a length; documents are brought together first
+    where they are not.
 
     `sinks` [N]: a logit a head that every query has besides those of keys.
     """
     grouped = documents.length_groups
-    query, key, value = (
-        _permute_tokens(query, grouped.query_order),
-        _permute_tokens(key, grouped.key_order),
-        _permute_tokens(value, grouped.key_order),
-    )
+    query = _permute_tokens(query, grouped.query_order)
+    key = _permute_tokens(key, grouped.key_order)
+    value = _permute_tokens(value, grouped.key_order)
     is_grouped = query.shape[1] != key.shape[1]
     outputs = []
     for run in grouped.document_runs:
-        q, whole = _view_heads_first(query, run), run.multiply_parts(documents.cp)
+        q = _view_heads_first(query, run)
+        whole = run.multiply_parts(documents.cp)
         k, v = (_view_heads_first(tensor, whole) for tensor in (key, value))
         before = 0
         if run.prompt_run is not None and run.prompt_indices is not None:
@@ -373,11 +397,9 @@ def _attend_by_length(
             mask = documents.get_attention_mask(whole.length, window, before)
             k, v = (tensor[:, :, : mask.shape[1]] for tensor in (k, v))
             if sinks is not None:
-                k, v, mask = (
-                    pad(k, (0, 0, 0, 1)),
-                    pad(v, (0, 0, 0, 1)),
-                    _append_sinks_to_mask(mask, sinks),
-                )
+                k = pad(k, (0, 0, 0, 1))
+                v = pad(v, (0, 0, 0, 1))
+                mask = _append_sinks_to_mask(mask, sinks)
             out = scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, scale=scale, enable_gqa=is_grouped
             )
@@ -391,7 +413,9 @@ def _attend_by_length(
 
 
 def _append_sinks_to_mask(mask: Tensor, sinks: Tensor) -> Tensor:
-    """[queries, keys], [N] -> [N, queries, keys + 1], what is added to the logits: a sink is one more key, of zeros."""
+    """[queries, keys], [N] -> [N, queries, keys + 1], what is added to the logits: a sink is one
+    more key, of zeros.
+    """
     added = sinks.new_zeros(mask.shape).masked_fill(~mask, -math.inf).expand(len(sinks), -1, -1)
     return torch.cat([added, sinks[:, None, None].expand(-1, len(mask), 1)], -1)
 

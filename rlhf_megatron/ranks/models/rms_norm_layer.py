@@ -1,6 +1,8 @@
-"""RMSNorm for layer specs without Transformer Engine: megatron's own torch wrapper refuses sequence parallelism.
+"""RMSNorm for layer specs without Transformer Engine: megatron's own torch wrapper refuses
+sequence parallelism.
 
-On CUDA one kernel, torch's where it has one (2.9 and newer), else Apex's; on a CPU one with its gradient written out.
+On CUDA one kernel, torch's where it has one (2.9 and newer), else Apex's; on a CPU one with its
+gradient written out.
 """
 
 from __future__ import annotations
@@ -22,13 +24,16 @@ from rlhf_megatron.weights.weight_table import LayerImpl
 
 
 class RMSNorm(torch.nn.Module):
-    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension. State dict: `weight` [hidden_size]."""
+    """y = x / sqrt(mean(x^2) + eps) * weight over the last dimension. State dict:
+    `weight` [hidden_size].
+    """
 
     def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
         super().__init__()
         self.eps = eps
         self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Ranks that split the sequence have each a part of this gradient; finalize_model_grads sums what is so marked.
+        # Ranks that split the sequence have each a part of this gradient; finalize_model_grads sums
+        # what is so marked.
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:

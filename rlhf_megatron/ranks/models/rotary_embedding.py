@@ -1,4 +1,6 @@
-"""Rotary position embeddings for packed documents: angles once a micro-batch, not once a layer and document."""
+"""Rotary position embeddings for packed documents: angles once a micro-batch, not once a
+layer and document.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ __all__ = ["RotaryConfig", "compute_inverse_frequencies", "make_rotary_tables", 
 def compute_inverse_frequencies(
     rotary: RotaryConfig, head_dim: int, device: torch.device
 ) -> Tensor:
-    """[head_dim / 2] float32: base^(-2i / head_dim), rescaled. Rounded as transformers rounds, to the last bit."""
+    """[head_dim / 2] float32: base^(-2i / head_dim), rescaled. Rounded as transformers rounds,
+    to the last bit.
+    """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / rotary.base ** (steps / head_dim)
     scaling = rotary.scaling
@@ -31,15 +35,14 @@ def compute_inverse_frequencies(
 
 def _rescale_llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
     """`apply_scaling` of Meta's reference code for Llama 3.1."""
-    low, high, original = (
-        scaling.low_freq_factor,
-        scaling.high_freq_factor,
-        scaling.original_max_positions,
-    )
+    low = scaling.low_freq_factor
+    high = scaling.high_freq_factor
+    original = scaling.original_max_positions
     waves = 2 * math.pi / frequencies  # positions of a full turn
     smooth = (original / waves - low) / (high - low)
     blended = (1 - smooth) * frequencies / scaling.factor + smooth * frequencies
-    is_long, is_short = waves > original / low, waves < original / high
+    is_long = waves > original / low
+    is_short = waves < original / high
     return torch.where(
         is_long, frequencies / scaling.factor, torch.where(is_short, frequencies, blended)
     )
@@ -58,13 +61,13 @@ def _compute_yarn_frequencies(
             / (2 * math.log(base))
         )
 
-    low, high = (
-        find_dimension_of_turns(scaling.beta_fast),
-        find_dimension_of_turns(scaling.beta_slow),
-    )
+    low = find_dimension_of_turns(scaling.beta_fast)
+    high = find_dimension_of_turns(scaling.beta_slow)
     if scaling.is_truncated:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, head_dim - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, head_dim - 1)
     if low == high:
         high += 0.001  # a ramp without length
     ramp = torch.arange(head_dim // 2, dtype=torch.float32, device=steps.device)
@@ -76,18 +79,24 @@ def _compute_yarn_frequencies(
 def make_rotary_tables(
     positions: Tensor, head_dim: int, rotary: RotaryConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * inverse frequency, both [T, 1, head_dim / 2] in `dtype`; positions [T]."""
+    """cos and sin of position * inverse frequency, both [T, 1, head_dim / 2] in `dtype`;
+    positions [T].
+    """
     angles = positions.float()[:, None] * compute_inverse_frequencies(
         rotary, head_dim, positions.device
     )
-    cos, sin = angles.cos(), angles.sin()
+    cos = angles.cos()
+    sin = angles.sin()
     if isinstance(rotary.scaling, YarnScaling):
-        cos, sin = cos * rotary.scaling.attention_factor, sin * rotary.scaling.attention_factor
+        cos = cos * rotary.scaling.attention_factor
+        sin = sin * rotary.scaling.attention_factor
     return cos.to(dtype)[:, None], sin.to(dtype)[:, None]
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (x_i, x_{i + d/2}) of x [T, heads, d] turned by their angle; the layout of Hugging Face's Llama."""
+    """Pairs (x_i, x_{i + d/2}) of x [T, heads, d] turned by their angle; the layout of
+    Hugging Face's Llama.
+    """
     return _RotatePairs.apply(x, cos, sin)
 
 

@@ -1,7 +1,9 @@
-"""What training asks of routers beside the policy's loss: load-balancing and z loss, and a bias that evens loads out.
+"""What training asks of routers beside the policy's loss: load-balancing and z loss, and a bias
+that evens loads out.
 
-megatron-core computes these terms micro-batch by micro-batch and takes the mean, so that they depend on how a
-mini-batch was packed, and counts tokens that only fill a micro-batch. Here both terms are those of the mini-batch:
+megatron-core computes these terms micro-batch by micro-batch and takes the mean, so that they
+depend on how a mini-batch was packed, and counts tokens that only fill a micro-batch. Here both
+terms are those of the mini-batch:
 divided by its tokens or documents over all replicas, of tokens that belong to a sample.
 
 Legend: T tokens of this rank, E experts, D documents of the micro-batch.
@@ -37,9 +39,11 @@ class DocumentTokens:
 
 @dataclass
 class RouterLossTerms:
-    """The settings of the terms, the counts of the mini-batch that is trained, and where its routers are.
+    """The settings of the terms, the counts of the mini-batch that is trained, and where
+    its routers are.
 
-    Each pass: `begin_pass`, then `enter_forward_pass` before every chunk's forward pass, then `finish_pass`.
+    Each pass: `begin_pass`, then `enter_forward_pass` before every chunk's forward pass,
+    then `finish_pass`.
     """
 
     world: World
@@ -61,7 +65,9 @@ class RouterLossTerms:
 
     @property
     def needs_counting_pass(self) -> bool:
-        """Whether loads of the whole mini-batch must be known before its gradient can be computed."""
+        """Whether loads of the whole mini-batch must be known before its gradient
+        can be computed.
+        """
         return self.load_balancing_type == "global_aux_loss"
 
     def begin_pass(self, num_tokens: int, num_documents: int, is_counting: bool = False) -> None:
@@ -86,8 +92,9 @@ class RouterLossTerms:
             self.current_tokens = DocumentTokens(share, tokens.num_documents)
 
     def finish_pass(self) -> dict[str, float]:
-        """End a pass: the loads are those of the whole mini-batch then. The replica's share of both terms, each a mean
-        over the layers. All ranks."""
+        """End a pass: the loads are those of the whole mini-batch then. The replica's share of both
+        terms, each a mean over the layers. All ranks.
+        """
         self.current_tokens = None
         if self.routers:
             loads = torch.stack([router.loads_E for router in self.routers])
@@ -109,8 +116,8 @@ class RouterLossTerms:
         return {name: mean for name, mean in means if is_on[name]}
 
     def update_expert_biases(self) -> None:
-        """Move the biases after an optimizer step: an expert's bias falls by the rate where it met more tokens of the
-        mini-batch than the mean, and rises where it met fewer (2408.15664).
+        """Move the biases after an optimizer step: an expert's bias falls by the rate where it met
+        more tokens of the mini-batch than the mean, and rises where it met fewer (2408.15664).
         """
         if self.bias_update_rate > 0:
             for router in self.routers:
@@ -130,11 +137,14 @@ class LossTermsRouter(TopKRouter):
     mini_batch_loads_E: Tensor | None  # of the whole mini-batch, by the pass that counted
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """[s, b, E] -> (probabilities, routing map), as megatron's; the terms' gradients join that of the logits."""
+        """[s, b, E] -> (probabilities, routing map), as megatron's; the terms' gradients join that
+        of the logits.
+        """
         tokens = self._take_tokens_of_pass()
         if tokens is None:
             return super().routing(logits, padding_mask)
-        flat_TE, is_real_T = logits.view(-1, self.num_experts), tokens.documents_T >= 0
+        flat_TE = logits.view(-1, self.num_experts)
+        is_real_T = tokens.documents_T >= 0
         if not self.loss_terms.is_counting:
             flat_TE = MoEAuxLossAutoScaler.apply(
                 flat_TE, self._compute_weighted_losses(flat_TE, tokens, is_real_T)
@@ -147,8 +157,9 @@ class LossTermsRouter(TopKRouter):
         return probs, routing_map
 
     def _take_tokens_of_pass(self) -> DocumentTokens | None:
-        """Whose tokens these are; None where nothing is to be done. A forward pass that keeps nothing is run again in
-        the backward pass, when other micro-batches have been entered."""
+        """Whose tokens these are; None where nothing is to be done. A forward pass that keeps
+        nothing is run again in the backward pass, when other micro-batches have been entered.
+        """
         if self.loss_terms.is_counting:
             return self.loss_terms.current_tokens
         if torch.is_grad_enabled():
@@ -162,7 +173,9 @@ class LossTermsRouter(TopKRouter):
         return None
 
     def _compute_routing_scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether a token would meet an expert by its scores alone, without a bias or groups; the scores)."""
+        """(whether a token would meet an expert by its scores alone, without a bias or
+        groups; the scores).
+        """
         met_TE, scores_TE = compute_routing_scores_for_aux_loss(
             logits_TE, self.topk, self.score_function
         )
@@ -188,8 +201,9 @@ class LossTermsRouter(TopKRouter):
         return total
 
     def _compute_score_weights(self, met_TE: Tensor, tokens: DocumentTokens) -> Tensor:
-        """Return the weight of each of a token's scores: E x the share of picks that an expert has / tokens, over the
-        document or the mini-batch. The sum over perfectly even loads is 1 (Switch Transformer, 2101.03961, equation 4).
+        """Return the weight of each of a token's scores: E x the share of picks that an expert
+        has / tokens, over the document or the mini-batch. The sum over perfectly even loads is 1
+        (Switch Transformer, 2101.03961, equation 4).
         """
         terms = self.loss_terms
         scale = self.num_experts / self.topk
@@ -212,12 +226,15 @@ class LossTermsRouter(TopKRouter):
 def make_router_loss_terms(
     chunks: Sequence[nn.Module], megatron: MegatronConfig, config: Any, world: World
 ) -> RouterLossTerms | None:
-    """The RouterTerms of a model's unwrapped chunks, whose routers take part from now on; None where no term is on.
+    """The RouterTerms of a model's unwrapped chunks, whose routers take part from now on; None
+    where no term is on.
 
     Raises ValueError for a rate of biases that the model has not.
     """
-    kind, z_coeff = megatron.moe_router_load_balancing_type, megatron.moe_z_loss_coeff or 0.0
-    aux_coeff, rate = megatron.moe_aux_loss_coeff, megatron.moe_router_bias_update_rate
+    kind = megatron.moe_router_load_balancing_type
+    z_coeff = megatron.moe_z_loss_coeff or 0.0
+    aux_coeff = megatron.moe_aux_loss_coeff
+    rate = megatron.moe_router_bias_update_rate
     if not (aux_coeff or z_coeff or rate):
         return None
     terms = RouterLossTerms(world, kind, aux_coeff, z_coeff, rate, sum(config.moe_layer_freq))
@@ -230,6 +247,8 @@ def make_router_loss_terms(
         )
     for router in routers:
         router.__class__ = LossTermsRouter  # what megatron set on it and on its weight stays
-        router.loss_terms, router.pending_tokens, router.mini_batch_loads_E = terms, deque(), None
+        router.loss_terms = terms
+        router.pending_tokens = deque()
+        router.mini_batch_loads_E = None
     terms.routers = tuple(routers)
     return terms

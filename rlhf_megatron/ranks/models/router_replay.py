@@ -1,12 +1,15 @@
-"""Router replay: tokens meet the experts that they met at another time; gates come from the logits of now.
+"""Router replay: tokens meet the experts that they met at another time; gates come from the
+logits of now.
 
-megatron-core asks the object in `router.router_replay` which experts a token meets. Its own object knows one
-micro-batch, and needs to be told when a backward pass computes a layer again; this one knows by itself.
+megatron-core asks the object in `router.router_replay` which experts a token meets. Its own object
+knows one micro-batch, and needs to be told when a backward pass computes a layer again; this one
+knows by itself.
 
-A row of ids is a route when its first two differ: the experts of a token are distinct. Other rows, such as zeros, are
-tokens without a route, which meet the experts that the router picks now.
+A row of ids is a route when its first two differ: the experts of a token are distinct. Other rows,
+such as zeros, are tokens without a route, which meet the experts that the router picks now.
 
-Legend: T tokens of this rank, L layers with experts on this rank, K experts of a token, E experts of a layer.
+Legend: T tokens of this rank, L layers with experts on this rank, K experts of a token, E
+experts of a layer.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from torch import Tensor, nn
 from rlhf_megatron.ranks.parallel.world import World
 
 TokenRoutes = tuple[Tensor, Tensor]
-"""What a rank is told of the tokens of a micro-batch that it routes: (ids_TLK, uint8 or int16; is_real_T, of a sample,
-neither padding nor filler)."""
+"""What a rank is told of the tokens of a micro-batch that it routes: (ids_TLK, uint8 or int16;
+is_real_T, of a sample, neither padding nor filler).
+"""
 
 
 def choose_expert_ids_dtype(num_experts: int) -> torch.dtype:
@@ -35,7 +39,9 @@ def choose_expert_ids_dtype(num_experts: int) -> torch.dtype:
 
 @dataclass
 class RouterReplay:
-    """All routers of a rank. Before every forward pass of a chunk `enter_forward_pass`; after a pass with gradients `finish_pass`."""
+    """All routers of a rank. Before every forward pass of a chunk `enter_forward_pass`; after a
+    pass with gradients `finish_pass`.
+    """
 
     world: World
     num_experts: int  # E
@@ -51,8 +57,11 @@ class RouterReplay:
     num_fetched_bytes: int = 0  # bytes of routes from other machines, since the last `finish_pass`
 
     def enter_forward_pass(self, routes: TokenRoutes | None, has_gradients: bool) -> None:
-        """Say which experts the tokens of the next forward pass meet; None: those that the routers pick."""
-        self.current_routes, self.has_gradients = routes, has_gradients
+        """Say which experts the tokens of the next forward pass meet; None: those that
+        the routers pick.
+        """
+        self.current_routes = routes
+        self.has_gradients = has_gradients
 
     def start_recording(self) -> None:
         """Keep what the routers pick from now on, until `finish_recording`."""
@@ -70,7 +79,9 @@ class RouterReplay:
         return found
 
     def finish_pass(self) -> dict[str, float]:
-        """The replica's share of the figures of a pass with gradients; {} where nothing was replayed. All ranks."""
+        """The replica's share of the figures of a pass with gradients; {} where nothing was
+        replayed. All ranks.
+        """
         is_replayed = self.current_routes is not None
         self.current_routes = None
         assert not any(layer.pending_ids for layer in self.layer_replays), (
@@ -79,7 +90,8 @@ class RouterReplay:
         if not is_replayed:
             return {}
         device = self.world.device
-        counts, peak = torch.zeros(3, device=device), torch.zeros(1, device=device)
+        counts = torch.zeros(3, device=device)
+        peak = torch.zeros(1, device=device)
         fetched = torch.tensor([self.num_fetched_bytes / 1e6], device=device)
         self.num_fetched_bytes = 0
         dist.all_reduce(fetched, group=self.world.pg_collection.tp_dp_cp)
@@ -108,7 +120,9 @@ class RouterReplay:
 
 @dataclass
 class LayerReplay:
-    """The replay of one router. `pending_ids`: the experts of micro-batches that a backward pass will compute again."""
+    """The replay of one router. `pending_ids`: the experts of micro-batches that a backward pass
+    will compute again.
+    """
 
     router_replay: RouterReplay
     layer_index: int  # among this rank's layers with experts
@@ -121,10 +135,8 @@ class LayerReplay:
 
     def reset_counts(self) -> None:
         device = self.router_replay.world.device
-        self.token_counts, self.loads_E = (
-            torch.zeros(3, device=device),
-            torch.zeros(self.router_replay.num_experts, device=device),
-        )
+        self.token_counts = torch.zeros(3, device=device)
+        self.loads_E = torch.zeros(self.router_replay.num_experts, device=device)
 
     def get_replay_topk(
         self,
@@ -134,7 +146,9 @@ class LayerReplay:
         group_topk: int | None = None,
         default: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores of the experts that tokens meet, with gradient; their ids). Named and called by megatron-core."""
+        """(scores of the experts that tokens meet, with gradient; their ids). Named and called
+        by megatron-core.
+        """
         replay = self.router_replay
         if torch.is_grad_enabled() and self.pending_ids:  # a backward pass computes the layer again
             ids_TK = self.pending_ids.popleft().long()

@@ -1,4 +1,6 @@
-"""TransformerConfig of a model in a world: the family's arguments and the settings that this project depends on."""
+"""TransformerConfig of a model in a world: the family's arguments and the settings that this
+project depends on.
+"""
 
 from __future__ import annotations
 
@@ -56,11 +58,11 @@ def make_transformer_config(
     impl: LayerImpl,
     has_mlp_bias: bool,
 ) -> TransformerConfig:
-    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_*, gradient_accumulation_fusion and
-    moe_token_dispatcher_type are read: `world` has the sizes.
+    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_*,
+    gradient_accumulation_fusion and moe_token_dispatcher_type are read: `world` has the sizes.
 
-    Raises ValueError when layers or heads do not divide, for recomputation that `impl` would ignore, and for a fusion
-    that nothing here can do.
+    Raises ValueError when layers or heads do not divide, for recomputation that `impl` would
+    ignore, and for a fusion that nothing here can do.
     """
     _check_layout_divides_model(arguments, world.layout)
     _check_recompute_settings(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
@@ -89,9 +91,11 @@ def make_transformer_config(
 def finalize_gradients_without_division(
     model: list[Any], num_tokens: Any = None, pg_collection: Any = None, **options: Any
 ) -> None:
-    """megatron's gradient reductions after the last micro-batch, without its division by a count of tokens.
+    """megatron's gradient reductions after the last micro-batch, without its division by a
+    count of tokens.
 
-    The loss arrives divided by the global denominator; megatron's count is an integer and 1 at least.
+    The loss arrives divided by the global denominator; megatron's count is an integer
+    and 1 at least.
     """
     finalize_model_grads(model, None, pg_collection=pg_collection, **options)
 
@@ -134,16 +138,20 @@ def _make_expert_settings(layout: ParallelLayout, megatron: MegatronConfig) -> d
 def _make_pipeline_settings(layout: ParallelLayout) -> dict[str, Any]:
     is_interleaved = layout.vpp > 1
     return {
-        # All micro-batches of a call have one length: no exchange of shapes before each pipeline message.
+        # All micro-batches of a call have one length: no exchange of shapes before each
+        # pipeline message.
         "variable_seq_lengths": False,
-        # Interleaved stages: with batched messages and pp 2, where the previous and the next rank are the same,
-        # sends and receives pair up wrongly; nothing fails and the results are garbage.
+        # Interleaved stages: with batched messages and pp 2, where the previous and the next rank
+        # are the same, sends and receives pair up wrongly; nothing fails and the
+        # results are garbage.
         "overlap_p2p_comm": is_interleaved,
         "batch_p2p_comm": not is_interleaved,
-        "batch_p2p_sync": False,  # would wait for the whole device after each message: a workaround for old torch
-        # A stage's output is freed once it is sent. Without overlap megatron has waited for the send by then. With
-        # overlap it has not: gloo would send what came to stand there since, silently; and with NCCL only the
-        # allocator's notes about streams, which torch may leave out, would keep the memory from being used again.
+        # would wait for the whole device after each message: a workaround for old torch
+        "batch_p2p_sync": False,
+        # A stage's output is freed once it is sent. Without overlap megatron has waited for the
+        # send by then. With overlap it has not: gloo would send what came to stand there since,
+        # silently; and with NCCL only the allocator's notes about streams, which torch may leave
+        # out, would keep the memory from being used again.
         "deallocate_pipeline_outputs": not is_interleaved,
     }
 
@@ -160,7 +168,8 @@ def _make_recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
         "recompute_granularity": "full",
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
-        # Would split a checkpointed input over tp and gather it again; megatron refuses it with sequence parallelism.
+        # Would split a checkpointed input over tp and gather it again; megatron refuses it with
+        # sequence parallelism.
         "distribute_saved_activations": False,
     }
 
@@ -183,7 +192,9 @@ def _make_fusion_settings(
     device: torch.device,
     has_grouped_biases: bool,
 ) -> dict[str, Any]:
-    """`has_grouped_biases`: of experts, which megatron-core's grouped ones do not take with fused dropout."""
+    """`has_grouped_biases`: of experts, which megatron-core's grouped ones do not take with
+    fused dropout.
+    """
     activation = choose_compiled_activation(
         "cuda" if device.type == "cuda" else "cpu", explain_missing_compiler()
     )
@@ -203,15 +214,17 @@ def _make_fusion_settings(
 
 def _make_forced_settings() -> dict[str, Any]:
     return {
-        # Weights are loaded afterwards: nothing is spent on initial values. The initialisation itself must stay on,
-        # since it marks what tp shards; unmarked shards are left out of the gradient norm on all ranks but tp 0.
+        # Weights are loaded afterwards: nothing is spent on initial values. The initialisation
+        # itself must stay on, since it marks what tp shards; unmarked shards are left out of the
+        # gradient norm on all ranks but tp 0.
         "perform_initialization": True,
         "use_cpu_initialization": False,
         "init_method": _leave_weight_unchanged,
         "output_layer_init_method": _leave_weight_unchanged,
         "embedding_init_method": _leave_weight_unchanged,
-        # With True, gradients over dp are summed, not averaged, and the loss is not divided by the number of
-        # micro-batches; the division by tokens that it implies is taken out by finalize_without_division.
+        # With True, gradients over dp are summed, not averaged, and the loss is not divided by the
+        # number of micro-batches; the division by tokens that it implies is taken out
+        # by finalize_without_division.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_gradients_without_division,
         # The policy that is trained must be the one that was sampled from.
@@ -228,10 +241,8 @@ def _check_expert_settings(
     arguments: dict[str, Any], layout: ParallelLayout, megatron: MegatronConfig
 ) -> None:
     """The rules on a configuration once more, of the layout that the world really has."""
-    num_experts, width = (
-        arguments.get("num_moe_experts", 0),
-        arguments.get("moe_ffn_hidden_size", 0),
-    )
+    num_experts = arguments.get("num_moe_experts", 0)
+    width = arguments.get("moe_ffn_hidden_size", 0)
     settings = replace(
         megatron,
         tensor_model_parallel_size=layout.tp,
@@ -281,7 +292,8 @@ def _check_required_packages(
     for key, package, why_not, install, other in asked:
         if device.type != "cuda":
             raise ValueError(
-                f"{key} needs {package}, which runs on CUDA only, and the device is {device}; {other}."
+                f"{key} needs {package}, which runs on CUDA only, and the device is"
+                f" {device}; {other}."
             )
         if problem := why_not():
             raise ValueError(
@@ -289,7 +301,8 @@ def _check_required_packages(
             )
     if is_flex and dtype != torch.bfloat16:
         raise ValueError(
-            f"moe_token_dispatcher_type (flex) sends bfloat16 only, and the model is {dtype}; use alltoall."
+            f"moe_token_dispatcher_type (flex) sends bfloat16 only, and the model is {dtype};"
+            " use alltoall."
         )
 
 
@@ -302,8 +315,8 @@ def _check_grouped_gemm_alignment(
     ):
         if columns * dtype.itemsize % ALIGNMENT:
             raise ValueError(
-                f"moe_grouped_gemm needs rows of a multiple of {ALIGNMENT} bytes, and {name} ({columns}) has"
-                f" {columns * dtype.itemsize} in {dtype}; set it to false."
+                f"moe_grouped_gemm needs rows of a multiple of {ALIGNMENT} bytes, and {name}"
+                f" ({columns}) has {columns * dtype.itemsize} in {dtype}; set it to false."
             )
 
 
@@ -324,8 +337,8 @@ def _check_layout_divides_model(arguments: dict[str, Any], layout: ParallelLayou
             problems.append(f"{key} ({arguments[key]}) must be a multiple of {axis} ({parts})")
         elif key == "num_layers" and arguments[key] % (parts * layout.vpp):
             problems.append(
-                f"num_layers ({arguments[key]}) must be a multiple of {axis} x virtual_pipeline_model_parallel_size"
-                f" ({parts} x {layout.vpp})"
+                f"num_layers ({arguments[key]}) must be a multiple of {axis} x"
+                f" virtual_pipeline_model_parallel_size ({parts} x {layout.vpp})"
             )
     if problems:
         raise ValueError("; ".join(problems) + ". Use smaller parallel sizes.")
@@ -338,38 +351,46 @@ def _check_recompute_settings(
     impl: LayerImpl,
     has_mlp_bias: bool,
 ) -> None:
-    """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what block has over."""
+    """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what
+    block has over.
+    """
     if megatron.recompute_granularity == "selective":
         if impl == "transformer_engine" and "layernorm" in megatron.recompute_modules:
             raise ValueError(
-                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have layernorm with"
-                " transformer_impl transformer_engine, whose norms are part of the linear layers: megatron-core would"
-                " ignore it. Leave it out, or use transformer_impl local."
+                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have"
+                " layernorm with transformer_impl transformer_engine, whose norms are part of the"
+                " linear layers: megatron-core would ignore it. Leave it out, or use"
+                " transformer_impl local."
             )
         if has_mlp_bias and "mlp" in megatron.recompute_modules:
-            # MLP returns its bias: checkpoint takes that parameter for a result of its own and recomputes it for ever.
+            # MLP returns its bias: checkpoint takes that parameter for a result of its own and
+            # recomputes it for ever.
             raise ValueError(
-                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have mlp for an MLP with biases:"
-                " megatron-core's backward pass would not end. Leave it out, or use full recompute."
+                f"recompute_modules ({', '.join(megatron.recompute_modules)}) must not have mlp"
+                " for an MLP with biases: megatron-core's backward pass would not end. Leave it"
+                " out, or use full recompute."
             )
         return
     if megatron.recompute_granularity in (None, "none"):
         return
     chunks = layout.split_layers_into_chunks(num_layers)
-    in_chunk, group = math.gcd(*chunks), megatron.recompute_num_layers
+    in_chunk = math.gcd(*chunks)
+    group = megatron.recompute_num_layers
     if not megatron.recompute_method or not group:
         raise ValueError(
-            f"full recompute needs recompute_method ({megatron.recompute_method}) and recompute_num_layers ({group});"
-            " use uniform and 1."
+            f"full recompute needs recompute_method ({megatron.recompute_method}) and"
+            f" recompute_num_layers ({group}); use uniform and 1."
         )
     if megatron.recompute_method == "uniform" and in_chunk % group:
         raise ValueError(
-            f"recompute_num_layers ({group}) must divide the layers of a model chunk ({in_chunk} = {num_layers} /"
-            f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method uniform; use 1."
+            f"recompute_num_layers ({group}) must divide the layers of a model chunk ({in_chunk} ="
+            f" {num_layers} / {layout.pp} stages / {layout.vpp} chunks) under recompute_method"
+            " uniform; use 1."
         )
     in_chunk = min(chunks)
     if megatron.recompute_method == "block" and group > in_chunk:
         raise ValueError(
-            f"recompute_num_layers ({group}) must be at most the layers of a model chunk ({in_chunk} = {num_layers} /"
-            f" {layout.pp} stages / {layout.vpp} chunks) under recompute_method block; use {in_chunk}."
+            f"recompute_num_layers ({group}) must be at most the layers of a model chunk"
+            f" ({in_chunk} = {num_layers} / {layout.pp} stages / {layout.vpp} chunks) under"
+            f" recompute_method block; use {in_chunk}."
         )

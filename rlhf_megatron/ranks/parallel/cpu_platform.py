@@ -1,8 +1,9 @@
-"""Makes stock megatron-core run without CUDA, over gloo. Applied only there. `PATCHES` is the whole list.
+"""Makes stock megatron-core run without CUDA, over gloo. Applied only there. `PATCHES` is
+the whole list.
 
-Inside every loaded megatron.core module the name `torch` is bound to a proxy that forwards to torch, so that torch
-itself stays as it is: wrapping torch.zeros or torch.cuda in place breaks `import torch._dynamo`, which every torch
-optimizer needs.
+Inside every loaded megatron.core module the name `torch` is bound to a proxy that forwards to
+torch, so that torch itself stays as it is: wrapping torch.zeros or torch.cuda in place breaks
+`import torch._dynamo`, which every torch optimizer needs.
 """
 
 from __future__ import annotations
@@ -249,11 +250,17 @@ def _use_torch_optimizers() -> None:
 
 PATCHES = (
     MegatronPatch(
-        "torch in megatron.core.*: cuda.{current_device, synchronize, empty_cache, set_device, Stream, Event, stream,"
-        " current_stream, default_stream, get_rng_state, manual_seed}; tensor factories with device='cuda' or"
-        " pin_memory=True; distributed.{all_gather, reduce_scatter} of uneven parts; functions under torch.compile",
-        "about 175 uses of torch.cuda.current_device() and 60 of 'cuda' literals; gloo takes equal parts only;"
-        " torch.compile of small fused functions would run a C++ compiler at the first call",
+        (
+            "torch in megatron.core.*: cuda.{current_device, synchronize, empty_cache, set_device,"
+            " Stream, Event, stream, current_stream, default_stream, get_rng_state, manual_seed};"
+            " tensor factories with device='cuda' or pin_memory=True; distributed.{all_gather,"
+            " reduce_scatter} of uneven parts; functions under torch.compile"
+        ),
+        (
+            "about 175 uses of torch.cuda.current_device() and 60 of 'cuda' literals; gloo takes"
+            " equal parts only; torch.compile of small fused functions would run a C++ compiler at"
+            " the first call"
+        ),
         rebind_torch,
     ),
     MegatronPatch(
@@ -277,9 +284,14 @@ PATCHES = (
         _patch_moe_split_sizes,
     ),
     MegatronPatch(
-        "optimizer.{USING_PYTORCH_OPTIMIZER, Adam, SGD}; {multi_tensor_applier, multi_tensor_scale_impl, l2_norm_impl}"
-        " of optimizer.{optimizer, clip_grads}",
-        "those of Transformer Engine or Apex are taken wherever they can be imported, and run on CUDA only",
+        (
+            "optimizer.{USING_PYTORCH_OPTIMIZER, Adam, SGD}; {multi_tensor_applier,"
+            " multi_tensor_scale_impl, l2_norm_impl} of optimizer.{optimizer, clip_grads}"
+        ),
+        (
+            "those of Transformer Engine or Apex are taken wherever they can be imported, and run"
+            " on CUDA only"
+        ),
         _use_torch_optimizers,
         is_needed=_has_picked_fused_adam,
     ),
@@ -289,7 +301,9 @@ _state = {"is_applied": False}
 
 
 def apply_cpu_platform() -> None:
-    """Replace once in this process; later calls bind what was imported since. A no-op where CUDA is available."""
+    """Replace once in this process; later calls bind what was imported since. A no-op where
+    CUDA is available.
+    """
     if torch.cuda.is_available():
         return
     if _state["is_applied"]:
@@ -297,7 +311,8 @@ def apply_cpu_platform() -> None:
         return
     _state["is_applied"] = True
     compile_function = torch.compile
-    torch.compile = _skip_compilation  # type: ignore[assignment]  # else each decorator imports inductor: 2 s a process
+    # else each decorator imports inductor: 2 s a process
+    torch.compile = _skip_compilation  # type: ignore[assignment]
     try:
         for name in MODULES:
             importlib.import_module(name)

@@ -1,7 +1,8 @@
-"""One network thread a process for all gloo groups: torch starts one a group, and each wakes 100 times a second.
+"""One network thread a process for all gloo groups: torch starts one a group, and each wakes 100
+times a second.
 
-A rank of megatron-core has some twenty groups, so on CPUs the idle threads took a quarter of all time. A torch whose
-gloo groups take no such options keeps a thread a group.
+A rank of megatron-core has some twenty groups, so on CPUs the idle threads took a quarter of all
+time. A torch whose gloo groups take no such options keeps a thread a group.
 """
 
 from __future__ import annotations
@@ -17,9 +18,13 @@ _torch_init = ProcessGroupGloo.__init__
 
 
 def share_gloo_device() -> None:
-    """Make gloo groups of this process that are created from now on share their network threads. Safe to call again."""
+    """Make gloo groups of this process that are created from now on share their network threads.
+    Safe to call again.
+    """
     if hasattr(ProcessGroupGloo, "_Options"):
-        ProcessGroupGloo.__init__ = _init_with_shared_device  # type: ignore[method-assign,assignment]
+        ProcessGroupGloo.__init__ = (  # type: ignore[method-assign]
+            _init_with_shared_device  # type: ignore[assignment]
+        )
 
 
 def _init_with_shared_device(
@@ -38,7 +43,9 @@ def _init_with_shared_device(
 
 @cache
 def _get_shared_devices(process_id: int, interface_names: str) -> list[Any]:
-    """`process_id`: its id; a forked child has none of its parent's threads. `interface_names`: as torch reads them."""
+    """`process_id`: its id; a forked child has none of its parent's threads. `interface_names`: as
+    torch reads them.
+    """
     names = [name for name in interface_names.split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name) for name in names] or [
         ProcessGroupGloo.create_default_device()

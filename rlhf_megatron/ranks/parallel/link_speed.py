@@ -1,4 +1,6 @@
-"""How fast ranks exchange data: an all-reduce and a message, timed and checked. All ranks of the group call them."""
+"""How fast ranks exchange data: an all-reduce and a message, timed and checked. All ranks of the
+group call them.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,10 @@ NUM_TIMES = 5  # after one that makes the connections; the fastest counts
 
 
 def measure_all_reduce_speed(group: ProcessGroup, device: torch.device, num_bytes: int) -> float:
-    """Returns the bus bandwidth of a sum of `num_bytes` in bytes a second: 2 (n - 1) / n times the buffer in the
-    time of the call, as NCCL's own tests count it. Raises RuntimeError where the sum is wrong."""
+    """Returns the bus bandwidth of a sum of `num_bytes` in bytes a second: 2 (n - 1) / n times the
+    buffer in the time of the call, as NCCL's own tests count it. Raises RuntimeError where
+    the sum is wrong.
+    """
     size = group.size()
     values = torch.empty(num_bytes // 4, device=device)
     fastest = float("inf")
@@ -26,7 +30,8 @@ def measure_all_reduce_speed(group: ProcessGroup, device: torch.device, num_byte
         dist.all_reduce(values, group=group)
         synchronize_device(device)
         fastest = min(fastest, time.perf_counter() - start)
-    lowest, highest = float(values.min()), float(values.max())
+    lowest = float(values.min())
+    highest = float(values.max())
     expected = size * (size + 1) / 2
     if lowest != expected or highest != expected:
         raise RuntimeError(
@@ -38,8 +43,9 @@ def measure_all_reduce_speed(group: ProcessGroup, device: torch.device, num_byte
 def measure_message_speed(
     source_rank: int, target_rank: int, device: torch.device, num_bytes: int
 ) -> float:
-    """Returns bytes a second of a message between two ranks of the default group; 0.0 on all others, which do nothing.
-    Raises RuntimeError where something else arrives."""
+    """Returns bytes a second of a message between two ranks of the default group; 0.0 on all
+    others, which do nothing. Raises RuntimeError where something else arrives.
+    """
     if dist.get_rank() not in (source_rank, target_rank):
         return 0.0
     is_source = dist.get_rank() == source_rank

@@ -1,7 +1,8 @@
-"""Defects of megatron-core without Transformer Engine and Apex, mended on any device. `PATCHES` is the whole list.
+"""Defects of megatron-core without Transformer Engine and Apex, mended on any device. `PATCHES` is
+the whole list.
 
-Each looks first whether the installed version still has the defect. What is wrong with the optimizer's own checkpoints
-is not mended: ranks/workers/optimizer_state.py takes their place.
+Each looks first whether the installed version still has the defect. What is wrong with the
+optimizer's own checkpoints is not mended: ranks/workers/optimizer_state.py takes their place.
 """
 
 from __future__ import annotations
@@ -101,7 +102,8 @@ def _rotate_latent_attention_by_tables() -> None:
     def rotate_by_tables(x: Any, tables: Any, mscale: float = 1.0, **unused: Any) -> Any:
         """x [T, heads, d], neighbours in pairs; tables [T, 2, 1, d], cosines and sines."""
         cos, sin = tables.to(x.dtype).unbind(1)
-        first, second = x[..., 0::2], x[..., 1::2]
+        first = x[..., 0::2]
+        second = x[..., 1::2]
         return torch.cat([first, second], -1) * cos + torch.cat([-second, first], -1) * sin
 
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
@@ -147,13 +149,15 @@ def _wrap_combine_postprocess(combine: Any) -> Any:
 
 
 def mark_expert_parameters(model: Any) -> None:
-    """Mark the parameters of experts for what reduces, sums and counts gradients; before DDP wraps `model`.
+    """Mark the parameters of experts for what reduces, sums and counts gradients; before DDP
+    wraps `model`.
 
-    `allreduce`: megatron-core 0.16 reduces experts over the replicas of the dense layers where ep is 1, though etp may
-    differ from tp: the gradient would lack tokens, or sum gradients of different shards. `sequence_parallel`: the
-    bias of a RowParallelLinear would be summed over tp, whose ranks have other experts. `tensor_model_parallel`: such
-    a bias, and with Transformer Engine's layers every weight at etp 1 (NVIDIA/Megatron-LM#5916), would count in the
-    gradient norm on tp rank 0 only. All of it is silent: the forward pass is right.
+    `allreduce`: megatron-core 0.16 reduces experts over the replicas of the dense layers where ep
+    is 1, though etp may differ from tp: the gradient would lack tokens, or sum gradients of
+    different shards. `sequence_parallel`: the bias of a RowParallelLinear would be summed over tp,
+    whose ranks have other experts. `tensor_model_parallel`: such a bias, and with Transformer
+    Engine's layers every weight at etp 1 (NVIDIA/Megatron-LM#5916), would count in the gradient
+    norm on tp rank 0 only. All of it is silent: the forward pass is right.
     """
     for name, parameter in model.named_parameters():
         if is_expert_parameter(name):
@@ -163,15 +167,19 @@ def mark_expert_parameters(model: Any) -> None:
 
 
 def unmark_replicated_parameters(model: Any) -> None:
-    """Unmark latent attention's down projections, which each tensor-parallel rank has whole: Transformer Engine marks
-    every weight as split, and the gradient norm would count these once a rank. That is silent, too."""
+    """Unmark latent attention's down projections, which each tensor-parallel rank has whole:
+    Transformer Engine marks every weight as split, and the gradient norm would count these once a
+    rank. That is silent, too.
+    """
     for name, parameter in model.named_parameters():
         if ".linear_q_down_proj." in name or ".linear_kv_down_proj." in name:
             parameter.tensor_model_parallel = False
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether a parameter, by its name in a model, is an expert's. Shared experts are dense layers."""
+    """Whether a parameter, by its name in a model, is an expert's.
+    Shared experts are dense layers.
+    """
     return ".experts." in name
 
 
@@ -205,35 +213,49 @@ def _shrink_single_rank_groups() -> None:
 PATCHES = (
     MegatronPatch(
         "transformer.moe.moe_utils.te_general_gemm",
-        "undefined without Transformer Engine: every forward pass of an MoE router ends in NameError",
+        (
+            "undefined without Transformer Engine: every forward pass of an MoE router ends"
+            " in NameError"
+        ),
         _define_router_gemm,
         "0.16.1",
         _lacks_router_gemm,
     ),
     MegatronPatch(
         "tensor_parallel.random.CheckpointWithoutOutput.__init__",
-        "`self.fp8 = fp8 is not None` with the default fp8=False: selective recompute asks for Transformer Engine",
+        (
+            "`self.fp8 = fp8 is not None` with the default fp8=False: selective recompute asks for"
+            " Transformer Engine"
+        ),
         _disable_fp8_in_recompute,
         is_needed=_recomputes_with_fp8_by_default,
     ),
     MegatronPatch(
         "transformer.multi_latent_attention.HAVE_TE",
-        "True without Transformer Engine, whose TELinear is a mock then: building latent attention ends in TypeError",
+        (
+            "True without Transformer Engine, whose TELinear is a mock then: building latent"
+            " attention ends in TypeError"
+        ),
         _disable_transformer_engine_in_latent_attention,
         "0.16.1",
         _has_mocked_transformer_engine,
     ),
     MegatronPatch(
         "transformer.multi_latent_attention.Linear",
-        "its layers take down projections of latent attention that tp splits, and then never add up over tp what the"
-        " position part of the keys has of the gradient (NVIDIA/Megatron-LM#1699): silent, the forward pass is right."
-        " It knows whole ones under this name, which is None in 0.19",
+        (
+            "its layers take down projections of latent attention that tp splits, and then never"
+            " add up over tp what the position part of the keys has of the gradient"
+            " (NVIDIA/Megatron-LM#1699): silent, the forward pass is right. It knows whole ones"
+            " under this name, which is None in 0.19"
+        ),
         _replicate_down_projections,
     ),
     MegatronPatch(
         "transformer.multi_latent_attention.apply_rotary_pos_emb",
-        "cuts packed documents apart in a loop of Python in each layer, and waits for the device for their lengths;"
-        " latent attention gets cosines and sines token by token",
+        (
+            "cuts packed documents apart in a loop of Python in each layer, and waits for the"
+            " device for their lengths; latent attention gets cosines and sines token by token"
+        ),
         _rotate_latent_attention_by_tables,
     ),
     MegatronPatch(
@@ -244,27 +266,41 @@ PATCHES = (
         _resolves_fused_query_norms,
     ),
     MegatronPatch(
-        "transformer.moe.token_dispatcher.{MoEAlltoAll, MoEAllGather}TokenDispatcher.combine_postprocess",
-        "keep the probabilities of the last pass and with them, under full recompute, each layer's input and its"
-        " gradient until the next: 2.1 GB of a rank of Qwen3-30B-A3B at tp2 ep8",
+        (
+            "transformer.moe.token_dispatcher.{MoEAlltoAll,"
+            " MoEAllGather}TokenDispatcher.combine_postprocess"
+        ),
+        (
+            "keep the probabilities of the last pass and with them, under full recompute, each"
+            " layer's input and its gradient until the next: 2.1 GB of a rank of"
+            " Qwen3-30B-A3B at tp2 ep8"
+        ),
         _drop_probabilities_after_combine,
     ),
     MegatronPatch(
         "tensor_parallel.layers.{fused_weight_gradient_mlp_cuda, _grad_accum_fusion_available}",
-        "gradient-accumulation fusion asks for an extension of Apex, under Transformer Engine too; torch can do it",
+        (
+            "gradient-accumulation fusion asks for an extension of Apex, under Transformer Engine"
+            " too; torch can do it"
+        ),
         _accumulate_gradients_with_torch,
         is_needed=_lacks_gradient_extension,
     ),
     MegatronPatch(
         "optimizer.clip_grads.l2_norm_impl",
-        "without Transformer Engine and Apex the gradient norm waits for the device once a parameter",
+        (
+            "without Transformer Engine and Apex the gradient norm waits for the device once"
+            " a parameter"
+        ),
         _replace_gradient_norm,
         is_needed=_computes_gradient_norm_in_loop,
     ),
     MegatronPatch(
         "parallel_state.create_group",
-        "a group of one rank takes 0.5 GB of a GPU as soon as one thing is summed in it (H100, NCCL 2.28); with one"
-        " channel it is 8 MB",
+        (
+            "a group of one rank takes 0.5 GB of a GPU as soon as one thing is summed in it (H100,"
+            " NCCL 2.28); with one channel it is 8 MB"
+        ),
         _shrink_single_rank_groups,
     ),
 )

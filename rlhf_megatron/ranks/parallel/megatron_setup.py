@@ -1,4 +1,6 @@
-"""Readies megatron-core in a process: version, fixes, the CPU platform where needed, and `trainer.deterministic`."""
+"""Readies megatron-core in a process: version, fixes, the CPU platform where needed,
+and `trainer.deterministic`.
+"""
 
 from __future__ import annotations
 
@@ -19,11 +21,12 @@ from rlhf_megatron.ranks.parallel.optional_packages import (
 
 
 def prepare_megatron() -> None:
-    """Call before the first use of megatron-core; `create_world` does. Safe to call again. Takes seconds (imports).
+    """Call before the first use of megatron-core; `create_world` does. Safe to call again. Takes
+    seconds (imports).
 
     Importing megatron beforehand is harmless.
-    Raises RuntimeError for an unsupported version of megatron-core, or one that lacks a package, and as
-    `refuse_broken_transformer_engine`.
+    Raises RuntimeError for an unsupported version of megatron-core, or one that lacks a package,
+    and as `refuse_broken_transformer_engine`.
     """
     check_megatron_version()
     check_undeclared_dependencies()
@@ -34,8 +37,10 @@ def prepare_megatron() -> None:
 
 
 def refuse_broken_transformer_engine() -> None:
-    """megatron-core imports it where it is installed, and goes on without it only after an ImportError: half of it,
-    without its library or of two versions, raises something else. Raises ValueError."""
+    """megatron-core imports it where it is installed, and goes on without it only after an
+    ImportError: half of it, without its library or of two versions, raises something else.
+    Raises ValueError.
+    """
     if not (
         found := find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))
     ).is_present:
@@ -47,7 +52,8 @@ def refuse_broken_transformer_engine() -> None:
     except Exception as error:  # AssertionError, RuntimeError, FileNotFoundError and others
         version = found.version or "of unknown version"
         raise ValueError(
-            f"Transformer Engine ({version}) is installed in part only, and megatron-core cannot start beside it:"
-            f" {format_error_line(error)}. Install all of it ({INSTALL[TRANSFORMER_ENGINE]}), or remove it (pip uninstall"
-            " transformer-engine transformer-engine-torch transformer-engine-cu12)."
+            f"Transformer Engine ({version}) is installed in part only, and megatron-core cannot"
+            f" start beside it: {format_error_line(error)}. Install all of it"
+            f" ({INSTALL[TRANSFORMER_ENGINE]}), or remove it (pip uninstall transformer-engine"
+            " transformer-engine-torch transformer-engine-cu12)."
         ) from error

@@ -1,7 +1,9 @@
-"""Optional packages: whether one is there, is the right one, and can be imported. Imports nothing heavy itself.
+"""Optional packages: whether one is there, is the right one, and can be imported. Imports
+nothing heavy itself.
 
-What is broken raises whatever its authors thought of (Transformer Engine: AssertionError, RuntimeError and
-FileNotFoundError beside ImportError, of which megatron-core expects the last one only). Here it becomes a sentence.
+What is broken raises whatever its authors thought of (Transformer Engine: AssertionError,
+RuntimeError and FileNotFoundError beside ImportError, of which megatron-core expects the last one
+only). Here it becomes a sentence.
 """
 
 from __future__ import annotations
@@ -34,7 +36,10 @@ INSTALL = {
         " ./flash-attention/hopper"
     ),
     "triton": "pip install --no-deps triton",
-    DEEP_EP: "git clone https://github.com/deepseek-ai/DeepEP && pip install --no-build-isolation ./DeepEP",
+    DEEP_EP: (
+        "git clone https://github.com/deepseek-ai/DeepEP && pip install"
+        " --no-build-isolation ./DeepEP"
+    ),
 }
 NOT_NVIDIAS = (
     "it is not NVIDIA's Apex: PyPI has another project of this name, NVIDIA's is built from source"
@@ -56,7 +61,9 @@ class OptionalPackage:
 
 
 def find_package(module_name: str, distribution_names: Sequence[str] = ()) -> OptionalPackage:
-    """Return a module and the version of the first of `distribution_names` (none: its own name) that has one."""
+    """Return a module and the version of the first of `distribution_names` (none: its own
+    name) that has one.
+    """
     if not _has_module(module_name):
         return OptionalPackage(module_name, False, why_not=f"{module_name} is not installed")
     names = distribution_names or (module_name,)
@@ -76,7 +83,9 @@ def read_package_version(distribution: str) -> str:
 
 
 def find_transformer_engine() -> OptionalPackage:
-    """Transformer Engine. The package without its library for torch (a plain `pip install`) is of no use."""
+    """Transformer Engine. The package without its library for torch (a plain
+    `pip install`) is of no use.
+    """
     found = find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))
     if not found.is_present:
         return found
@@ -102,13 +111,18 @@ def find_apex() -> OptionalPackage:
     ):
         return OptionalPackage(APEX, True, found.version, NOT_NVIDIAS)
     if not _has_module("amp_C"):
-        why_not = "it was built without its CUDA extensions (no module amp_C), which its optimizers and norms need"
+        why_not = (
+            "it was built without its CUDA extensions (no module amp_C), which its optimizers"
+            " and norms need"
+        )
         return OptionalPackage(APEX, True, found.version, why_not)
     return found
 
 
 def has_gradient_extension() -> bool:
-    """Whether Apex was built with the extension that megatron-core's layers add their weight gradients with."""
+    """Whether Apex was built with the extension that megatron-core's layers add their weight
+    gradients with.
+    """
     return _has_module(GRADIENT_EXTENSION)
 
 

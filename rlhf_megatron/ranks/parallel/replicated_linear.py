@@ -1,4 +1,6 @@
-"""The linear layer that stands for latent attention's down projections: whole on every tensor-parallel rank."""
+"""The linear layer that stands for latent attention's down projections: whole on every
+tensor-parallel rank.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,11 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """Takes and returns this rank's part of the sequence. State dict: `weight`, in checkpoints the same on all ranks.
+    """Takes and returns this rank's part of the sequence. State dict: `weight`, in checkpoints the
+    same on all ranks.
 
-    Needs sequence parallelism where tp is over 1: then `finalize_model_grads` adds up what the ranks have of the
-    gradient, each from its own tokens.
+    Needs sequence parallelism where tp is over 1: then `finalize_model_grads` adds up what the
+    ranks have of the gradient, each from its own tokens.
     """
 
     def __init__(

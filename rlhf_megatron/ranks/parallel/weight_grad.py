@@ -1,8 +1,10 @@
-"""The functions of Apex's extension `fused_weight_gradient_mlp_cuda` that megatron-core calls, in plain torch.
+"""The functions of Apex's extension `fused_weight_gradient_mlp_cuda` that megatron-core calls,
+in plain torch.
 
-A linear layer's weight gradient is added to the float32 buffer by the matrix product itself: no gradient in the
-weight's type is made, rounded and added in a pass of its own. On CUDA in half precision torch has such a product from
-2.10 on; elsewhere operands of the buffer's own type can do it on any torch.
+A linear layer's weight gradient is added to the float32 buffer by the matrix product itself: no
+gradient in the weight's type is made, rounded and added in a pass of its own. On CUDA in half
+precision torch has such a product from 2.10 on; elsewhere operands of the buffer's own type can do
+it on any torch.
 """
 
 # T tokens, I input features, O output features
@@ -20,7 +22,9 @@ def has_float32_accumulating_product() -> bool:
 
 
 def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
-    """main_grad += grad_output^T input, in place. `main_grad_OI`: float32. The name is that of Apex's function."""
+    """main_grad += grad_output^T input, in place. `main_grad_OI`: float32. The name is that of
+    Apex's function.
+    """
     grad_OT = grad_output_TO.t()
     if input_TI.dtype == main_grad_OI.dtype:
         main_grad_OI.addmm_(grad_OT, input_TI)

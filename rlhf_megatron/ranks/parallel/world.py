@@ -1,4 +1,6 @@
-"""One Megatron world: the process groups of a layout. Nothing outside parallel/ reads a global group."""
+"""One Megatron world: the process groups of a layout. Nothing outside parallel/ reads
+a global group.
+"""
 
 from __future__ import annotations
 
@@ -33,14 +35,17 @@ class World:
     expert_dp_group: (
         ProcessGroup  # ranks that hold the same experts: their gradients are summed over them
     )
-    copy_group: ProcessGroup  # ranks of this stage that hold its tensors once together, or more of them alike
+    # ranks of this stage that hold its tensors once together, or more of them alike
+    copy_group: ProcessGroup
     leader_rank: int  # rank of this replica's leader
     pg_collection: Any  # megatron's ProcessGroupCollection, to be handed to its functions
     is_in_pieces: bool = False  # FSDP2's shards end anywhere in a tensor's rows
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank's `copy_group` is the one that hands out the weights of its stage; its rank 0 sends."""
+        """Whether this rank's `copy_group` is the one that hands out the weights of its stage;
+        its rank 0 sends.
+        """
         return self.layout.compute_stage_position(self.rank) < self.layout.copy_size
 
     @property
@@ -64,9 +69,9 @@ def create_world(
 ) -> World:
     """Make all groups of `layout`. Called on every rank; one world at a time in a process.
 
-    Uses torch's default process group; where there is none, it is made from the launcher's environment (RANK,
-    WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in memory for a layout of one rank. `seed`: of megatron's random states.
-    `timeout_s`: deadline of a collective, seconds.
+    Uses torch's default process group; where there is none, it is made from the launcher's
+    environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in memory for a layout of one rank.
+    `seed`: of megatron's random states. `timeout_s`: deadline of a collective, seconds.
 
     Raises ValueError when the number of processes is not the layout's or a world exists already.
     """
@@ -82,8 +87,8 @@ def create_world(
         _init_default_process_group(layout, device, timeout_s)
     if dist.get_world_size() != layout.world_size:
         raise ValueError(
-            f"layout {layout} is for {layout.world_size} ranks but {dist.get_world_size()} processes run;"
-            f" start {layout.world_size}, or change the parallel sizes."
+            f"layout {layout} is for {layout.world_size} ranks but {dist.get_world_size()}"
+            f" processes run; start {layout.world_size}, or change the parallel sizes."
         )
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
@@ -118,9 +123,11 @@ def create_world(
 
 
 def destroy_world(is_default_group_ended: bool = True) -> None:
-    """End the world of this process, so that another layout can follow. Called on every rank; safe without a world.
+    """End the world of this process, so that another layout can follow. Called on every rank; safe
+    without a world.
 
-    `is_default_group_ended` False keeps torch's default process group, for a next world of as many ranks.
+    `is_default_group_ended` False keeps torch's default process group, for a next world of
+    as many ranks.
     """
     from megatron.core import parallel_state
 
@@ -138,7 +145,9 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
 
 
 def find_smallest_device_memory(world: World) -> int:
-    """Return the bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks must call it."""
+    """Return the bytes of the smallest GPU of the world's ranks; 0 on CPUs.
+    All ranks must call it.
+    """
     total = torch.tensor(
         measure_device_memory(world.device).total_bytes, dtype=torch.int64, device=world.device
     )
@@ -170,6 +179,6 @@ def _init_default_process_group(
         )
     else:
         raise ValueError(
-            f"layout {layout} needs {layout.world_size} processes but RANK and WORLD_SIZE are not set; start it with"
-            " trainer.runtime torchrun, or use one rank."
+            f"layout {layout} needs {layout.world_size} processes but RANK and WORLD_SIZE are not"
+            " set; start it with trainer.runtime torchrun, or use one rank."
         )

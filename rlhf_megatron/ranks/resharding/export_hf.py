@@ -1,4 +1,6 @@
-"""Write a sharded model as a Hugging Face directory. The weights travel as in a weight sync; buckets become files."""
+"""Write a sharded model as a Hugging Face directory. The weights travel as in a weight sync;
+buckets become files.
+"""
 
 from __future__ import annotations
 
@@ -56,9 +58,10 @@ def export_sharded_model_to_hf(
 ) -> None:
     """Call on every rank of the pool; `directory` must be on a file system that the senders share.
 
-    Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes the directory, which
-    then appears under its name. `companions_directory`: directory whose tokenizer files are copied. Raises on every rank of
-    the first copy when one fails, ValueError when the directory exists and is not empty; nothing is left behind.
+    Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes
+    the directory, which then appears under its name. `companions_directory`: directory whose
+    tokenizer files are copied. Raises on every rank of the first copy when one fails, ValueError
+    when the directory exists and is not empty; nothing is left behind.
     """
     if not world.is_first_copy:
         return
@@ -119,7 +122,8 @@ def _write_stage_files(
     max_file_bytes: int,
 ) -> None:
     files: dict[str, Sequence[TensorSpec]] = {}
-    stage, exported = f"stage-{world.coordinates.pp:05d}", list(exported_shards)
+    stage = f"stage-{world.coordinates.pp:05d}"
+    exported = list(exported_shards)
     fused = {
         hf.name: hf.entry for rule, _ in exported for hf in rule.hf_tensors if hf.entry is not None
     }
@@ -164,7 +168,9 @@ def _write_stage_files(
 
 
 class _FusedTensorFiles:
-    """The tensors of a stage that files have in one, made whole entry by entry: they come in buckets, in any order."""
+    """The tensors of a stage that files have in one, made whole entry by entry: they come in
+    buckets, in any order.
+    """
 
     def __init__(
         self,
@@ -184,7 +190,8 @@ class _FusedTensorFiles:
         self._planned_files = {
             f"{stage_prefix}-fused-{n:05d}.safetensors": shard for n, shard in enumerate(shards)
         }
-        self._partial_directory, self._writers = partial_directory, dict[str, SafetensorsWriter]()
+        self._partial_directory = partial_directory
+        self._writers = dict[str, SafetensorsWriter]()
         self._file_by_tensor = {
             spec.name: file for file, members in self._planned_files.items() for spec in members
         }
@@ -235,7 +242,9 @@ def _complete_directory(
     dtype: str,
     companions_directory: Path | None,
 ) -> None:
-    """Name the files of all stages as Hugging Face does, write what goes with them, rename the directory."""
+    """Name the files of all stages as Hugging Face does, write what goes with them, rename
+    the directory.
+    """
     written: dict[str, list[TensorSpec]] = {}
     for listing in sorted(partial_directory.glob("stage-*.json")):
         for name, tensors in json.loads(listing.read_text()).items():

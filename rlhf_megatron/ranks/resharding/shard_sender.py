@@ -1,5 +1,7 @@
-"""A weight sync shard to shard: every rank of a copy lays what it holds into its own part of one buffer, from which
-each rank of an engine takes its own. What the ranks exchange is manifests, a few bytes a tensor."""
+"""A weight sync shard to shard: every rank of a copy lays what it holds into its own part of one
+buffer, from which each rank of an engine takes its own. What the ranks exchange is manifests, a few
+bytes a tensor.
+"""
 
 from __future__ import annotations
 
@@ -50,16 +52,21 @@ PAGE = (
 _FAILED = -1  # in place of a number of bytes
 
 OpenShardBuffers = Callable[[Sequence[int], int, Sequence[str]], BucketBuffers]
-"""Given the bytes of each rank's part, the number of rounds and what `get_shareable_device_id` says of each rank's device, returns
-buffers: all parts one after the other in memory of the host, or the first part on the device of its rank."""
+"""Given the bytes of each rank's part, the number of rounds and what `get_shareable_device_id` says
+of each rank's device, returns buffers: all parts one after the other in memory of the host, or the
+first part on the device of its rank.
+"""
 
 OpenLinkBuffers = Callable[["SendRounds"], BucketBuffers]
-"""Called on every rank of a copy at once, returns buffers for this rank's part, from which it sends itself. All return,
-or all raise."""
+"""Called on every rank of a copy at once, returns buffers for this rank's part, from which it sends
+itself. All return, or all raise.
+"""
 
 AttachBuffers = Callable[[str, int, int, int], Sequence[Tensor]]
-"""Given the coordinates of the copy's first rank, where this rank's part of each buffer begins, its bytes and the
-number of rounds, returns these parts: [bytes] uint8 of memory of the host that the first rank has opened."""
+"""Given the coordinates of the copy's first rank, where this rank's part of each buffer begins, its
+bytes and the number of rounds, returns these parts: [bytes] uint8 of memory of the host that the
+first rank has opened.
+"""
 
 
 class FilledBufferPart(msgspec.Struct):
@@ -99,7 +106,9 @@ def plan_send_rounds(
     bucket_bytes: int,
     alignment: int = ALIGNMENT,
 ) -> SendRounds:
-    """Plans for all ranks of a copy, which share `bucket_bytes`. `alignment`: see `plan_buckets`."""
+    """Plans for all ranks of a copy, which share `bucket_bytes`.
+    `alignment`: see `plan_buckets`.
+    """
     shares = plan_send_shares(rules, layout)
     own_bytes = -(-bucket_bytes // len(shares))
     return SendRounds(
@@ -119,16 +128,18 @@ def send_shards(
     num_readers: int = 1,
     open_links: OpenLinkBuffers | None = None,
 ) -> SendReport:
-    """Stream this stage's weights from the ranks of a copy. Call on every rank of a copy that serves an engine, and of
-    the first one.
+    """Stream this stage's weights from the ranks of a copy. Call on every rank of a copy that
+    serves an engine, and of the first one.
 
-    `exported_shards`: the rules of this stage with this rank's shards, in table order. `open_buffers` is called on the copy's
-    first rank. Where it returns memory of the host, `attach_buffers` is called on the others; where device memory, each rank
-    has buffers on its own device and lends them to `num_readers` ranks of engines. `open_links` stands in for both:
+    `exported_shards`: the rules of this stage with this rank's shards, in table order.
+    `open_buffers` is called on the copy's first rank. Where it returns memory of the host,
+    `attach_buffers` is called on the others; where device memory, each rank has buffers on its own
+    device and lends them to `num_readers` ranks of engines. `open_links` stands in for both:
     each rank has buffers of its own and sends from them.
 
-    The report has digests on the first copy only. Raises what failed on the rank where it failed, and SyncAbortedError
-    on the other ranks of its copy: no rank is left waiting. The caller must then take the engines as stale.
+    The report has digests on the first copy only. Raises what failed on the rank where it failed,
+    and SyncAbortedError on the other ranks of its copy: no rank is left waiting. The caller must
+    then take the engines as stale.
     """
     start = time.monotonic()
     sending = _ShardSender(world, request, num_readers)
@@ -251,7 +262,8 @@ class _ShardSender:
         return flag
 
     def _open_own_parts(self, attach_buffers: AttachBuffers) -> Sequence[Tensor]:
-        count, num_bytes = self.rounds.num_rounds, self.rounds.part_bytes[self.copy_rank]
+        count = self.rounds.num_rounds
+        num_bytes = self.rounds.part_bytes[self.copy_rank]
         if self._is_device_memory_lent:
             parts = range(choose_num_buffers(count))
             return [
@@ -283,10 +295,8 @@ class _ShardSender:
             failure = error
         found = self._gather_filled_parts(mine, failure)
         if self.buffers is not None:
-            file, num_bytes = (
-                self.buffers.get_file_name(round_number),
-                self.rounds.part_offsets[-1] if self.copy_rank == 0 else buffer.numel(),
-            )
+            file = self.buffers.get_file_name(round_number)
+            num_bytes = self.rounds.part_offsets[-1] if self.copy_rank == 0 else buffer.numel()
             merged = tuple(
                 replace(entry, offset=entry.offset + start)
                 for start, one in zip(self.rounds.part_offsets, found, strict=False)
@@ -369,7 +379,9 @@ class _ShardSender:
 def gather_bytes_on_first_rank(
     payload: bytes | None, group: ProcessGroup, device: torch.device
 ) -> list[bytes] | None:
-    """Gather bytes, by rank, on the first rank; [] on the others. Returns None on all where one rank gave None."""
+    """Gather bytes, by rank, on the first rank; [] on the others. Returns None on all where one
+    rank gave None.
+    """
     if group.size() == 1:
         return None if payload is None else [payload]
     size = torch.tensor(
@@ -395,8 +407,8 @@ def gather_bytes_on_first_rank(
 
 
 def broadcast_bytes(payload: bytes | None, group: ProcessGroup, device: torch.device) -> bytes:
-    """Broadcast `payload` of a group's first rank. Where it is None there, that rank has failed, and the others raise
-    SyncAbortedError.
+    """Broadcast `payload` of a group's first rank. Where it is None there, that rank has failed,
+    and the others raise SyncAbortedError.
     """
     if group.size() == 1:
         return payload or b""

@@ -1,8 +1,9 @@
 """The trainer's side of a weight sync, in two ways; of each every rank calls it.
 
-`send_shards`: each rank lays what it holds into its own part of a buffer, and nothing is gathered but manifests.
-`send_whole_tensors`: one rank of each pipeline stage gathers whole tensors, for those who take nothing else: files in Hugging
-Face layout, broadcasts, engines without the run's loader.
+`send_shards`: each rank lays what it holds into its own part of a buffer, and nothing is gathered
+but manifests. `send_whole_tensors`: one rank of each pipeline stage gathers whole tensors, for
+those who take nothing else: files in Hugging Face layout, broadcasts, engines without
+the run's loader.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class SenderWorld(Protocol):
 
 
 class SingleRankWorld:
-    """A `SenderWorld` of one rank that sends without others: what it has gathered of their pieces, or read from files."""
+    """A `SenderWorld` of one rank that sends without others: what it has gathered of their pieces,
+    or read from files.
+    """
 
     layout = ParallelLayout(1)
     coordinates = GridCoordinates(dp=0, pp=0, tp=0)
@@ -124,9 +127,11 @@ def raise_if_any_rank_failed(
     device: torch.device,
     plan_fingerprint: int = 0,
 ) -> None:
-    """Collective over `group`. Raises `failure` where there is one, and SyncAbortedError on the other ranks.
+    """Collective over `group`. Raises `failure` where there is one, and SyncAbortedError on
+    the other ranks.
 
-    `plan_fingerprint`: a number in [0, 2^48) that must be the same on all ranks. Raises ValueError on all of them otherwise.
+    `plan_fingerprint`: a number in [0, 2^48) that must be the same on all ranks. Raises ValueError
+    on all of them otherwise.
     """
     if group.size() == 1:
         if failure is not None:
@@ -143,12 +148,13 @@ def raise_if_any_rank_failed(
         raise failure
     if failed:
         raise SyncAbortedError(
-            "given up because another rank that sends weights together with this one failed; see its error."
+            "given up because another rank that sends weights together with this one failed;"
+            " see its error."
         )
     if highest != -negated_lowest:
         raise ValueError(
-            "the ranks that hold the tensors of this stage planned different weight buckets; bucket size, engine type"
-            " and config.json must be the same on all of them."
+            "the ranks that hold the tensors of this stage planned different weight buckets;"
+            " bucket size, engine type and config.json must be the same on all of them."
         )
 
 
@@ -160,7 +166,9 @@ def pack_shards(
     copy_rank: int,
     device: torch.device,
 ) -> Tensor:
-    """Return what the rank at `copy_rank` of its copy gives to `gather_packed_shards`, cast and flat."""
+    """Return what the rank at `copy_rank` of its copy gives to `gather_packed_shards`,
+    cast and flat.
+    """
     rules = list_gathered_shards(bucket.rules, layout)[copy_rank]
     flat = [shards[rule.megatron_name].to(dtype).reshape(-1) for rule, _ in rules]
     return torch.cat(flat) if flat else torch.empty(0, dtype=dtype, device=device)
@@ -169,8 +177,8 @@ def pack_shards(
 def gather_packed_shards(
     bucket: WeightBucket, packed_shards: Tensor, layout: ParallelLayout, group: ProcessGroup
 ) -> list[Tensor]:
-    """Gather what all ranks of a copy packed, by place, on its first rank; [] elsewhere. Call on all ranks of the
-    copy.
+    """Gather what all ranks of a copy packed, by place, on its first rank; [] elsewhere. Call on
+    all ranks of the copy.
     """
     if group.rank() != 0:
         if packed_shards.numel():
@@ -197,7 +205,9 @@ def unpack_shards(
     own_shards: Mapping[str, Tensor],
     layout: ParallelLayout,
 ) -> dict[str, list[Tensor]]:
-    """Returns by Megatron name the shards of all ranks that have one, in their order; `own_shards`: the sender's own."""
+    """Returns by Megatron name the shards of all ranks that have one, in their order; `own_shards`:
+    the sender's own.
+    """
     gathered: dict[str, list[Tensor]] = {}
     for rule in bucket.rules:
         gathered[rule.megatron_name] = (
@@ -219,18 +229,18 @@ def fill_bucket_buffer(
     engine_dtype: str,
     buffer: Tensor,
 ) -> list[TensorEntry]:
-    """Join, convert and cast into `buffer` ([>= bucket.num_bytes] uint8). Returns the manifest's entries, with digests
-    of what stands in the buffer. `gathered_shards`: by Megatron name the shards that the bucket's spans are made of."""
+    """Join, convert and cast into `buffer` ([>= bucket.num_bytes] uint8). Returns the manifest's
+    entries, with digests of what stands in the buffer. `gathered_shards`: by Megatron name the
+    shards that the bucket's spans are made of.
+    """
     entries = []
     slots = iter(bucket.slots)
     for rule in bucket.rules:
         for tensor in rule.to_hf(join_shards(rule.split, gathered_shards[rule.megatron_name])):
             slot = next(slots)
-            hf, span, own = (
-                slot.hf_tensor,
-                slot.span,
-                rule.get_sent_dtype(slot.hf_tensor, engine_dtype),
-            )
+            hf = slot.hf_tensor
+            span = slot.span
+            own = rule.get_sent_dtype(slot.hf_tensor, engine_dtype)
             shape = span.shape_within(hf.shape)
             if not slot.num_bytes:
                 continue  # of a shard that is all padding
@@ -257,19 +267,22 @@ def send_whole_tensors(
 ) -> SendReport:
     """Stream this stage's weights, whole tensors. Call on every rank of the pool.
 
-    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which hold tp shards of dp 0
-    and cp 0 or experts, give it theirs; all others return at once. `exported_shards`: the rules of this stage with this rank's
-    shards, in table order. `open_buffers` is called on senders only, once; a delivery from these buffers returns when
-    every engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
+    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which
+    hold tp shards of dp 0 and cp 0 or experts, give it theirs; all others return at once.
+    `exported_shards`: the rules of this stage with this rank's shards, in table order.
+    `open_buffers` is called on senders only, once; a delivery from these buffers returns when every
+    engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
 
-    Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its copy: no rank is
-    left in a collective. The caller must then take the engines as stale.
+    Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its
+    copy: no rank is left in a collective. The caller must then take the engines as stale.
     """
     if not world.is_first_copy:
         return SendReport(0, 0.0, {})
     start = time.monotonic()
-    group, layout = world.copy_group, world.layout
-    name, is_split = request.dtype_name, group.size() > 1
+    group = world.copy_group
+    layout = world.layout
+    name = request.dtype_name
+    is_split = group.size() > 1
     digests: dict[str, str] = {}
     failure: Exception | None = None  # kept until the ranks agree, before the next gather
     with _open_planned_buffers(exported_shards, world, request, open_buffers, alignment) as (
@@ -278,7 +291,8 @@ def send_whole_tensors(
         buffers,
     ):
         for bucket in buckets:
-            packed, parts = torch.empty(0), []
+            packed = torch.empty(0)
+            parts = []
             try:
                 if is_split and failure is None:
                     packed = pack_shards(
@@ -323,8 +337,9 @@ def _open_planned_buffers(
     open_buffers: OpenBuffers,
     alignment: int,
 ) -> Iterator[tuple[dict[str, Tensor], tuple[WeightBucket, ...], BucketBuffers | None]]:
-    """This rank's shards by Megatron name, the buckets, and on the sender its buffers, closed at the end. All ranks of
-    the copy have planned the same buckets then, or all raise."""
+    """This rank's shards by Megatron name, the buckets, and on the sender its buffers, closed at
+    the end. All ranks of the copy have planned the same buckets then, or all raise.
+    """
     shards: dict[str, Tensor] = {}
     buckets: tuple[WeightBucket, ...] = ()
     buffers: BucketBuffers | None = None

@@ -1,4 +1,6 @@
-"""The policy on one rank: log-probs, updates, export, checkpoints. A `PolicyWorker` on any trainer backend."""
+"""The policy on one rank: log-probs, updates, export, checkpoints. A `PolicyWorker` on any
+trainer backend.
+"""
 
 from __future__ import annotations
 
@@ -47,8 +49,9 @@ COLUMNS = list_token_columns(MiniBatch)
 class ActorModel(TrainedModel):
     """Made on all ranks of the pool at once, each with the same arguments but `backend`.
 
-    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once. `correction`: what the
-    policy loss makes from the policy as it moves. `distillation`: the loss towards a teacher, where there is one.
+    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once.
+    `correction`: what the policy loss makes from the policy as it moves. `distillation`: the loss
+    towards a teacher, where there is one.
 
     Raises ValueError for a loss, kernel or schedule that is not supported.
     """
@@ -64,7 +67,8 @@ class ActorModel(TrainedModel):
         super().__init__(backend, phases, "actor")
         self.config = config
         self.row_losses: dict[str, RowLoss | CorrectedRowLoss] = {**make_row_losses(config)}
-        policy, term = make_policy_row_loss(config), config.distillation
+        policy = make_policy_row_loss(config)
+        term = config.distillation
         taught = (
             policy
             if distillation is None
@@ -99,7 +103,9 @@ class ActorModel(TrainedModel):
         loss: str = "policy",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """One optimizer step, as `PolicyWorker.update`. Raises ValueError: unknown loss, missing column."""
+        """One optimizer step, as `PolicyWorker.update`. Raises ValueError: unknown loss,
+        missing column.
+        """
         packed, row_loss, own = self._prepare_update(batch, plan, temperature, loss)
         result = self._run_optimizer_step(
             self._run_training_pass(packed, row_loss), packed, capsule
@@ -118,19 +124,22 @@ class ActorModel(TrainedModel):
         return self._rerun_pass(packed, row_loss)
 
     def head_report(self) -> HeadReport | None:
-        """How its log-probs are computed, and what was found out about that; None off the last stage."""
+        """How its log-probs are computed, and what was found out about that; None off
+        the last stage.
+        """
         return self.head.make_report()
 
     def _prepare_update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str
     ) -> tuple[PackedBatch, RowLossFunction, list[Tensor] | None]:
-        """The third, where the old log-probs of a policy loss are those of its own pass: it gets them and entropies,
-        [2, R] of each micro-batch.
+        """The third, where the old log-probs of a policy loss are those of its own pass: it gets
+        them and entropies, [2, R] of each micro-batch.
         """
         if loss not in self.row_losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.row_losses)}.")
         row_loss = self.row_losses[loss]
-        world, routes = self.world, self.backend.routes
+        world = self.world
+        routes = self.backend.routes
         packed = pack_batch(
             batch,
             plan,

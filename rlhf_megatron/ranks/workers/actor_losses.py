@@ -1,6 +1,8 @@
-"""The losses of the actor's rows by name: supervised, and the configured policy loss with its rollout correction.
+"""The losses of the actor's rows by name: supervised, and the configured policy loss with its
+rollout correction.
 
-In bypass mode the correction's weights and rejection follow the policy as it moves, and are made here.
+In bypass mode the correction's weights and rejection follow the policy as it moves, and
+are made here.
 """
 
 # R rows
@@ -67,7 +69,9 @@ class SupervisedRowLoss:
 
 @dataclass(frozen=True)
 class DistillationRowLoss:
-    """A divergence from the teacher, of the rows' most likely tokens. `has_tail`: see `DistillationParams`."""
+    """A divergence from the teacher, of the rows' most likely tokens. `has_tail`:
+    see `DistillationParams`.
+    """
 
     divergence: DistillationLoss
     has_tail: bool
@@ -94,7 +98,9 @@ class DistillationRowLoss:
 
 @dataclass(frozen=True)
 class DistilledPolicyRowLoss:
-    """A policy loss with its terms, and beside them a divergence from the teacher; their weights."""
+    """A policy loss with its terms, and beside them a divergence from the
+    teacher; their weights.
+    """
 
     policy_loss: PolicyRowLoss
     distillation_loss: DistillationRowLoss
@@ -116,7 +122,9 @@ class DistilledPolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """Compute the sums as `PolicyRowLoss` does, with `columns` as `DistillationRowLoss` has them."""
+        """Compute the sums as `PolicyRowLoss` does, with `columns` as
+        `DistillationRowLoss` has them.
+        """
         others, metrics = self.policy_loss(log_probs_R, entropies_R, columns, sequences)
         taught, of_teacher = self.distillation_loss(log_probs_R, None, columns)
         value = self.policy_coef * others + self.distillation_coef * taught
@@ -127,7 +135,9 @@ RowLoss = PolicyRowLoss | SupervisedRowLoss | DistillationRowLoss | DistilledPol
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
-    """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or wrong parameters."""
+    """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or
+    wrong parameters.
+    """
     return {"policy": make_policy_row_loss(config), "sft": SupervisedRowLoss()}
 
 
@@ -149,7 +159,9 @@ def make_policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
 def parse_distillation_params(
     section_name: str, term_config: TeacherTermConfig
 ) -> DistillationParams:
-    """Return the parameters of the loss towards a teacher. Raises ValueError for unknown ones, naming `section_name`."""
+    """Return the parameters of the loss towards a teacher. Raises ValueError for unknown ones,
+    naming `section_name`.
+    """
     return build_params(DistillationParams, term_config.params, f"{section_name}.params")
 
 
@@ -162,7 +174,9 @@ def make_distillation_row_loss(
 
 
 def parse_correction_params(correction_config: RolloutCorrectionConfig) -> CorrectionParams:
-    """Return the parameters of a section that `config.rollout_correction_rules` accepted; raises ValueError for another."""
+    """Return the parameters of a section that `config.rollout_correction_rules` accepted; raises
+    ValueError for another.
+    """
     settings = resolve_rollout_correction(correction_config)
     importance = None
     if settings.rollout_is is not None:
@@ -185,7 +199,9 @@ def parse_correction_params(correction_config: RolloutCorrectionConfig) -> Corre
 def parse_loss_side_correction(
     correction_config: RolloutCorrectionConfig,
 ) -> CorrectionParams | None:
-    """Return the correction that the loss makes itself; None where the controller has made it, or there is none."""
+    """Return the correction that the loss makes itself; None where the controller has made it, or
+    there is none.
+    """
     params = parse_correction_params(correction_config)
     return (
         params
@@ -197,10 +213,12 @@ def parse_loss_side_correction(
 
 @dataclass(frozen=True)
 class CorrectedRowLoss:
-    """A policy loss of rows whose weights and rejection are made from their own log-probs. Neither has a gradient.
+    """A policy loss of rows whose weights and rejection are made from their own log-probs. Neither
+    has a gradient.
 
-    Weights multiply the policy loss; what is rejected has loss weight 0, also of KL and entropy terms. Denominators
-    were counted before, with every response token. The old log-probs of these rows are the engine's.
+    Weights multiply the policy loss; what is rejected has loss weight 0, also of KL and entropy
+    terms. Denominators were counted before, with every response token. The old log-probs of these
+    rows are the engine's.
     """
 
     row_loss: PolicyRowLoss | DistilledPolicyRowLoss

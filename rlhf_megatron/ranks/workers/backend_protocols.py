@@ -1,7 +1,8 @@
-"""What actor, critic and reference ask of a trainer backend: one model on one rank, and what trains it.
+"""What actor, critic and reference ask of a trainer backend: one model on one rank, and
+what trains it.
 
-`ranks.workers.megatron_backend` has one on Megatron-Core, `ranks.workers.fsdp_backend` one on FSDP2. All methods are called on every rank of the
-pool at once.
+`ranks.workers.megatron_backend` has one on Megatron-Core, `ranks.workers.fsdp_backend` one on
+FSDP2. All methods are called on every rank of the pool at once.
 """
 
 from __future__ import annotations
@@ -29,8 +30,10 @@ from rlhf_megatron.weights.weight_table import WeightRule
 RowsResult = tuple[Tensor, int, Tensor]
 """(scalar loss; 0, the token count, by which nothing divides; what to collect)."""
 RowsFunction = Callable[[MicroBatch, Tensor], RowsResult]
-"""(micro-batch, hidden [1, S, H]) -> its result. On the last chunk of the last stage, all tp and cp ranks: S are the
-tokens of this cp rank, of which each tp rank has its part where sequence parallelism splits them."""
+"""(micro-batch, hidden [1, S, H]) -> its result. On the last chunk of the last stage, all tp and cp
+ranks: S are the tokens of this cp rank, of which each tp rank has its part where sequence
+parallelism splits them.
+"""
 
 
 @dataclass(frozen=True)
@@ -49,7 +52,8 @@ class StepOptimizer(Protocol):
     def lr(self) -> float: ...
 
     def step(self, losses: Tensor | None = None) -> OptimizerStepResult:
-        """One step with the gradients that stand there. `losses`: of this rank's micro-batches, where it has any.
+        """One step with the gradients that stand there. `losses`: of this rank's micro-batches,
+        where it has any.
 
         A gradient, norm or loss that is not finite, on whatever rank, changes nothing on any.
         """
@@ -59,7 +63,9 @@ class StepOptimizer(Protocol):
 
 
 class PolicyHead(Protocol):
-    """The head of a policy: log-probs and entropies of rows, by the kernel in use. Last stage, all tp ranks."""
+    """The head of a policy: log-probs and entropies of rows, by the kernel in use. Last
+    stage, all tp ranks.
+    """
 
     def compute_outputs(
         self,
@@ -78,19 +84,25 @@ class PolicyHead(Protocol):
         log_probs_R: Tensor,
         token_ids_RK: Tensor,
     ) -> Tensor:
-        """[R, K] float32, with grad: those of the tokens `token_ids_RK`. `log_probs_R`: of the targets, from `compute_outputs`."""
+        """[R, K] float32, with grad: those of the tokens `token_ids_RK`. `log_probs_R`: of the
+        targets, from `compute_outputs`.
+        """
 
     def find_likeliest_tokens(
         self, hidden_SH: Tensor, micro_batch: MicroBatch, temperature: float, num_top: int
     ) -> tuple[Tensor, Tensor]:
-        """([R, K] ids, [R, K] float32 log-probs) of the `num_top` likeliest tokens, the likeliest first. No grad."""
+        """([R, K] ids, [R, K] float32 log-probs) of the `num_top` likeliest tokens, the likeliest
+        first. No grad.
+        """
 
     def make_report(self) -> HeadReport | None:
         """Report on the head; None off the last stage."""
 
 
 class ModelBackend(Protocol):
-    """A model with its weights. What trains it stands there after `begin_phase`, if the model was made to train."""
+    """A model with its weights. What trains it stands there after `begin_phase`, if the model was
+    made to train.
+    """
 
     hf_config: HFConfig
     table: Sequence[WeightRule]
@@ -105,10 +117,11 @@ class ModelBackend(Protocol):
 
     @property
     def run_passes(self) -> Callable[[PackedBatch, RowsFunction, bool], list[Tensor]]:
-        """(micro-batches, what to do with rows, is it forward only) -> what `on_rows` collected, in order, on the last
-        stage; [] elsewhere.
+        """(micro-batches, what to do with rows, is it forward only) -> what `on_rows` collected, in
+        order, on the last stage; [] elsewhere.
 
-        Forward, and backward of the loss that `on_rows` returns. Gradients add up, and are summed over replicas.
+        Forward, and backward of the loss that `on_rows` returns. Gradients add up, and are summed
+        over replicas.
         """
 
     def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> PolicyHead:
@@ -146,7 +159,9 @@ class TrainedBackend(ModelBackend, Protocol):
     def begin_phase(
         self, optim: OptimConfig, num_steps: int, keeps_main_params: bool = False
     ) -> None:
-        """A fresh optimizer and schedules. `keeps_main_params`: float32 parameters behind the model's stay as they are."""
+        """A fresh optimizer and schedules. `keeps_main_params`: float32 parameters behind the
+        model's stay as they are.
+        """
 
     @property
     def has_router_terms(self) -> bool:
@@ -179,11 +194,14 @@ class TrainedBackend(ModelBackend, Protocol):
     def estimate_save_bytes(self) -> int: ...
 
     def stage_state_for_save(self, common_values: dict[str, Any] | None) -> StagedState:
-        """The model, copied to host memory to be written. With `common_values`, values that are alike on all ranks, also the
-        optimizer and its schedules, and those values."""
+        """The model, copied to host memory to be written. With `common_values`, values that are
+        alike on all ranks, also the optimizer and its schedules, and those values.
+        """
 
     def restore_state(self, directory: Path, common_values: dict[str, Any] | None) -> None:
-        """Become the model that was saved; with `common_values`, as it was stored, also the optimizer. Raises ValueError.
+        """Become the model that was saved; with `common_values`, as it was stored, also the
+        optimizer. Raises ValueError.
 
-        Of the schedules only the number of steps is taken over: what they are is the configuration's to say.
+        Of the schedules only the number of steps is taken over: what they are is the
+        configuration's to say.
         """

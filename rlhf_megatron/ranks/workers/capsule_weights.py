@@ -1,6 +1,8 @@
-"""The weights of a capsule, as they stood when an optimizer step was skipped: sharded, without the optimizer.
+"""The weights of a capsule, as they stood when an optimizer step was skipped: sharded, without
+the optimizer.
 
-Beside them the random states of every rank. Written at once, before a later update can change what stands there.
+Beside them the random states of every rank. Written at once, before a later update can change
+what stands there.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from rlhf_megatron.ranks.workers.rank_reports import RNG, WEIGHTS
 def write_capsule_weights(
     directory: Path, stage_weights: Callable[[], StagedState], world: World
 ) -> str:
-    """Write what `stage_weights` copies to `directory`/weights, which appears here. "" or why it could not be written.
+    """Write what `stage_weights` copies to `directory`/weights, which appears here. "" or why it
+    could not be written.
 
     All ranks of the pool. What a disk does is no exception here: it does not end a run.
     """

@@ -1,4 +1,6 @@
-"""The value model on one rank: values, updates, export, checkpoints. A `ValueWorker` on any trainer backend."""
+"""The value model on one rank: values, updates, export, checkpoints. A `ValueWorker` on any
+trainer backend.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,11 @@ COLUMNS = list_token_columns(ValueMiniBatch)
 
 
 class CriticModel(TrainedModel):
-    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose model has a value head.
+    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose
+    model has a value head.
 
-    `phases`: name -> optimizer and length ("rl"); the first one is entered at once. `seed`: of the value head's first
-    weights, where a model that is loaded has none.
+    `phases`: name -> optimizer and length ("rl"); the first one is entered at once. `seed`: of the
+    value head's first weights, where a model that is loaded has none.
 
     Raises ValueError for a schedule that is not supported.
     """
@@ -106,6 +109,8 @@ class CriticModel(TrainedModel):
         return packed, compute_row_loss
 
     def load_hf(self, directory: Path) -> None:
-        """Become the model of a Hugging Face directory, with a fresh optimizer. Raises ValueError."""
+        """Become the model of a Hugging Face directory, with a fresh optimizer.
+        Raises ValueError.
+        """
         body = open_value_model(directory, self.backend.table)
         self.replace_weights(add_value_head(body, self.config.value_head_init_std, self.seed))

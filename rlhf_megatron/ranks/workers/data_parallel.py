@@ -1,8 +1,10 @@
-"""Model chunks wrapped for data parallelism: gradient buffers and, where the optimizer is split, parameter buffers.
+"""Model chunks wrapped for data parallelism: gradient buffers and, where the optimizer is split,
+parameter buffers.
 
-With use_distributed_optimizer every parameter is a view of a flat buffer, of which each data-parallel (and
-context-parallel) rank updates a part and gathers the rest: after the step, or with overlap_param_gather in the next
-forward pass. Until then the parameters of the other ranks' parts are the old ones: see `gather_updated_parameters`.
+With use_distributed_optimizer every parameter is a view of a flat buffer, of which each
+data-parallel (and context-parallel) rank updates a part and gathers the rest: after the step, or
+with overlap_param_gather in the next forward pass. Until then the parameters of the other ranks'
+parts are the old ones: see `gather_updated_parameters`.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def wrap_for_data_parallelism(
     megatron: MegatronConfig,
     world: World,
 ) -> list[DistributedDataParallel]:
-    """Gradients in float32 buffers, summed over all ranks that hold the same shard. Chunks have their weights already.
+    """Gradients in float32 buffers, summed over all ranks that hold the same shard. Chunks have
+    their weights already.
 
     All ranks of the pool at once.
     """
@@ -38,14 +41,16 @@ def wrap_for_data_parallelism(
         overlap_param_gather=megatron.overlap_param_gather,
         use_distributed_optimizer=bool(megatron.use_distributed_optimizer),
         bucket_size=DDP_BUCKET_SIZE,
-        check_for_nan_in_grad=False,  # Optimizer.step sees it in the norm, and skips instead of ending the run
+        # Optimizer.step sees it in the norm, and skips instead of ending the run
+        check_for_nan_in_grad=False,
     )
     return [
         DistributedDataParallel(
             transformer_config,
             settings,
             chunk,
-            # As megatron's training does: what later chunks send is hidden by the earlier ones' computation anyway.
+            # As megatron's training does: what later chunks send is hidden by the earlier ones'
+            # computation anyway.
             disable_bucketing=index > 0,
             pg_collection=world.pg_collection,
         )
@@ -54,14 +59,18 @@ def wrap_for_data_parallelism(
 
 
 def gather_updated_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather what the last optimizer step changed, where the next forward pass would do it. All ranks of the pool."""
+    """Gather what the last optimizer step changed, where the next forward pass would do it. All
+    ranks of the pool.
+    """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
             chunk.start_param_sync(force_sync=True)
 
 
 def list_parameter_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """Return the tensors that hold the memory of all parameters, padding of the flat buffers included."""
+    """Return the tensors that hold the memory of all parameters, padding of the flat
+    buffers included.
+    """
     flat = [
         buffer.param_data for buffer in _list_flat_buffers(chunks) if buffer.param_data is not None
     ]

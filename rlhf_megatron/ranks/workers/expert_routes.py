@@ -1,9 +1,11 @@
-"""Which experts the tokens of a call met before: recorded on the ranks (R2), or told by the engine in files (R3).
+"""Which experts the tokens of a call met before: recorded on the ranks (R2), or told by the engine
+in files (R3).
 
-The controller never sees an id. With R2 every rank sends what its routers picked to the token's home, and an update
-asks the homes for the tokens that a rank then has: whatever was planned anew in between, ids follow their token. The
-home of a sample is one of the ranks of a pipeline stage, which holds the ids of its layers in host memory: all ranks
-together hold each id once. With R3 a rank reads its tokens and layers of its samples' files, or fetches just these.
+The controller never sees an id. With R2 every rank sends what its routers picked to the token's
+home, and an update asks the homes for the tokens that a rank then has: whatever was planned anew in
+between, ids follow their token. The home of a sample is one of the ranks of a pipeline stage, which
+holds the ids of its layers in host memory: all ranks together hold each id once. With R3 a rank
+reads its tokens and layers of its samples' files, or fetches just these.
 
 Legend: N tokens, L layers with experts of this rank, K experts of a token.
 """
@@ -58,7 +60,9 @@ class ExpertRoutes:
         )
 
     def prepare_log_probs_pass(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """Prepare the pass that follows: with R2 it is recorded, with R3 it replays what the engine did."""
+        """Prepare the pass that follows: with R2 it is recorded, with R3 it replays what
+        the engine did.
+        """
         if self.replay_mode == "r2" and batch.sample_ids is not None:
             self.router_replay.start_recording()
         return (
@@ -78,12 +82,16 @@ class ExpertRoutes:
             )
 
     def prepare_update_pass(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """The pass that follows replays. A later `prepare_log_probs_pass` begins another step: what stands is forgotten."""
+        """The pass that follows replays. A later `prepare_log_probs_pass` begins another step: what
+        stands is forgotten.
+        """
         self._route_homes.is_from_earlier_step = True
         return self._attach_routes(batch, packed_batch)
 
     def _attach_routes(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """`packed_batch` with the ids of the tokens that this rank routes. A batch without them is left as it is."""
+        """`packed_batch` with the ids of the tokens that this rank routes. A batch without them is
+        left as it is.
+        """
         if (batch.sample_ids if self.replay_mode == "r2" else batch.routes) is None:
             return packed_batch
         tokens = self._index_routed_tokens(batch, packed_batch)
@@ -130,7 +138,8 @@ class ExpertRoutes:
     def _read_route_files(
         self, route_files: Sequence[str], token_index: _RoutedTokenIndex
     ) -> Tensor:
-        replay, num_layers = self.router_replay, len(self.router_replay.layer_has_experts)
+        replay = self.router_replay
+        num_layers = len(self.router_replay.layer_has_experts)
         ordinals = [sum(replay.layer_has_experts[:number]) for number in replay.layer_numbers]
         layers_of = {
             sum(replay.layer_has_experts): np.array(ordinals, dtype=np.int64)
@@ -156,7 +165,9 @@ class ExpertRoutes:
 
 
 class _RouteHomes:
-    """Ids of tokens, each with one of the ranks of this stage: the sample's id modulo their number."""
+    """Ids of tokens, each with one of the ranks of this stage:
+    the sample's id modulo their number.
+    """
 
     def __init__(self, world: World, routes_shape: tuple[int, int], dtype: torch.dtype) -> None:
         self.process_group = world.pg_collection.tp_dp_cp
@@ -168,18 +179,17 @@ class _RouteHomes:
     def store_routes(self, keys_N: Tensor, routes_NLK: Tensor) -> None:
         """Bring the ids of tokens home."""
         if self.is_from_earlier_step:
-            self._keys_N, self._routes_NLK, self.is_from_earlier_step = (
-                self._keys_N[:0],
-                self._routes_NLK[:0],
-                False,
-            )
+            self._keys_N = self._keys_N[:0]
+            self._routes_NLK = self._routes_NLK[:0]
+            self.is_from_earlier_step = False
         order, sent, taken = self._plan_exchange(keys_N)
         keys_N = torch.cat([self._keys_N, self._exchange_bytes(keys_N[order], sent, taken)])
         routes_NLK = torch.cat(
             [self._routes_NLK, self._exchange_bytes(routes_NLK[order], sent, taken)]
         )
         order = keys_N.argsort()
-        self._keys_N, self._routes_NLK = keys_N[order], routes_NLK[order]
+        self._keys_N = keys_N[order]
+        self._routes_NLK = routes_NLK[order]
 
     def fetch_routes(self, keys_N: Tensor) -> Tensor:
         """The ids of these tokens; zeros where the key is -1."""
@@ -199,7 +209,9 @@ class _RouteHomes:
         return rows_NLK
 
     def _plan_exchange(self, keys_N: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """(the tokens of samples, by their homes; how many go to each rank; how many come from each)."""
+        """(the tokens of samples, by their homes; how many go to each rank; how many
+        come from each).
+        """
         num_homes = self.process_group.size()
         homes_N = ((keys_N >> POSITION_BITS) % num_homes).where(keys_N >= 0, num_homes)
         sent = torch.bincount(homes_N, minlength=num_homes + 1)[:num_homes]

@@ -1,5 +1,6 @@
 """Passes without a backward part: token columns of a shard, through any trainer backend."""
-# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, C columns, T tokens of the shard
+# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, C columns, T
+# tokens of the shard
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
 
 @dataclass(frozen=True)
 class RowLogProbs:
-    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last stage, all tp ranks.
+    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last
+    stage, all tp ranks.
 
     `compute_outputs` gives all that was asked for.
     """
@@ -43,7 +45,9 @@ class RowLogProbs:
 def compute_log_probs(
     backend: ModelBackend, row_log_probs: RowLogProbs, batch: TokenBatch, plan: ReplicaPlan
 ) -> TokenLogProbs | None:
-    """Log-probs, and what else the rows are asked for, on the leader; None elsewhere. All ranks of a replica."""
+    """Log-probs, and what else the rows are asked for, on the leader; None elsewhere. All
+    ranks of a replica.
+    """
 
     def stack_row_columns(hidden_SH: Tensor, micro_batch: MicroBatch) -> Tensor:
         return torch.stack(
@@ -68,7 +72,9 @@ def compute_log_probs(
 def compute_values(
     backend: ModelBackend, batch: TokenBatch, plan: ReplicaPlan
 ) -> CriticValues | None:
-    """Values of a model with a value head, on the leader; None elsewhere. All ranks of a replica."""
+    """Values of a model with a value head, on the leader; None elsewhere.
+    All ranks of a replica.
+    """
 
     def compute_row_values(hidden_SH: Tensor, micro_batch: MicroBatch) -> Tensor:
         return backend.compute_values(hidden_SH, micro_batch.rows)[None]
@@ -109,9 +115,11 @@ def compute_token_columns(
     plan: ReplicaPlan,
     compute_rows: Callable[[Tensor, MicroBatch], Tensor],
 ) -> Tensor | None:
-    """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All ranks of a replica.
+    """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All
+    ranks of a replica.
 
-    `compute_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the batch's response mask.
+    `compute_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the
+    batch's response mask.
     """
     world = backend.world
     routes = backend.routes
@@ -140,7 +148,9 @@ def compute_token_columns(
 def gather_token_columns(
     row_columns: Sequence[Tensor], packed_batch: PackedBatch, world: World
 ) -> Tensor | None:
-    """The token columns [C, T] float32 on the CPU of `row_columns`, [C, R] of each micro-batch. As `compute_token_columns`."""
+    """The token columns [C, T] float32 on the CPU of `row_columns`, [C, R] of each micro-batch.
+    As `compute_token_columns`.
+    """
     if not world.is_last_stage or world.coordinates.tp != 0:
         return None
     columns = [packed_batch.unpack_rows(column) for column in zip(*row_columns, strict=True)]

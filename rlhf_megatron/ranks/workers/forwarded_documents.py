@@ -1,4 +1,6 @@
-"""Turns samples into the documents that a pass forwards: whole ones, or shared prompts and what goes on from them."""
+"""Turns samples into the documents that a pass forwards: whole ones, or shared prompts and what
+goes on from them.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ class TargetRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardedDocuments:
-    """The documents of micro-batch after micro-batch: shared prompts before samples, and each kind by length."""
+    """The documents of micro-batch after micro-batch: shared prompts before samples, and each
+    kind by length.
+    """
 
     sample_indices: Tensor  # [D] the sample of each; of a shared prompt, one that has it
     token_counts: Tensor  # [D] tokens; 0 where nothing but the prompt of a sample is forwarded
@@ -34,14 +38,14 @@ class ForwardedDocuments:
     )
 
     def make_prompt_fields(self, document_range: slice, num_fillers: int) -> dict[str, Any]:
-        """Return what a MicroBatch says of prompts, for these documents behind fillers of one token each."""
+        """Return what a MicroBatch says of prompts, for these documents behind fillers of
+        one token each.
+        """
         if self.prompt_indices is None:
             return {}
         is_there = self.token_counts[document_range] > 0
-        own, keys = (
-            self.prompt_indices[document_range][is_there],
-            (self.token_counts + self.start_offsets)[document_range][is_there],
-        )
+        own = self.prompt_indices[document_range][is_there]
+        keys = (self.token_counts + self.start_offsets)[document_range][is_there]
         own = torch.cat(
             [
                 own.new_full((num_fillers,), -1),
@@ -51,7 +55,9 @@ class ForwardedDocuments:
         return {"prompts": own, "num_keys": num_fillers + int(keys.sum())}
 
     def add_rows_after_shared_prompts(self, rows: TargetRows, sample_offsets: Tensor) -> TargetRows:
-        """Give each document behind a shared prompt a first row, the prompt's last token, which has none itself."""
+        """Give each document behind a shared prompt a first row, the prompt's last token, which
+        has none itself.
+        """
         if self.prompt_indices is None:
             return rows
         behind = (self.prompt_indices >= 0).nonzero().flatten()
@@ -70,14 +76,18 @@ class ForwardedDocuments:
 
 
 def count_forwarded_tokens(document_lengths: Tensor) -> Tensor:
-    """[D] tokens of each document -> [D] tokens of it that a pass runs on: all but the last, and one at least."""
+    """[D] tokens of each document -> [D] tokens of it that a pass runs on: all but the last,
+    and one at least.
+    """
     return (document_lengths - 1).clamp(min=1)
 
 
 def split_into_whole_documents(
     batch: TokenBatch, sample_order: Tensor, micro_batch_sizes: Tensor
 ) -> ForwardedDocuments:
-    """Take the samples in `sample_order`, as many for each micro-batch as `micro_batch_sizes` says, and sort them there by length."""
+    """Take the samples in `sample_order`, as many for each micro-batch as `micro_batch_sizes` says,
+    and sort them there by length.
+    """
     micro = torch.repeat_interleave(torch.arange(micro_batch_sizes.numel()), micro_batch_sizes)
     lengths = count_forwarded_tokens(batch.lengths)[sample_order]
     place = _lexsort_indices(batch.lengths[sample_order], micro)
@@ -93,14 +103,13 @@ def split_into_whole_documents(
 def split_off_shared_prompts(
     batch: TokenBatch, sample_order: Tensor, micro_batch_sizes: Tensor
 ) -> ForwardedDocuments:
-    """Do as `split_into_whole_documents`, but make a prompt that several samples of a micro-batch have one document, and what is
-    left of each of these samples another."""
+    """Do as `split_into_whole_documents`, but make a prompt that several samples of a micro-batch
+    have one document, and what is left of each of these samples another.
+    """
     found = find_sample_prompts(batch)
     micro = torch.repeat_interleave(torch.arange(micro_batch_sizes.numel()), micro_batch_sizes)
-    before, number = (
-        torch.tensor(found.prompt_lengths)[sample_order],
-        torch.tensor(found.prompt_numbers)[sample_order],
-    )
+    before = torch.tensor(found.prompt_lengths)[sample_order]
+    number = torch.tensor(found.prompt_numbers)[sample_order]
     _, kind, counts = (micro * len(batch) + number).unique(return_inverse=True, return_counts=True)
     starts = before.where(counts[kind] > 1, 0)
     first = torch.full_like(counts, len(sample_order)).scatter_reduce(
@@ -114,10 +123,8 @@ def split_off_shared_prompts(
     lengths = torch.cat(
         [before[sharing], count_forwarded_tokens(batch.lengths)[sample_order] - starts]
     )
-    micro, starts = (
-        torch.cat([micro[sharing], micro]),
-        torch.cat([starts.new_zeros(num_prompts), starts]),
-    )
+    micro = torch.cat([micro[sharing], micro])
+    starts = torch.cat([starts.new_zeros(num_prompts), starts])
     prompts = torch.cat([prompts.new_full((num_prompts,), -1), prompts])
     place = _lexsort_indices(lengths, starts, torch.arange(len(lengths)) >= num_prompts, micro)
     moved_to = place.argsort()

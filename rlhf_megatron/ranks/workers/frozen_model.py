@@ -18,10 +18,11 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 
 class FrozenModel:
-    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose model is frozen.
+    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose
+    model is frozen.
 
-    `is_offloaded`: keep the weights in host memory between calls; their storages on the device are empty then, on a CPU
-    too.
+    `is_offloaded`: keep the weights in host memory between calls; their storages on the device are
+    empty then, on a CPU too.
     """
 
     def __init__(self, backend: ModelBackend, role: str, is_offloaded: bool = False) -> None:
@@ -36,12 +37,16 @@ class FrozenModel:
             self.offload()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """This rank's shards with their table rules. The weights must be on the device: see `onload`."""
+        """This rank's shards with their table rules. The weights must be on the
+        device: see `onload`.
+        """
         self.offloadable_memory.require_parts(["parameters"])
         return self.backend.export_shards()
 
     def offload(self) -> None:
-        """Free the device's memory of the weights. They are copied where they have changed since the last time."""
+        """Free the device's memory of the weights. They are copied where they have changed since
+        the last time.
+        """
         self.offloadable_memory.drop_parts()
 
     def onload(self) -> None:

@@ -1,7 +1,8 @@
-"""The trainer backend on FSDP2: any causal language model of transformers, its parameters cut over all ranks.
+"""The trainer backend on FSDP2: any causal language model of transformers, its parameters cut
+over all ranks.
 
-Documents are packed, or have rows of their own where they would see each other. That they do not, and that the head's
-kernel gives what the model's own head gives, is measured when a model is made.
+Documents are packed, or have rows of their own where they would see each other. That they do not,
+and that the head's kernel gives what the model's own head gives, is measured when a model is made.
 """
 
 from __future__ import annotations
@@ -77,10 +78,12 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPBackend:
-    """A `TrainedBackend`; with `is_frozen` a `Backend`. A rank is a replica, and holds a piece of each parameter.
+    """A `TrainedBackend`; with `is_frozen` a `Backend`. A rank is a replica, and holds a piece of
+    each parameter.
 
-    Parameters are float32 where they learn; activations and gathered parameters have `dtype`, gradients are summed in
-    float32. `lora` of a rank above 0: only its matrices learn, which begin with `seed`, and the weights keep `dtype`.
+    Parameters are float32 where they learn; activations and gathered parameters have `dtype`,
+    gradients are summed in float32. `lora` of a rank above 0: only its matrices learn, which begin
+    with `seed`, and the weights keep `dtype`.
 
     Raises ValueError for a model that transformers cannot build, or whose packed documents leak.
     """
@@ -104,13 +107,15 @@ class FSDPBackend:
         self.dtype = dtype
         self.fsdp_config = fsdp_config
         self.is_frozen = is_frozen
-        kind, own = hf_config.get("model_type"), dtype if is_frozen or self.lora else torch.float32
+        kind = hf_config.get("model_type")
+        own = dtype if is_frozen or self.lora else torch.float32
         if (
             fsdp_config.attn_implementation == "sdpa"
             and hf_config.get("attn_logit_softcapping") is not None
         ):
             raise ValueError(
-                f"{kind}: sdpa drops attn_logit_softcapping; set actor.fsdp.attn_implementation to eager."
+                f"{kind}: sdpa drops attn_logit_softcapping; set"
+                " actor.fsdp.attn_implementation to eager."
             )
         self.model = build_causal_lm(hf_config, fsdp_config.attn_implementation, head, own)
         self.table: Sequence[WeightRule] = make_causal_lm_table(self.model, hf_config, head)
@@ -132,12 +137,13 @@ class FSDPBackend:
 
     @property
     def export_world(self) -> World:
-        """The same ranks as those that hold one copy together: what a weight sync or an export gathers from."""
-        world, num_ranks = self.world, self.world.layout.world_size
-        layout, here = (
-            ParallelLayout(num_ranks, tp=num_ranks),
-            GridCoordinates(dp=0, pp=0, tp=self.world.rank),
-        )
+        """The same ranks as those that hold one copy together: what a weight sync or an
+        export gathers from.
+        """
+        world = self.world
+        num_ranks = self.world.layout.world_size
+        layout = ParallelLayout(num_ranks, tp=num_ranks)
+        here = GridCoordinates(dp=0, pp=0, tp=self.world.rank)
         return replace(
             world,
             layout=layout,
@@ -233,7 +239,8 @@ class FSDPBackend:
         """Shards are always as the last step left them."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        held, named = self.named_weights(), dict[str, Any](self.model.collect_tensors())
+        held = self.named_weights()
+        named = dict[str, Any](self.model.collect_tensors())
         with (
             torch.no_grad()
         ):  # of each pair of matrices the first is wanted whole, of the second the weight's rows
@@ -255,10 +262,9 @@ class FSDPBackend:
 
     @torch.no_grad()
     def load_weights(self, weight_source: WeightSource) -> None:
-        held, (rank, num_ranks) = (
-            self.named_weights(),
-            (self.world.rank, self.world.layout.world_size),
-        )
+        held = self.named_weights()
+        rank = self.world.rank
+        num_ranks = self.world.layout.world_size
         for rule in self.table:
             full = rule.to_megatron(*weight_source.read_hf_tensors(rule))
             target = held[rule.megatron_name]
@@ -303,7 +309,9 @@ class FSDPBackend:
         }
 
     def check_replicas(self) -> ReplicaReport:
-        """Look for numbers that are not finite. No tensor is on two ranks, so there is nothing to compare."""
+        """Look for numbers that are not finite. No tensor is on two ranks, so there is
+        nothing to compare.
+        """
         return ReplicaReport(str(self.world), 0, 0, 0.0, (), find_bad_tensors(self.named_weights()))
 
     def estimate_save_bytes(self) -> int:
@@ -332,7 +340,8 @@ class FSDPBackend:
             self.optimizer.load_scheduler_state(common_values["scheduler"])
 
     def _shard_model(self) -> None:
-        is_on_cpu, dtype = self.world.device.type == "cpu", self.dtype
+        is_on_cpu = self.world.device.type == "cpu"
+        dtype = self.dtype
         policy: dict[str, Any] = {
             "mesh": DeviceMesh.from_group(self.world.dp_group, self.world.device.type),
             "reshard_after_forward": self.fsdp_config.reshard_after_forward,
@@ -355,7 +364,9 @@ class FSDPBackend:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
 
     def _reshard_modules(self) -> None:
-        """Let go of what stays whole without a backward pass: embedding and head, and layers that are kept."""
+        """Let go of what stays whole without a backward pass: embedding and head, and layers
+        that are kept.
+        """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
@@ -374,23 +385,28 @@ class FSDPBackend:
         return list(found.split([len(document) for document in documents]))
 
     def _ensure_documents_isolated(self, model_type: str) -> None:
-        """Give each document a row of its own where it would depend on the one before it. Raises ValueError where it
-        does even so. All ranks see the same tokens."""
+        """Give each document a row of its own where it would depend on the one before it. Raises
+        ValueError where it does even so. All ranks see the same tokens.
+        """
         error = self._measure_document_leak()
         if error <= PACKING_TOLERANCE.get(self.dtype, 1e-3):
             return
         self.model.find_max_over_ranks = self._all_reduce_max
         if self.world.rank == 0:
             logger.warning(
-                "%s with attn_implementation %r lets packed documents see each other (one changes by %.1e with the one"
-                " before it): each has a row of its own in padded batches, which takes more memory and time",
+                (
+                    "%s with attn_implementation %r lets packed documents see each other (one"
+                    " changes by %.1e with the one before it): each has a row of its own in padded"
+                    " batches, which takes more memory and time"
+                ),
                 *(model_type, self.fsdp_config.attn_implementation, error),
             )
         if not (error := self._measure_document_leak()) <= PACKING_TOLERANCE.get(self.dtype, 1e-3):
             raise ValueError(
-                f"{model_type} with attn_implementation {self.fsdp_config.attn_implementation!r} lets documents of a batch see"
-                f" each other: one changes by {error:.1e} with the others. Use another"
-                " actor.fsdp.attn_implementation, or actor.backend megatron where it has the family."
+                f"{model_type} with attn_implementation {self.fsdp_config.attn_implementation!r}"
+                f" lets documents of a batch see each other: one changes by {error:.1e} with the"
+                " others. Use another actor.fsdp.attn_implementation, or actor.backend megatron"
+                " where it has the family."
             )
 
     def _all_reduce_max(self, local_number: int) -> int:
@@ -401,18 +417,14 @@ class FSDPBackend:
 
     def _measure_document_leak(self) -> float:
         """Return by how much a document depends on the one before it, relative."""
-        vocab_size, generator = (
-            read_positive_int(self.hf_config, "vocab_size"),
-            torch.Generator().manual_seed(0),
-        )
+        vocab_size = read_positive_int(self.hf_config, "vocab_size")
+        generator = torch.Generator().manual_seed(0)
         first, other, second = (
             torch.randint(0, vocab_size, (n,), generator=generator)
             for n in (PACKING_CHECK_LENGTHS[0], PACKING_CHECK_LENGTHS[0], PACKING_CHECK_LENGTHS[1])
         )
-        behind, behind_other = (
-            self._compute_hidden_states(first, second)[1],
-            self._compute_hidden_states(other, second)[1],
-        )
+        behind = self._compute_hidden_states(first, second)[1]
+        behind_other = self._compute_hidden_states(other, second)[1]
         (alone,) = self._compute_hidden_states(second)
         errors = (
             _compute_relative_distance(behind, alone),
@@ -421,13 +433,12 @@ class FSDPBackend:
         return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
     def _needs_full_logits(self) -> bool:
-        """Whether the head has more than a weight (a bias, which must learn), or hidden states times the weight,
-        capped, are not the model's logits, at nine tokens."""
+        """Whether the head has more than a weight (a bias, which must learn), or hidden states
+        times the weight, capped, are not the model's logits, at nine tokens.
+        """
         tokens = torch.arange(9) % read_positive_int(self.hf_config, "vocab_size")
-        positions, rows = (
-            torch.arange(9)[None].to(self.world.device),
-            torch.arange(9, device=self.world.device),
-        )
+        positions = torch.arange(9)[None].to(self.world.device)
+        rows = torch.arange(9, device=self.world.device)
         tokens = tokens[None].to(self.world.device)
 
         def multiply_head_weight(hidden: Tensor) -> Tensor:
@@ -444,7 +455,10 @@ class FSDPBackend:
         is_unlike = has_more or not error <= HEAD_TOLERANCE.get(self.dtype, 1e-5)
         if is_unlike and self.world.rank == 0:
             logger.warning(
-                "the head of %s is more than a product with its weight (%s): all logits of the rows are made",
+                (
+                    "the head of %s is more than a product with its weight (%s): all logits of the"
+                    " rows are made"
+                ),
                 self.hf_config.get("model_type"),
                 "it has a bias" if has_more else f"off by {error:.1e}",
             )
@@ -452,7 +466,9 @@ class FSDPBackend:
 
 
 class FullLogitsHead:
-    """A `backend.Head` for models whose logits are more than a product: they come from the model's own head."""
+    """A `backend.Head` for models whose logits are more than a product: they come from the
+    model's own head.
+    """
 
     def __init__(self, role: str, world: World) -> None:
         self._head_report = HeadReport(
@@ -511,11 +527,13 @@ def _compute_relative_distance(measured: Tensor, expected: Tensor) -> float:
 
 
 def _enable_layer_recompute(layers: Sequence[nn.Module], model_type: str) -> None:
-    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has no dropout.
-    Raises ValueError where transformers' layers cannot."""
+    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has
+    no dropout. Raises ValueError where transformers' layers cannot.
+    """
     if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise ValueError(
-            f"{model_type}: its layers are not recomputed; set actor.fsdp.activation_checkpointing to false."
+            f"{model_type}: its layers are not recomputed; set"
+            " actor.fsdp.activation_checkpointing to false."
         )
     for layer in layers:
         marked: Any = layer

@@ -1,4 +1,6 @@
-"""AdamW over FSDP2's shards, with the schedules, clipping and skipped steps of the Megatron optimizer."""
+"""AdamW over FSDP2's shards, with the schedules, clipping and skipped steps of the
+Megatron optimizer.
+"""
 
 from __future__ import annotations
 
@@ -24,9 +26,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FSDPStepOptimizer:
-    """A `backend.StepOptimizer`. Made on all ranks at once, of sharded float32 parameters (DTensors) by name.
+    """A `backend.StepOptimizer`. Made on all ranks at once, of sharded float32 parameters
+    (DTensors) by name.
 
-    Norms and biases have no weight decay. Raises ValueError when the schedules of `optim` cannot be met.
+    Norms and biases have no weight decay. Raises ValueError when the schedules of `optim`
+    cannot be met.
     """
 
     def __init__(
@@ -107,7 +111,9 @@ class FSDPStepOptimizer:
         return [moment.to_local() for moment in moments]
 
     def load_scheduler_state(self, scheduler_state: dict[str, Any]) -> None:
-        """Go on after so many steps; the schedules themselves are the configuration's. The moments are loaded apart."""
+        """Go on after so many steps; the schedules themselves are the configuration's. The moments
+        are loaded apart.
+        """
         self.scheduler.num_steps = 0
         self.scheduler.override_opt_param_scheduler = True
         self.scheduler.load_state_dict(scheduler_state)

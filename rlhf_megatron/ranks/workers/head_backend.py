@@ -1,4 +1,6 @@
-"""Which backend computes a role's log-probs, and what happens where it turns out to be wrong: a simpler one does."""
+"""Which backend computes a role's log-probs, and what happens where it turns out to be wrong: a
+simpler one does.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,8 @@ def choose_head_backend(
     if kernels.backend == "triton":
         if why_not:
             raise ValueError(
-                f"actor.kernels.backend (triton) must be one that runs here: {why_not} Use auto, which takes triton"
-                " where it runs, or chunked."
+                f"actor.kernels.backend (triton) must be one that runs here: {why_not} Use auto,"
+                " which takes triton where it runs, or chunked."
             )
         return HeadBackendChoice("triton", "as configured", stash_bytes)
     if why_not:
@@ -70,7 +72,9 @@ def get_stash_bytes(kernels: KernelsConfig, dtype: torch.dtype) -> int:
 
 
 class CheckedHeadBackend:
-    """The backend in use, of one role on one rank. The first calls of the role try it against the reference."""
+    """The backend in use, of one role on one rank. The first calls of the role try it against
+    the reference.
+    """
 
     def __init__(self, choice: HeadBackendChoice, num_checks: int, role: str, world: World) -> None:
         self.choice = choice
@@ -83,11 +87,11 @@ class CheckedHeadBackend:
     def check_and_fall_back(
         self, run_self_check: Callable[[LogProbBackend], SelfCheckResult]
     ) -> None:
-        """Check the backend, and fall back until a check passes on all tp ranks. Call it before each use, on all of
-        them.
+        """Check the backend, and fall back until a check passes on all tp ranks. Call it before
+        each use, on all of them.
 
-        Nothing is done, and nothing exchanged, after the first checks. The reference is what others are held to, and
-        is not checked.
+        Nothing is done, and nothing exchanged, after the first checks. The reference is what others
+        are held to, and is not checked.
         """
         if not self.num_checks_left:
             return
@@ -113,12 +117,13 @@ class CheckedHeadBackend:
         return bool(flag.item())
 
     def _use_simpler_backend(self, problem: str) -> None:
-        failed, self.backend = self.backend, FALLBACK_BACKENDS[self.backend]
+        failed = self.backend
+        self.backend = FALLBACK_BACKENDS[self.backend]
         if not problem:  # the rank that has one tells it
             return
         notice = (
-            f"the {failed} backend of the head failed its self-check and is not used any more: {problem}. The run goes"
-            f" on with {self.backend}, on all tensor-parallel ranks."
+            f"the {failed} backend of the head failed its self-check and is not used any more:"
+            f" {problem}. The run goes on with {self.backend}, on all tensor-parallel ranks."
         )
         logger.warning("[%s] %s", self._rank_name, notice)
         self._notices.append(notice)

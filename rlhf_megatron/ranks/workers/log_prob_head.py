@@ -1,9 +1,11 @@
-"""The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the backend in use.
+"""The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the
+backend in use.
 
-Also: The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's size in between.
+Also: The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's
+size in between.
 """
-# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary shard, H hidden,
-# K other tokens than the target, N those and the target
+# S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary
+# shard, H hidden, K other tokens than the target, N those and the target
 
 from __future__ import annotations
 
@@ -45,10 +47,12 @@ class MainGradSink:
         return buffer
 
     def make_autograd_gradient(self) -> Tensor | None:
-        """The weight itself as the stand-in, which costs no memory: autograd takes it over as it is.
+        """The weight itself as the stand-in, which costs no memory: autograd takes it
+        over as it is.
 
-        None where the weight is also the embedding of this stage (megatron marks it with `zero_out_wgrad`): autograd
-        would add the stand-in to the embedding's gradient, which is what the hook gets there, and adds.
+        None where the weight is also the embedding of this stage (megatron marks it with
+        `zero_out_wgrad`): autograd would add the stand-in to the embedding's gradient, which is
+        what the hook gets there, and adds.
         """
         if getattr(self._weight, "zero_out_wgrad", False):
             return None
@@ -57,7 +61,9 @@ class MainGradSink:
 
 
 def make_main_grad_sink(weight: nn.Parameter) -> MainGradSink | None:
-    """Return the sink of a weight's gradient; None for the weight of a frozen model, which collects none."""
+    """Return the sink of a weight's gradient; None for the weight of a frozen model, which
+    collects none.
+    """
     return MainGradSink(weight) if hasattr(weight, "main_grad") else None
 
 
@@ -67,8 +73,8 @@ logger = logging.getLogger(__name__)
 class LogProbHead:
     """One a role, for the whole run. Made on all ranks; used on the last stage.
 
-    `weight`: gives this rank's rows of the head, the first of which stands for the token `vocab_start`. `softcap`: of
-    the logits, as in `compute_linear_log_probs`.
+    `weight`: gives this rank's rows of the head, the first of which stands for the token
+    `vocab_start`. `softcap`: of the logits, as in `compute_linear_log_probs`.
 
     Raises ValueError for a backend that cannot run.
     """
@@ -112,9 +118,11 @@ class LogProbHead:
         with_sum_squares: bool,
     ) -> HeadOutputs:
         """Statistics of the target tokens. Last stage, all tp ranks."""
-        world, weight_VH = self.world, self._get_weight_shard()
+        world = self.world
+        weight_VH = self._get_weight_shard()
         vocab_start, vocab_size = self._vocab_range
-        sink, stash_bytes = make_main_grad_sink(weight_VH), self.checked_backend.choice.stash_bytes
+        sink = make_main_grad_sink(weight_VH)
+        stash_bytes = self.checked_backend.choice.stash_bytes
 
         def check_candidate_backend(backend: LogProbBackend) -> SelfCheckResult:
             return check_log_prob_backend(

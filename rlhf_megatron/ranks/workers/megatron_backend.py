@@ -1,4 +1,6 @@
-"""The trainer backend on Megatron-Core: every layout of tensor, pipeline, context, expert and data parallelism."""
+"""The trainer backend on Megatron-Core: every layout of tensor, pipeline, context, expert and
+data parallelism.
+"""
 
 from __future__ import annotations
 
@@ -81,8 +83,9 @@ class MegatronBackend:
         load_weights_on_rank(self.model.chunks, self.table, weight_source, world)
         self.chunks: Sequence[Any] = self.model.chunks
         self.optimizer: MegatronStepOptimizer  # since `begin_phase`
-        # Parameters keep requires_grad, though no pass of a frozen model records a gradient: frozen ones go through
-        # another linear layer of megatron's, which rounds differently: KL against an equal actor would not be 0.
+        # Parameters keep requires_grad, though no pass of a frozen model records a gradient: frozen
+        # ones go through another linear layer of megatron's, which rounds differently: KL against
+        # an equal actor would not be 0.
         self.router_terms = None
         self.routes: ExpertRoutes | None = None
         if router_replay != "none":
@@ -116,8 +119,8 @@ class MegatronBackend:
         return partial(run, routers=self.router_terms, replay=self._router_replay)
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
-        """Clear the gradients and start the terms of the routers. Loads that must be known before cost a forward
-        pass.
+        """Clear the gradients and start the terms of the routers. Loads that must be known before
+        cost a forward pass.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -276,7 +279,9 @@ class MegatronBackend:
             )
 
     def _make_sharded_training_state(self, is_loading: bool) -> dict[str, Any]:
-        """Sharded tensors under names that do not depend on the layout; how they are grouped here is not stored."""
+        """Sharded tensors under names that do not depend on the layout; how they are grouped here
+        is not stored.
+        """
         model = self._make_sharded_model_state()
         return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
 

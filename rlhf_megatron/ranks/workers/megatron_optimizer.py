@@ -1,4 +1,6 @@
-"""AdamW and its schedules through Megatron's optimizer: clipping, float32 main parameters, skipped steps."""
+"""AdamW and its schedules through Megatron's optimizer: clipping, float32 main parameters,
+skipped steps.
+"""
 
 from __future__ import annotations
 
@@ -44,11 +46,13 @@ from rlhf_megatron.ranks.workers.streamed_adam import replace_with_streamed_adam
 class MegatronStepOptimizer:
     """Megatron's optimizer and its learning-rate and weight-decay schedules.
 
-    Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their weights already.
-    `num_steps`: optimizer steps of the run, the length of schedules that name none. `state_format`: where moments and float32
-    parameters stand between steps, and as what; None: in float32 on the device.
+    Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their
+    weights already. `num_steps`: optimizer steps of the run, the length of schedules that name
+    none. `state_format`: where moments and float32 parameters stand between steps, and as what;
+    None: in float32 on the device.
 
-    Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that cannot make a step.
+    Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that
+    cannot make a step.
     """
 
     def __init__(
@@ -75,8 +79,9 @@ class MegatronStepOptimizer:
     def step(self, losses: torch.Tensor | None = None) -> OptimizerStepResult:
         """One step with the gradients that stand in the main-gradient buffers. All ranks.
 
-        `losses`: of this rank's micro-batches, where it has any. A gradient, gradient norm or loss that is not finite,
-        on whatever rank, changes nothing on any: neither parameters, nor moments, nor the schedules.
+        `losses`: of this rank's micro-batches, where it has any. A gradient, gradient norm or loss
+        that is not finite, on whatever rank, changes nothing on any: neither parameters, nor
+        moments, nor the schedules.
         """
         verdict, grad_norm = self.check_finiteness(losses)
         if verdict != FINITE:
@@ -90,7 +95,9 @@ class MegatronStepOptimizer:
         return OptimizerStepResult(grad_norm, self.lr, is_skipped=False)
 
     def check_finiteness(self, losses: torch.Tensor | None) -> tuple[int, float]:
-        """(`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm), alike on all ranks, all of which call it."""
+        """(`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm), alike on all ranks, all
+        of which call it.
+        """
         self.megatron_optimizer.prepare_grads()
         grad_norm = float(self.megatron_optimizer.get_grad_norm())
         verdict = all_reduce_verdict(
@@ -106,8 +113,8 @@ class MegatronStepOptimizer:
         return float(self.megatron_optimizer.param_groups[0]["lr"])
 
     def list_state_tensors(self) -> list[torch.Tensor]:
-        """Return what it holds on the device beside model parameters and gradients: moments, step counts, float32
-        main parameters.
+        """Return what it holds on the device beside model parameters and gradients: moments, step
+        counts, float32 main parameters.
         """
         if self.state_format.is_on_host:
             return []
@@ -124,8 +131,8 @@ class MegatronStepOptimizer:
         return [*tensors, *self.list_main_parameters()]
 
     def list_main_parameters(self) -> list[torch.Tensor]:
-        """The float32 copies of parameters in half precision, or this rank's shards of them, as they are kept; none in
-        float32.
+        """The float32 copies of parameters in half precision, or this rank's shards of them, as
+        they are kept; none in float32.
         """
         names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
         parts = [
@@ -137,7 +144,9 @@ class MegatronStepOptimizer:
         ]
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[int, Any]:
-        """Return moments and main parameters for megatron's distributed checkpoint. Call on all ranks."""
+        """Return moments and main parameters for megatron's distributed checkpoint.
+        Call on all ranks.
+        """
         return make_sharded_optimizer_state(self.megatron_optimizer, model_state, is_loading)
 
     def load_state_dict(
@@ -145,7 +154,8 @@ class MegatronStepOptimizer:
     ) -> None:
         """Undo `sharded_state_dict` and `scheduler_state.state_dict`.
 
-        Of the schedules only the number of steps is taken over: what they are is the configuration's to say.
+        Of the schedules only the number of steps is taken over: what they are is the
+        configuration's to say.
         """
         self.scheduler.num_steps = 0
         self.scheduler.override_opt_param_scheduler = True
@@ -163,7 +173,9 @@ def reset_optimizer(
     dtype: torch.dtype,
     world: World,
 ) -> MegatronStepOptimizer:
-    """A fresh optimizer that keeps the float32 main parameters of `old_optimizer`, which are finer than the model's."""
+    """A fresh optimizer that keeps the float32 main parameters of `old_optimizer`, which are finer
+    than the model's.
+    """
     kept = old_optimizer.list_main_parameters()
     new = MegatronStepOptimizer(chunks, optim, num_steps, dtype, world, old_optimizer.state_format)
     for target, source in zip(new.list_main_parameters(), kept, strict=True):
@@ -201,19 +213,24 @@ def _build_megatron_optimizer(
 def make_lr_and_decay_schedules(
     optimizer: Any, optim: OptimConfig, num_steps: int
 ) -> OptimizerParamScheduler:
-    """The schedules of learning rate and weight decay over the groups of any optimizer. Raises ValueError."""
+    """The schedules of learning rate and weight decay over the groups of any optimizer.
+    Raises ValueError.
+    """
     decay_steps = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
     if optim.lr_decay_style != "constant" and decay_steps <= optim.lr_warmup_steps:
         raise ValueError(
-            f"lr_decay_steps ({decay_steps}) must be over lr_warmup_steps ({optim.lr_warmup_steps}) for lr_decay_style"
-            f" {optim.lr_decay_style!r}; warm up shorter or decay longer."
+            f"lr_decay_steps ({decay_steps}) must be over lr_warmup_steps"
+            f" ({optim.lr_warmup_steps}) for lr_decay_style {optim.lr_decay_style!r}; warm up"
+            " shorter or decay longer."
         )
     end = optim.weight_decay if optim.weight_decay_end is None else optim.weight_decay_end
     if end < optim.weight_decay:
         raise ValueError(
-            f"weight_decay_end ({end}) must be at least weight_decay ({optim.weight_decay}): the schedule only rises."
+            f"weight_decay_end ({end}) must be at least weight_decay ({optim.weight_decay}): the"
+            " schedule only rises."
         )
-    # The groups get their weight decay here and not from the optimizer's default: only this schedule heeds wd_mult.
+    # The groups get their weight decay here and not from the optimizer's default: only this
+    # schedule heeds wd_mult.
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0 if optim.lr_warmup_steps > 0 else optim.lr,
@@ -230,7 +247,9 @@ def make_lr_and_decay_schedules(
 
 
 def detect_megatron_adam() -> AdamKernel:
-    """Whose Adam megatron-core took when it was imported; on a CPU torch's (`ranks.parallel.cpu_platform`)."""
+    """Whose Adam megatron-core took when it was imported; on a CPU
+    torch's (`ranks.parallel.cpu_platform`).
+    """
     home = importlib.import_module("megatron.core.optimizer").Adam.__module__.partition(".")[0]
     if home == TRANSFORMER_ENGINE:
         return "transformer_engine"
@@ -238,25 +257,28 @@ def detect_megatron_adam() -> AdamKernel:
 
 
 def refuse_broken_adam(adam_source: AdamKernel, apex_package: OptionalPackage) -> None:
-    """megatron-core takes Apex's FusedAdam where it can be imported, with or without what it runs on."""
+    """megatron-core takes Apex's FusedAdam where it can be imported, with or without
+    what it runs on.
+    """
     if adam_source == "apex" and not apex_package.is_usable:
         raise ValueError(
-            f"megatron-core takes the FusedAdam of Apex, which is installed and cannot run: {apex_package.why_not}; pip"
-            f" uninstall apex, or build it again: {INSTALL[APEX]}."
+            "megatron-core takes the FusedAdam of Apex, which is installed and cannot run:"
+            f" {apex_package.why_not}; pip uninstall apex, or build it again: {INSTALL[APEX]}."
         )
 
 
 def _initialize_adam_state(adam: torch.optim.Optimizer) -> None:
     """Moments exist before the first step; torch's AdamW runs its fused kernel.
 
-    The fused Adams of Transformer Engine and Apex keep nothing else: they count steps in their parameter groups, which
-    `optimizer_state.load_state` sets. torch's counts in tensors; each parameter gets one of its own, since torch counts
-    a shared one up once a parameter.
+    The fused Adams of Transformer Engine and Apex keep nothing else: they count steps in their
+    parameter groups, which `optimizer_state.load_state` sets. torch's counts in tensors; each
+    parameter gets one of its own, since torch counts a shared one up once a parameter.
     """
     is_torch = isinstance(adam, torch.optim.AdamW)
     for group in adam.param_groups:
         if is_torch:
-            group["fused"], group["foreach"] = True, False
+            group["fused"] = True
+            group["foreach"] = False
         for parameter in group["params"]:
             state = adam.state[parameter]
             if is_torch:

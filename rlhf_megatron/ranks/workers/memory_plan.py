@@ -1,4 +1,6 @@
-"""Bytes that each rank of a layout will hold, from the real model and gradient buffers, with no memory spent."""
+"""Bytes that each rank of a layout will hold, from the real model and gradient buffers, with
+no memory spent.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,11 @@ from rlhf_megatron.weights.weight_table import HeadKind
 
 @dataclass(frozen=True)
 class StageMemory:
-    """The memory of the ranks of one pipeline stage, bytes a rank. The ranks of a tensor-parallel group hold the
-    same.
+    """The memory of the ranks of one pipeline stage, bytes a rank. The ranks of a tensor-parallel
+    group hold the same.
 
-    A tuple has one entry a rank that holds the same shard: data-parallel x context-parallel ranks, cp fastest.
+    A tuple has one entry a rank that holds the same shard: data-parallel x context-parallel
+    ranks, cp fastest.
     """
 
     stage: int
@@ -43,7 +46,9 @@ class StageMemory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The bytes on the device, by rank that holds the same shard. The reference counts when it is not offloaded."""
+        """The bytes on the device, by rank that holds the same shard. The reference counts when it
+        is not offloaded.
+        """
         fixed = self.parameters + self.gradients
         if self.is_optimizer_on_host:
             return (fixed,) * len(self.moments)
@@ -60,7 +65,8 @@ def plan_layout_memory(
     dtype: torch.dtype,
     head: HeadKind = "vocabulary",
 ) -> tuple[StageMemory, ...]:
-    """One entry a pipeline stage. Call it in a process without process groups; it leaves none behind.
+    """One entry a pipeline stage. Call it in a process without process groups; it
+    leaves none behind.
 
     `num_ranks`: of the pool. `head`: "vocabulary" for an actor, "value" for a critic.
 
@@ -91,10 +97,12 @@ def _plan_stage_memory(
         dense = [buffer for chunk in chunks for buffer in chunk.buffers]
         of_experts = [buffer for chunk in chunks for buffer in chunk.expert_parallel_buffers]
         buffers = [*dense, *of_experts]
-        is_sharded, num_shards = bool(megatron.use_distributed_optimizer), layout.dp * layout.cp
+        is_sharded = bool(megatron.use_distributed_optimizer)
+        num_shards = layout.dp * layout.cp
         owned = (sum(p.numel() for p in plain),) * num_shards
         if is_sharded:
-            shards, per_copy = _count_shard_elements(of_experts, layout.edp), layout.ep * layout.etp
+            shards = _count_shard_elements(of_experts, layout.edp)
+            per_copy = layout.ep * layout.etp
             owned = tuple(
                 count + shards[shard * layout.tp // per_copy]
                 for shard, count in enumerate(_count_shard_elements(dense, num_shards))
@@ -118,7 +126,9 @@ def _plan_stage_memory(
 
 
 def _count_shard_elements(buffers: list[Any], num_shards: int) -> tuple[int, ...]:
-    """Parameters that each shard of the distributed optimizer updates: its equal part of every bucket, less padding."""
+    """Parameters that each shard of the distributed optimizer updates: its equal part of every
+    bucket, less padding.
+    """
     counts = [0] * num_shards
     for buffer in buffers:
         for start, end, bucket in buffer.param_index_map.values():
@@ -136,7 +146,9 @@ def _count_tensor_bytes(tensor: torch.Tensor) -> int:
 
 @contextlib.contextmanager
 def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
-    """The world of one rank of `layout`; tensors made inside have no storage, and collectives do nothing."""
+    """The world of one rank of `layout`; tensors made inside have no storage, and
+    collectives do nothing.
+    """
     from torch.testing._internal.distributed.fake_pg import (
         FakeStore,  # registers the backend "fake"
     )
@@ -144,7 +156,8 @@ def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:
         world = create_world(layout, torch.device("cpu"))
-        # Initialisation forks megatron's random states, and compares them afterwards: not possible without values.
+        # Initialisation forks megatron's random states, and compares them afterwards: not possible
+        # without values.
         initialize_rng_tracker(inference_rng_tracker=True, force_reset=True)
         with FakeTensorMode(), _disable_module_to():
             yield world
@@ -157,7 +170,9 @@ def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
 def _disable_module_to() -> Iterator[None]:
     """Module.to swaps tensors, which fake ones refuse; everything is made on its device already."""
     to = torch.nn.Module.to
-    torch.nn.Module.to = lambda module, *args, **kwargs: module  # type: ignore[method-assign, assignment]
+    torch.nn.Module.to = (  # type: ignore[method-assign]
+        lambda module, *args, **kwargs: module  # type: ignore[assignment]
+    )
     try:
         yield
     finally:

@@ -1,9 +1,12 @@
-"""Numbers that are not finite: one verdict on all ranks of a pool, and where they stand on this one.
+"""Numbers that are not finite: one verdict on all ranks of a pool, and where they
+stand on this one.
 
-A verdict needs more than the gradient norm: Megatron's is of one copy of each parameter. A NaN that only the second
-tensor-parallel rank has in its copy of a norm's gradient, or one replica after its gradients were summed, is not in it.
+A verdict needs more than the gradient norm: Megatron's is of one copy of each parameter. A NaN that
+only the second tensor-parallel rank has in its copy of a norm's gradient, or one replica after its
+gradients were summed, is not in it.
 
-Also: Finds the first tensor of a forward and backward pass that is not finite. Waits for the device at every module.
+Also: Finds the first tensor of a forward and backward pass that is not finite. Waits for the device
+at every module.
 """
 
 from __future__ import annotations
@@ -21,15 +24,19 @@ from rlhf_megatron.ranks.checkpoint.model_weights import make_global_name, unwra
 from rlhf_megatron.ranks.parallel.world import World
 from rlhf_megatron.ranks.workers.rank_reports import MAX_REPORTED_ENTRIES, BadTensor
 
-FINITE, INFINITE, NAN = 0, 1, 2
+FINITE = 0
+INFINITE = 1
+NAN = 2
 
 
 def compute_local_verdict(
     chunks: Sequence[DistributedDataParallel], grad_norm: float, losses: Tensor | None
 ) -> Tensor:
-    """FINITE, INFINITE or NAN, int32 on the device: of what this rank's gradient buffers hold, the norm and losses.
+    """FINITE, INFINITE or NAN, int32 on the device: of what this rank's gradient buffers hold, the
+    norm and losses.
 
-    A sum is finite where all its terms are: terms whose sum overflows have a norm that is not finite either.
+    A sum is finite where all its terms are: terms whose sum overflows have a norm that is not
+    finite either.
     """
     buffers = [
         buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
@@ -62,15 +69,17 @@ def all_reduce_verdict(verdict: Tensor, world: World) -> int:
 
 
 def choose_reported_grad_norm(verdict: int, grad_norm: float) -> float:
-    """Return what all ranks report as the gradient norm: their own may differ where only some saw what is wrong."""
+    """Return what all ranks report as the gradient norm: their own may differ where only some saw
+    what is wrong.
+    """
     return {FINITE: grad_norm, INFINITE: math.inf, NAN: math.nan}[verdict]
 
 
 def find_bad_tensors(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[BadTensor, ...]:
-    """Return the tensors that are not finite, in order. Where all are finite it takes one pass and one wait for the
-    device.
+    """Return the tensors that are not finite, in order. Where all are finite it takes one pass and
+    one wait for the device.
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     if not items:
@@ -79,14 +88,17 @@ def find_bad_tensors(
     suspects = [item for item, total in zip(items, sums, strict=True) if not math.isfinite(total)]
     found = []
     for name, tensor in suspects[:MAX_REPORTED_ENTRIES]:
-        num_nan, num_inf = int(tensor.isnan().sum()), int(tensor.isinf().sum())
+        num_nan = int(tensor.isnan().sum())
+        num_inf = int(tensor.isinf().sum())
         if num_nan or num_inf:  # else large terms, whose sum is out of range
             found.append(BadTensor(name, num_nan, num_inf, tensor.numel()))
     return tuple(found)
 
 
 def find_bad_positions(values: Tensor, positions: Tensor) -> tuple[tuple[int, ...], int]:
-    """(`positions` of the `values` that are not finite, the first NUM_NAMED of them; how many there are)."""
+    """(`positions` of the `values` that are not finite, the first NUM_NAMED of them; how
+    many there are).
+    """
     found = positions[~values.isfinite()]
     return tuple(found[:MAX_REPORTED_ENTRIES].tolist()), found.numel()
 
@@ -101,17 +113,18 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], world: World) -> N
         f"; and {len(found) - 8} more" if len(found) > 8 else ""
     )
     raise ValueError(
-        f"parameters are not finite: {names or 'those of another rank'}. They are sent nowhere: the engines keep the"
-        " weights before. The last optimizer step was finite and overflowed them: lower the learning rate or clip_grad,"
-        " and start again from a checkpoint before it."
+        f"parameters are not finite: {names or 'those of another rank'}. They are sent nowhere:"
+        " the engines keep the weights before. The last optimizer step was finite and overflowed"
+        " them: lower the learning rate or clip_grad, and start again from a checkpoint before it."
     )
 
 
 class NonFiniteWatch:
-    """Context manager: while it is on, `first_bad_tensor` becomes the name of the first tensor that was not finite, "" till then.
+    """Context manager: while it is on, `first_bad_tensor` becomes the name of the first tensor that
+    was not finite, "" till then.
 
-    Modules are seen when they return, the inner ones first, and the gradients of what they returned when these are
-    known: in the order of the pass, over all micro-batches.
+    Modules are seen when they return, the inner ones first, and the gradients of what they returned
+    when these are known: in the order of the pass, over all micro-batches.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:

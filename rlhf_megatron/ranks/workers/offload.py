@@ -1,9 +1,11 @@
-"""Memory that a rank gives up while others use its device: storages lose their bytes, a copy waits in host memory.
+"""Memory that a rank gives up while others use its device: storages lose their bytes, a copy waits
+in host memory.
 
-Tensors stay the objects that they are, and views stay views: a parameter, the flat buffer that it lies in, this rank's
-shard of it and its gradient share a storage, and only that is emptied and filled again. The same on every device; on a
-CPU the "device" is host memory too. A tensor without its bytes must not be touched: torch would read at address 0.
-What works with a part calls `require` first.
+Tensors stay the objects that they are, and views stay views: a parameter, the flat buffer that it
+lies in, this rank's shard of it and its gradient share a storage, and only that is emptied and
+filled again. The same on every device; on a CPU the "device" is host memory too. A tensor without
+its bytes must not be touched: torch would read at address 0. What works with a part calls
+`require` first.
 """
 
 from __future__ import annotations
@@ -36,10 +38,11 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class OffloadableMemory:
-    """The parts of one model on this rank. `tensors`: of each part, asked for whenever it is dropped.
+    """The parts of one model on this rank. `tensors`: of each part, asked for whenever
+    it is dropped.
 
-    What several parts share belongs to the first of them in the order parameters, gradients, optimizer. Gradients are
-    not kept: they come back as zeros. `role`: in messages.
+    What several parts share belongs to the first of them in the order parameters, gradients,
+    optimizer. Gradients are not kept: they come back as zeros. `role`: in messages.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class OffloadableMemory:
         )  # parts whose host copy is what stands on the device
 
     def drop_parts(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Empty these parts' storages; what is dropped already stays so. Returns when the memory is free."""
+        """Empty these parts' storages; what is dropped already stays so. Returns when the
+        memory is free.
+        """
         going = {
             part: self._collect_storages(part)
             for part in self._order_own_parts(parts)
@@ -87,10 +92,11 @@ class OffloadableMemory:
     def restore_parts(
         self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False
     ) -> None:
-        """Undo `drop_parts`. On an accelerator the bytes are on their way when this returns; `require_parts` waits for them.
+        """Undo `drop_parts`. On an accelerator the bytes are on their way when this returns;
+        `require_parts` waits for them.
 
-        `is_read_only`: they are dropped again as they are, which then needs no copy; `require(is_changed=True)` is for
-        whoever changes them after all.
+        `is_read_only`: they are dropped again as they are, which then needs no copy;
+        `require(is_changed=True)` is for whoever changes them after all.
         """
         for part in self._order_own_parts(parts):
             if part not in self._dropped_storages:
@@ -116,7 +122,8 @@ class OffloadableMemory:
         missing = [part for part in parts if part in self._dropped_storages]
         if missing:
             raise RuntimeError(
-                f"{' and '.join(missing)} of the {self.role} are in host memory; restore them before they are used."
+                f"{' and '.join(missing)} of the {self.role} are in host memory; restore them"
+                " before they are used."
             )
         for part in parts:
             self._wait_for_restore(part)
@@ -164,8 +171,8 @@ class OffloadableMemory:
         )
 
     def _collect_storages(self, requested_part: TrainerPart) -> list[tuple[Storage, int]]:
-        """Return each storage once, with its bytes, without those that an earlier part has. The part, and earlier
-        ones, must not be dropped.
+        """Return each storage once, with its bytes, without those that an earlier part has. The
+        part, and earlier ones, must not be dropped.
         """
         seen: set[int] = set()
         for part in self._order_own_parts(TRAINER_PARTS):

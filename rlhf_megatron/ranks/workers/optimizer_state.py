@@ -1,8 +1,10 @@
-"""Moments and float32 parameters as one full tensor a parameter: checkpoints load under any layout and optimizer.
+"""Moments and float32 parameters as one full tensor a parameter: checkpoints load under any layout
+and optimizer.
 
-Megatron's own formats differ between its plain and its distributed optimizer. And where the latter gathers its shards
-("fully_reshardable", 0.16.1), the padding between buckets is left out, though it is counted where the parameters are
-cut out again: what lies behind a padded bucket would be saved shifted, without an error.
+Megatron's own formats differ between its plain and its distributed optimizer. And where the latter
+gathers its shards ("fully_reshardable", 0.16.1), the padding between buckets is left out, though it
+is counted where the parameters are cut out again: what lies behind a padded bucket would be saved
+shifted, without an error.
 """
 
 from __future__ import annotations
@@ -33,21 +35,22 @@ class ParameterState:
     """The state that this rank's optimizer has of one model parameter."""
 
     model_param: nn.Parameter
-    main_param: (
-        Tensor | None
-    )  # what is stepped on: `model_param`, its float32 copy, or a flat shard of these; None: no part of it
+    # what is stepped on: `model_param`, its float32 copy, or a flat shard of these;
+    # None: no part of it
+    main_param: Tensor | None
     element_range: (
         slice | None
     )  # the elements of the flattened parameter that `main_param` has; None: all of them
-    optimizer_state: dict[
-        str, Tensor
-    ]  # the inner optimizer's; that of `streamed_adam` also has the copy that `main_param` stands for
+    # the inner optimizer's; that of `streamed_adam` also has the copy that `main_param` stands for
+    optimizer_state: dict[str, Tensor]
     sharing_group: (
         dist.ProcessGroup | None
     )  # ranks that share the parameter out; None where `element_range` is
 
     def decode_tensors(self) -> dict[str, Tensor]:
-        """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint as the model's."""
+        """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint
+        as the model's.
+        """
         return {
             name: decode_float32_state(kept, self.model_shard)
             for name, kept in self.get_stored_tensors().items()
@@ -73,12 +76,16 @@ class ParameterState:
         return model if self.element_range is None else model.view(-1)[self.element_range]
 
     def load_tensor(self, state_name: str, value: Tensor) -> None:
-        """Put what a checkpoint has under a name of `decode_tensors` into place; the parameter is loaded already."""
+        """Put what a checkpoint has under a name of `decode_tensors` into place; the parameter is
+        loaded already.
+        """
         encode_float32_state(self.get_stored_tensors()[state_name], value, self.model_shard)
 
 
 def iterate_parameter_states(optimizer: Any) -> Iterator[ParameterState]:
-    """All model parameters of this rank, in an order that is the same on all ranks that share them out."""
+    """All model parameters of this rank, in an order that is the same on all ranks that
+    share them out.
+    """
     for part in optimizer.chained_optimizers:
         if any(
             len(part.optimizer.state[main]) == 0
@@ -96,7 +103,8 @@ def iterate_parameter_states(optimizer: Any) -> Iterator[ParameterState]:
 def make_sharded_optimizer_state(
     optimizer: Any, model_state: dict[str, Any], is_loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """Sharded tensors for megatron's distributed checkpoint, by `iterate_parameter_states`' order. All ranks.
+    """Sharded tensors for megatron's distributed checkpoint, by `iterate_parameter_states`'
+    order. All ranks.
 
     `model_state`: the model's, with the parameters themselves as data.
     """
@@ -175,7 +183,9 @@ def _iterate_sharded_states(chained_optimizer: DistributedOptimizer) -> Iterator
 
 
 def _make_load_target(parameter_state: ParameterState, local_shard: Tensor) -> Tensor:
-    """Return the tensor to load into. Rows that pad the vocabulary here but not in the file stay zero."""
+    """Return the tensor to load into. Rows that pad the vocabulary here but not in the
+    file stay zero.
+    """
     return (
         local_shard
         if parameter_state.element_range is None
@@ -184,8 +194,8 @@ def _make_load_target(parameter_state: ParameterState, local_shard: Tensor) -> T
 
 
 def _choose_writer_ranks(parameter_states: Sequence[ParameterState]) -> list[int]:
-    """Choose, for each parameter, the rank of its group that writes what is put together of it, about as many bytes
-    each.
+    """Choose, for each parameter, the rank of its group that writes what is put together of it,
+    about as many bytes each.
 
     Megatron has the first rank write all model parameters.
     """
@@ -207,7 +217,9 @@ def _choose_writer_ranks(parameter_states: Sequence[ParameterState]) -> list[int
 def _with_writer_rank(
     writer_rank: int, sharded_tensor: Any, parameter_state: ParameterState
 ) -> Any:
-    """`sharded_tensor` of the model, as one whose first replica is the one on rank `writer_rank` of the group."""
+    """`sharded_tensor` of the model, as one whose first replica is the one on rank
+    `writer_rank` of the group.
+    """
     if writer_rank == 0:
         return sharded_tensor
     *others, number = (
@@ -225,7 +237,9 @@ def _with_writer_rank(
 def _gather_full_tensor(
     parameter_state: ParameterState, local_shard: Tensor, writer_rank: int
 ) -> Tensor:
-    """The whole tensor of a shard, on the rank of the group that writes it; a blank on the others."""
+    """The whole tensor of a shard, on the rank of the group that writes it;
+    a blank on the others.
+    """
     if parameter_state.element_range is None:
         return local_shard
     full = torch.zeros(

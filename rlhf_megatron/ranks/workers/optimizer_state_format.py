@@ -1,4 +1,6 @@
-"""Where an optimizer keeps its moments and float32 parameters between steps, and in how many bits."""
+"""Where an optimizer keeps its moments and float32 parameters between steps,
+and in how many bits.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True)
 class OptimizerStateFormat:
-    """How an optimizer keeps its state; without arguments in float32 on the device, as any Adam does."""
+    """How an optimizer keeps its state; without arguments in float32 on the device, as
+    any Adam does.
+    """
 
     is_on_host: bool = False
     exp_avg: torch.dtype = torch.float32
@@ -53,9 +57,11 @@ class OptimizerStateFormat:
 
 
 def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
-    """Return the float32 numbers that `encode_float32_state` put into `stored_state`, on the device of `model_param`; `stored_state` where it is float32.
+    """Return the float32 numbers that `encode_float32_state` put into `stored_state`, on the device
+    of `model_param`; `stored_state` where it is float32.
 
-    int16 is what a float32 parameter has beyond the bfloat16 one beside it: the difference of their bits.
+    int16 is what a float32 parameter has beyond the bfloat16 one beside it: the difference
+    of their bits.
     """
     if stored_state.dtype == torch.float32:
         return stored_state
@@ -72,8 +78,9 @@ def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
 
 
 def encode_float32_state(stored_state: Tensor, float32_value: Tensor, model_param: Tensor) -> None:
-    """Keep float32 numbers in the type of `stored_state`. Exact as int16, where `model_param` is `float32_value` rounded to bfloat16, but for
-    numbers in the middle of two: they may come back smaller by one unit of float32.
+    """Keep float32 numbers in the type of `stored_state`. Exact as int16, where `model_param` is
+    `float32_value` rounded to bfloat16, but for numbers in the middle of two: they may come back
+    smaller by one unit of float32.
     """
     if stored_state.dtype == torch.int16:
         bits = float32_value.to(model_param.device).view(torch.int32) - (

@@ -1,8 +1,10 @@
-"""What a rank holds at the peak of an update, by arithmetic: weights, optimizer, and what layers keep for the backward
-pass. And what the settings that are left to us become by it (`resolve_memory_settings`).
+"""What a rank holds at the peak of an update, by arithmetic: weights, optimizer, and what layers
+keep for the backward pass. And what the settings that are left to us become by
+it (`resolve_memory_settings`).
 
-Bytes kept of a token in a layer, measured with hooks on saved tensors (tests/unit/workers/test_workers_activations.py)
-and under a counting CUDA allocator: 2.25 GiB a layer of Qwen3-8B at 16,384 tokens, 2.10 with Transformer Engine.
+Bytes kept of a token in a layer, measured with hooks on saved tensors
+(tests/unit/workers/test_workers_activations.py) and under a counting CUDA allocator: 2.25 GiB a
+layer of Qwen3-8B at 16,384 tokens, 2.10 with Transformer Engine.
 """
 
 # H hidden, F ffn, N heads, K key-value heads, d head dimension; of one rank, where tp splits them
@@ -42,13 +44,14 @@ class TrainedModelSpec:
 def estimate_layer_activation_bytes(
     model: TrainedModelSpec, layout: ParallelLayout, impl: LayerImpl, has_experts: bool = False
 ) -> int:
-    """Return the bytes that a layer keeps of a micro-batch, with nothing recomputed, flash attention and fused
-    SwiGLU.
+    """Return the bytes that a layer keeps of a micro-batch, with nothing recomputed, flash
+    attention and fused SwiGLU.
 
     Of one with experts: where tokens are routed evenly.
     """
     arguments = find_model_family(model.hf_config).make_transformer_arguments(model.hf_config)
-    tp, sequence = layout.tp, layout.tp if layout.sequence_parallel else 1
+    tp = layout.tp
+    sequence = layout.tp if layout.sequence_parallel else 1
     hidden = arguments["hidden_size"]
     kept = 4 * hidden / sequence  # both residuals and their norms
     if arguments.get("multi_latent_attention"):
@@ -69,8 +72,10 @@ def _count_grouped_attention_elements(
     arguments: Mapping[str, Any], layout: ParallelLayout, impl: LayerImpl
 ) -> float:
     """Count the elements of a token in grouped-query attention."""
-    tp, heads = layout.tp, arguments["num_attention_heads"]
-    groups, dim = arguments.get("num_query_groups", heads), arguments["kv_channels"]
+    tp = layout.tp
+    heads = arguments["num_attention_heads"]
+    groups = arguments.get("num_query_groups", heads)
+    dim = arguments["kv_channels"]
     has_norm = arguments.get("qk_layernorm", False)
     kept = (
         heads * dim + (heads + groups) * dim
@@ -86,12 +91,13 @@ def _count_grouped_attention_elements(
 
 
 def _count_latent_attention_elements(arguments: Mapping[str, Any], layout: ParallelLayout) -> float:
-    """Count the elements of a token in latent attention, whose values flash attention takes as wide as keys."""
-    sequence, heads = (
-        layout.tp if layout.sequence_parallel else 1,
-        arguments["num_attention_heads"] / layout.tp,
-    )
-    width, turned = arguments["kv_channels"], arguments["qk_pos_emb_head_dim"]
+    """Count the elements of a token in latent attention, whose values flash attention takes
+    as wide as keys.
+    """
+    sequence = layout.tp if layout.sequence_parallel else 1
+    heads = arguments["num_attention_heads"] / layout.tp
+    width = arguments["kv_channels"]
+    turned = arguments["qk_pos_emb_head_dim"]
     narrow = (arguments["q_lora_rank"] or 0) + arguments["kv_lora_rank"]
     kept = (
         2 * narrow + turned
@@ -111,18 +117,20 @@ def estimate_stage_activation_bytes(
     impl: LayerImpl,
     stage: int,
 ) -> int:
-    """Return the most that all layers of a stage keep, over the micro-batches under way there at one time. And, where
-    no head takes as much in its turn, the gradients of a layer while it is passed backward: about what it keeps."""
+    """Return the most that all layers of a stage keep, over the micro-batches under way there at
+    one time. And, where no head takes as much in its turn, the gradients of a layer while it is
+    passed backward: about what it keeps.
+    """
     arguments = find_model_family(model.hf_config).make_transformer_arguments(model.hf_config)
     stage_of = layout.map_layers_to_stages(arguments["num_layers"])
     kinds = arguments.get("moe_layer_freq") or [0] * arguments["num_layers"]
     here = [
         bool(has_experts) for has_experts, own in zip(kinds, stage_of, strict=True) if own == stage
     ]
-    whole, num_layers = (
-        [estimate_layer_activation_bytes(model, layout, impl, has_experts) for has_experts in here],
-        len(here),
-    )
+    whole = [
+        estimate_layer_activation_bytes(model, layout, impl, has_experts) for has_experts in here
+    ]
+    num_layers = len(here)
     gradients = max(whole) if stage < layout.pp - 1 or model.head == "value" else 0
     under_way = layout.pp - stage
     if layout.vpp > 1:  # chunks of layers, in rounds of pp micro-batches
@@ -142,7 +150,9 @@ def estimate_stage_activation_bytes(
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """Elements of a model's tensors, by who shares them: each entry is (of experts, cut by tp, whole on each rank)."""
+    """Elements of a model's tensors, by who shares them: each entry is (of experts, cut by tp,
+    whole on each rank).
+    """
 
     layer_counts: tuple[tuple[int, int, int], ...]
     first_stage_counts: tuple[int, int, int]  # of the first stage, beside its layers
@@ -180,7 +190,9 @@ class ModelElementCounts:
         )
 
     def count_stage_elements(self, layout: ParallelLayout, stage: int) -> tuple[int, int]:
-        """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of the first stage."""
+        """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of
+        the first stage.
+        """
         stage_of = layout.map_layers_to_stages(len(self.layer_counts))
         parts = [
             part for part, own in zip(self.layer_counts, stage_of, strict=True) if own == stage
@@ -203,8 +215,9 @@ def estimate_state_bytes(
     stage: int,
     element_counts: ModelElementCounts | None = None,
 ) -> int:
-    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed optimizer's evenly, and
-    none where they stand in host memory."""
+    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed
+    optimizer's evenly, and none where they stand in host memory.
+    """
     of_optimizer = (
         0
         if megatron.optimizer_cpu_offload
@@ -233,9 +246,10 @@ def resolve_memory_settings(
 ) -> MegatronConfig:
     """`megatron` with what it leaves to us decided, alike on all ranks of the pool.
 
-    On GPUs optimizer state is shared out where several ranks hold the same shard, and layers are computed again where
-    the peak without that is over FITS of a device. `trained_models`: all that learn on these ranks, the first with a frozen
-    copy beside it where there is a reference. `device_bytes`: of the smallest GPU; 0: a CPU, where neither is done.
+    On GPUs optimizer state is shared out where several ranks hold the same shard, and layers are
+    computed again where the peak without that is over FITS of a device. `trained_models`: all that
+    learn on these ranks, the first with a frozen copy beside it where there is a reference.
+    `device_bytes`: of the smallest GPU; 0: a CPU, where neither is done.
     """
     layout = make_parallel_layout(megatron, num_ranks)
     if megatron.use_distributed_optimizer is None:

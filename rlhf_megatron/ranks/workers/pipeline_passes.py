@@ -1,4 +1,6 @@
-"""Micro-batches through Megatron's schedules, one stage or many: with a backward pass, or forward only."""
+"""Micro-batches through Megatron's schedules, one stage or many: with a backward pass,
+or forward only.
+"""
 
 from __future__ import annotations
 
@@ -31,12 +33,14 @@ def run_micro_batches(
     routers: RouterLossTerms | None = None,
     replay: RouterReplay | None = None,
 ) -> list[Tensor]:
-    """Forward, and backward of the loss that `compute_rows` returns, over all micro-batches. All ranks of a replica.
+    """Forward, and backward of the loss that `compute_rows` returns, over all micro-batches. All
+    ranks of a replica.
 
-    Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives divided by a global
-    count, and nothing divides after it (ranks.models.transformer_config). Returns what `compute_rows` collected, in order, on the
-    last stage; [] elsewhere. `routers`: what they are told of each micro-batch's tokens, which `packed_batch` then has.
-    `replay`: of routers, which meet `routes` of micro-batches that have any.
+    Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives
+    divided by a global count, and nothing divides after it (ranks.models.transformer_config).
+    Returns what `compute_rows` collected, in order, on the last stage; [] elsewhere. `routers`:
+    what they are told of each micro-batch's tokens, which `packed_batch` then has. `replay`: of
+    routers, which meet `routes` of micro-batches that have any.
     """
 
     def forward_step(
@@ -60,7 +64,8 @@ def run_micro_batches(
         return hidden, partial(compute_rows, micro)
 
     config = get_model_config(chunks[0])
-    # Not in forward-only passes: Megatron's pipelined schedules enter it and leave it there to the garbage collector.
+    # Not in forward-only passes: Megatron's pipelined schedules enter it and leave it there to the
+    # garbage collector.
     config.no_sync_func = None if forward_only else _get_no_sync_contexts(chunks)
     pipeline: dict[str, Any] = {}
     if world.layout.pp > 1:
@@ -76,7 +81,8 @@ def run_micro_batches(
         else iter(packed_batch.micro_batches),
         model=list(chunks) if is_interleaved else chunks[0],
         num_microbatches=len(packed_batch.micro_batches),
-        seq_length=packed_batch.seq_length,  # of all cp and tp ranks together: the schedules divide by both
+        # of all cp and tp ranks together: the schedules divide by both
+        seq_length=packed_batch.seq_length,
         micro_batch_size=1,
         forward_only=forward_only,
         pg_collection=world.pg_collection,
@@ -91,8 +97,8 @@ def run_micro_batches(
 
 
 def _get_no_sync_contexts(chunks: Sequence[nn.Module]) -> Any:
-    """Return what keeps overlapped gradient reductions back until a chunk's last micro-batch; None where nothing
-    overlaps.
+    """Return what keeps overlapped gradient reductions back until a chunk's last micro-batch; None
+    where nothing overlaps.
     """
     managers = [
         chunk.no_sync
@@ -105,7 +111,9 @@ def _get_no_sync_contexts(chunks: Sequence[nn.Module]) -> Any:
 
 
 def sum_over_cp(values: Tensor, world: World) -> Tensor:
-    """The sum over the context-parallel ranks, each of which has rows of its own. All ranks of a cp group."""
+    """The sum over the context-parallel ranks, each of which has rows of its own. All ranks
+    of a cp group.
+    """
     if world.layout.cp == 1:
         return values
     total = values.to(world.device)

@@ -1,5 +1,6 @@
-"""What a rank tells of its memory, numbers that are not finite, replicas that differ and its head. The controller reads
-it."""
+"""What a rank tells of its memory, numbers that are not finite, replicas that differ and its head.
+The controller reads it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +9,9 @@ from dataclasses import dataclass
 from rlhf_megatron.data import codec
 
 MAX_REPORTED_ENTRIES = 1000  # entries of a list of findings
-WEIGHTS, RNG = "weights", "rng"  # directories that the ranks write into a capsule
+# directories that the ranks write into a capsule
+WEIGHTS = "weights"
+RNG = "rng"
 
 
 @codec.register("BadTensor")
@@ -39,8 +42,8 @@ class BadTensor:
 )
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """What one rank saw in an update with numbers that are not finite. It has losses and tokens on the last stage
-    only.
+    """What one rank saw in an update with numbers that are not finite. It has losses and tokens on
+    the last stage only.
     """
 
     rank_name: str  # "dp1 pp0 tp0"
@@ -54,7 +57,8 @@ class NonFiniteReport:
         int, ...
     ]  # of the shard: those with a log-prob (a value) that is not finite, at most NUM_NAMED
     num_bad_tokens: int  # of them, without that limit
-    first_bad_tensor: str = ""  # the first tensor that was not finite, where the pass was watched (`ranks.workers.nonfinite`)
+    # the first tensor that was not finite, where the pass was watched (`ranks.workers.nonfinite`)
+    first_bad_tensor: str = ""
     has_weights: bool = False  # the capsule's weights were written
     error: str = ""  # why they were not
 
@@ -108,8 +112,8 @@ class HeadReport:
 @codec.register("MemoryReport")
 @dataclass(frozen=True)
 class MemoryReport:
-    """The memory of one model on one rank. Figures of the process or the device are the same in the reports of all
-    its models.
+    """The memory of one model on one rank. Figures of the process or the device are the same in the
+    reports of all its models.
     """
 
     held_bytes: (

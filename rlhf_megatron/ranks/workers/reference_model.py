@@ -19,7 +19,9 @@ from rlhf_megatron.weights.hf_reader import HFReader
 
 
 class ReferenceModel(FrozenModel):
-    """`chunk_size`: vocabulary columns that the head handles at a time, and `kernels`: how. Others: see `FrozenModel`."""
+    """`chunk_size`: vocabulary columns that the head handles at a time, and `kernels`: how. Others:
+    see `FrozenModel`.
+    """
 
     def __init__(
         self,
@@ -47,16 +49,22 @@ class ReferenceModel(FrozenModel):
             return compute_top_log_probs(self.backend, self.head, batch, plan, temperature, count)
 
     def head_report(self) -> HeadReport | None:
-        """How its log-probs are computed, and what was found out about that; None off the last stage."""
+        """How its log-probs are computed, and what was found out about that; None off
+        the last stage.
+        """
         return self.head.make_report()
 
     def copy_weights_from(self, source_backend: ModelBackend) -> None:
-        """Become the model of `source_backend` (the actor's, after a warm-up), which has the same layout and configuration."""
+        """Become the model of `source_backend` (the actor's, after a warm-up), which has the same
+        layout and configuration.
+        """
         with self._weights_on_device(will_change_weights=True):
             self.backend.copy_weights_from(source_backend)
 
     def load_hf(self, directory: Path) -> None:
-        """Become the model of a Hugging Face directory of the same architecture. Raises ValueError."""
+        """Become the model of a Hugging Face directory of the same architecture.
+        Raises ValueError.
+        """
         reader = HFReader(directory)
         reader.check_against_table(self.backend.table)
         with self._weights_on_device(will_change_weights=True):

@@ -1,11 +1,14 @@
-"""Do the ranks that hold the same tensors hold the same bits? Digests, compared within each group of such ranks.
+"""Do the ranks that hold the same tensors hold the same bits? Digests, compared within each group
+of such ranks.
 
-What is compared: every parameter over data and context parallel ranks, that of an expert over the ranks that hold the
-same experts; those that tensor parallelism does not split (norms, a value head) over its ranks; a tied embedding
-between first and last pipeline stage; moments and float32 parameters alike, where they are replicated: a distributed
-optimizer shares them out over data-parallel ranks.
+What is compared: every parameter over data and context parallel ranks, that of an expert over the
+ranks that hold the same experts; those that tensor parallelism does not split (norms, a value head)
+over its ranks; a tied embedding between first and last pipeline stage; moments and float32
+parameters alike, where they are replicated: a distributed optimizer shares them out over
+data-parallel ranks.
 
-A difference is one bit. Nothing that Megatron does makes replicas differ: what they add up comes out of an all-reduce.
+A difference is one bit. Nothing that Megatron does makes replicas differ: what they add up comes
+out of an all-reduce.
 """
 
 from __future__ import annotations
@@ -42,7 +45,8 @@ _ABSENT = -(1 << 62)
 
 
 def compute_tensor_digest(tensor: Tensor) -> Tensor:
-    """[] int64 on the tensor's device: its 64-bit words, each row of them with a factor of its own, summed mod 2^64.
+    """[] int64 on the tensor's device: its 64-bit words, each row of them with a factor of its own,
+    summed mod 2^64.
 
     Any change within one word is seen. At the speed at which memory is read.
     """
@@ -71,7 +75,8 @@ def compare_replicas(
 ) -> ReplicaReport:
     """Compare what this rank shares with others. All ranks of the pool, parameters gathered."""
     start = time.monotonic()
-    parameters, weights = collect_named_parameters(chunks), collect_named_weights(chunks)
+    parameters = collect_named_parameters(chunks)
+    weights = collect_named_weights(chunks)
     whole, shards = _collect_optimizer_state(parameters, optimizer)
     tensors = {
         **weights,
@@ -122,7 +127,9 @@ def compare_replicas(
 
 
 def split_by_majority(values: Sequence[int]) -> tuple[int | None, list[int]]:
-    """(the value of more than half of the entries, or None; the positions of the others: all without a majority)."""
+    """(the value of more than half of the entries, or None; the positions of the others: all
+    without a majority).
+    """
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
         return None, list(range(len(values)))
@@ -131,7 +138,9 @@ def split_by_majority(values: Sequence[int]) -> tuple[int | None, list[int]]:
 
 @dataclass(frozen=True)
 class _GroupComparison:
-    """Callable: differences within a group, all of whose ranks call it with the same names. Told by its first rank."""
+    """Callable: differences within a group, all of whose ranks call it with the same names. Told by
+    its first rank.
+    """
 
     world: World
     tensors: Mapping[str, Tensor]
@@ -186,7 +195,9 @@ class _GroupComparison:
 
 
 def _find_differing_positions(local_digests: Tensor, process_group: ProcessGroup) -> list[int]:
-    """Positions of the digests [N] that are not the same on all ranks of the group that have one (not _ABSENT)."""
+    """Positions of the digests [N] that are not the same on all ranks of the group that have one
+    (not _ABSENT).
+    """
     absent = local_digests == _ABSENT
     bounds = torch.stack([local_digests, torch.where(absent, local_digests, -local_digests)])
     dist.all_reduce(
@@ -213,8 +224,9 @@ def _name_ranks(
 def _collect_optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: MegatronStepOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """("name moment" -> what each data-parallel rank has whole; what they share out). The ranks of a tp group share
-    alike, since their buffers have one layout."""
+    """("name moment" -> what each data-parallel rank has whole; what they share out). The ranks of
+    a tp group share alike, since their buffers have one layout.
+    """
     names = {id(parameter): name for name, parameter in parameters.items()}
     whole: dict[str, Tensor] = {}
     shards: dict[str, Tensor] = {}

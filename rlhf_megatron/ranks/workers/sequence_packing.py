@@ -1,27 +1,35 @@
-"""A replica's shard as packed micro-batches, and the results back. Pack once, unpack once; no Python per document.
+"""A replica's shard as packed micro-batches, and the results back. Pack once, unpack once; no
+Python per document.
 
-A document's last token predicts nothing and is left out, here and where `runtime.call_dispatch` counts lengths.
+A document's last token predicts nothing and is left out, here and where `runtime.call_dispatch`
+counts lengths.
 
     two documents  a b c d | e f g     response tokens c d | g         packed to 7 tokens
-    token_ids      0 0 e f a b c       cu_seqlens 0 1 2 4 7: filler documents of one token, which nothing reads,
+    token_ids      0 0 e f a b c       cu_seqlens 0 1 2 4 7: filler documents of one token, which
+                                       nothing reads,
     positions      0 0 0 1 0 1 2       then the documents by length, as attention wants them
-    rows                 ^   ^ ^       positions that predict a response token: the head runs on these only
+    rows                 ^   ^ ^       positions that predict a response token: the head
+                                       runs on these only
     targets              g   c d
     sequence_ids         0   1 1       of the documents as they are packed, fillers not counted
 
-Under context parallelism each document is padded to 2 cp chunks of one size, of which rank r has chunks r and
-2 cp - 1 - r: every rank has as much causal attention to do. The same documents at cp 2, packed to 12 tokens:
+Under context parallelism each document is padded to 2 cp chunks of one size, of which rank r has
+chunks r and 2 cp - 1 - r: every rank has as much causal attention to do. The same documents at cp
+2, packed to 12 tokens:
 
-    padded         0 0 0 0 | e f . . | a b c .     cu_seqlens 0 4 8 12, of the whole documents, on every rank
-    rank 0         0 0       e     .   a     .     positions 0 3 0 3 0 3     no row: g and c d are predicted elsewhere
-    rank 1           0 0       f .       b c       positions 1 2 1 2 1 2     rows 2 4 5, targets g c d
+    padded         0 0 0 0 | e f . . | a b c .
+                   cu_seqlens 0 4 8 12, of the whole documents, on every rank
+    rank 0         0 0       e     .   a     .     positions 0 3 0 3 0 3
+                   no row: g and c d are predicted elsewhere
+    rank 1           0 0       f .       b c       positions 1 2 1 2 1 2
+                     rows 2 4 5, targets g c d
                                                    sequence_ids 0 1 1, as on any rank
 
 Targets are taken before the documents are cut.
 
-Where the layout shares prompts, those that several samples of a micro-batch have are documents of their own, behind the
-fillers, and what is left of such a sample goes on from its prompt's (`data.shared_prompts`), whose last token is a row
-of each of them.
+Where the layout shares prompts, those that several samples of a micro-batch have are documents of
+their own, behind the fillers, and what is left of such a sample goes on from its prompt's
+(`data.shared_prompts`), whose last token is a row of each of them.
 
 Legend: T tokens of the shard, S packed length, D documents, R rows of this rank.
 """
@@ -65,7 +73,9 @@ class MicroBatch:
         Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; by length
     )
     max_seqlen: int  # tokens of the longest document, with its prompt
-    rows: Tensor  # [R] int64, indices into this rank's share whose next token is in response_mask; some more than once
+    # [R] int64, indices into this rank's share whose next token is in response_mask; some
+    # more than once
+    rows: Tensor
     targets: Tensor  # [R] int64, the token after each row
     sequence_ids: (
         Tensor  # [R] int64, the sample of each row, in [0, num_sequences); the same on all cp ranks
@@ -91,7 +101,8 @@ class PackedBatch:
     """All micro-batches of a call, and where their rows belong."""
 
     micro_batches: tuple[MicroBatch, ...]
-    token_index: Tensor  # [sum of R] int64: the shard's token that each row of each micro-batch, in order, predicts
+    # [sum of R] int64: the shard's token that each row of each micro-batch, in order, predicts
+    token_index: Tensor
     num_tokens: int  # T
     seq_length: int  # S where the micro-batches share one length; else the largest
     forwarded_counts: tuple[int, int] = (
@@ -100,7 +111,8 @@ class PackedBatch:
     )  # tokens and documents of real samples, over all cp ranks
 
     def unpack_rows(self, row_values: Sequence[Tensor]) -> Tensor:
-        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU, zero elsewhere.
+        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU,
+        zero elsewhere.
 
         The columns of all cp ranks add up to that of the shard.
         """
@@ -120,12 +132,14 @@ def pack_batch(
     with_documents: bool = False,
     with_source_tokens: bool = False,
 ) -> PackedBatch:
-    """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move it to `device`.
+    """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move
+    it to `device`.
 
-    `columns`: token columns of `batch` to gather; a column that is None there is left out. `with_documents`: say of
-    which document each token is; those of no-op samples, of padding and filler are of none. `with_source_tokens`: say which
-    token of the shard each is, likewise, on the CPU. Under pipeline parallelism every micro-batch gets
-    plan.packed_length tokens, since stages agree on one length; else no more than layout.packed_multiple asks for.
+    `columns`: token columns of `batch` to gather; a column that is None there is left out.
+    `with_documents`: say of which document each token is; those of no-op samples, of padding and
+    filler are of none. `with_source_tokens`: say which token of the shard each is, likewise, on the
+    CPU. Under pipeline parallelism every micro-batch gets plan.packed_length tokens, since stages
+    agree on one length; else no more than layout.packed_multiple asks for.
 
     Raises ValueError when the plan and the shard do not belong together.
     """
@@ -140,7 +154,8 @@ def pack_batch(
     parts = (split_off_shared_prompts if layout.shares_prompts else split_into_whole_documents)(
         batch, order, sizes
     )
-    order, lengths = parts.sample_indices, parts.token_counts
+    order = parts.sample_indices
+    lengths = parts.token_counts
     padded = -(-lengths // layout.document_multiple) * layout.document_multiple
     document, positions = _select_cp_share(padded, layout.cp, cp_rank)
     is_token = positions < lengths[document]
@@ -171,7 +186,8 @@ def pack_batch(
         1
     ]  # positions of a filler document
     is_used = is_token & is_real[document]
-    micro_batches, seq_length = [], 0
+    micro_batches = []
+    seq_length = 0
     spans = (_make_slices(ends.tolist()), _make_slices(token_ends), _make_slices(row_ends))
     for documents, tokens, rows, num_prompts in zip(
         *spans, parts.num_prompts.tolist(), strict=True
@@ -242,7 +258,9 @@ def list_token_columns(batch_type: type[TokenBatch]) -> tuple[str, ...]:
 
 
 def _select_cp_share(document_lengths: Tensor, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """(document, position in it) of each token that `cp_rank` has of documents of these lengths, in order."""
+    """(document, position in it) of each token that `cp_rank` has of documents of these
+    lengths, in order.
+    """
     document = torch.repeat_interleave(document_lengths)
     positions = (
         torch.arange(document.numel()) - (document_lengths.cumsum(0) - document_lengths)[document]
@@ -257,7 +275,9 @@ def _select_cp_share(document_lengths: Tensor, cp_size: int, cp_rank: int) -> tu
 def _mask_unused_tokens(
     token_column: Tensor, is_used: Tensor, token_range: slice, filler_positions: Tensor
 ) -> Tensor:
-    """A column of the shard's packed tokens at those of a micro-batch; -1 where they are of no sample."""
+    """A column of the shard's packed tokens at those of a micro-batch; -1 where they
+    are of no sample.
+    """
     return torch.cat(
         [
             torch.full_like(filler_positions, -1),
@@ -274,11 +294,14 @@ def _make_slices(end_positions: list[int]) -> list[slice]:
 
 
 def _compute_packed_length(num_tokens: int, plan: ReplicaPlan, layout: ParallelLayout) -> int:
-    """Tokens that a micro-batch is filled to, over all cp ranks; its padded documents have `num_tokens`."""
+    """Tokens that a micro-batch is filled to, over all cp ranks; its padded documents
+    have `num_tokens`.
+    """
     if num_tokens > plan.packed_length:
         raise ValueError(
-            f"a micro-batch has {num_tokens} tokens but the plan's packed_length is {plan.packed_length}; make the plan"
-            " with the lengths of these samples and the multiples of this layout."
+            f"a micro-batch has {num_tokens} tokens but the plan's packed_length is"
+            f" {plan.packed_length}; make the plan with the lengths of these samples and the"
+            " multiples of this layout."
         )
     if layout.pp == 1:
         return -(-num_tokens // layout.packed_multiple) * layout.packed_multiple
@@ -289,8 +312,9 @@ def _compute_packed_length(num_tokens: int, plan: ReplicaPlan, layout: ParallelL
 
 
 def _make_cu_seqlens(document_lengths: Tensor, num_fillers: int, filler_length: int) -> Tensor:
-    """[D + 1] int32: the borders of `num_fillers` documents of `filler_length`, then of documents of these lengths; one
-    without tokens is left out."""
+    """[D + 1] int32: the borders of `num_fillers` documents of `filler_length`, then of documents
+    of these lengths; one without tokens is left out.
+    """
     filler = torch.arange(num_fillers + 1) * filler_length
     return torch.cat([filler, filler[-1] + document_lengths[document_lengths > 0].cumsum(0)]).to(
         torch.int32
@@ -300,12 +324,14 @@ def _make_cu_seqlens(document_lengths: Tensor, num_fillers: int, filler_length: 
 def _check_plan_covers_batch(batch: TokenBatch, sample_order: Tensor) -> None:
     if not torch.equal(sample_order.sort().values, torch.arange(len(batch))):
         raise ValueError(
-            f"the plan's micro-batches name {sample_order.numel()} samples but the shard has {len(batch)}: every sample must"
-            " be in exactly one micro-batch. Make the plan with plan_replicas and the shard with its samples."
+            f"the plan's micro-batches name {sample_order.numel()} samples but the shard has"
+            f" {len(batch)}: every sample must be in exactly one micro-batch. Make the plan with"
+            " plan_replicas and the shard with its samples."
         )
     if bool((batch.lengths < 1).any()):
         raise ValueError("a sample has no tokens; every sample needs at least one.")
     if bool(batch.response_mask[batch.offsets[:-1]].any()):
         raise ValueError(
-            "response_mask is True on the first token of a sample, which nothing predicts; make it False."
+            "response_mask is True on the first token of a sample, which nothing predicts;"
+            " make it False."
         )

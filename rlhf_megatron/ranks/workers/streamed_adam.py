@@ -1,10 +1,11 @@
-"""AdamW whose moments and float32 parameters stand in host memory (`actor.megatron.optimizer_cpu_offload`), or in
-fewer bits (`use_precision_aware_optimizer`), or both.
+"""AdamW whose moments and float32 parameters stand in host memory
+(`actor.megatron.optimizer_cpu_offload`), or in fewer bits
+(`use_precision_aware_optimizer`), or both.
 
-In a step they pass in pieces through float32 on the device, two at a time: one is computed on while another one is
-copied. Small parameters are joined to pieces, so that experts do not cost launches each. megatron-core's
-HybridDeviceOptimizer computes on the host instead, and for fewer bits it needs Transformer Engine's FusedAdam: neither
-can be run, nor compared, without CUDA.
+In a step they pass in pieces through float32 on the device, two at a time: one is computed on while
+another one is copied. Small parameters are joined to pieces, so that experts do not cost launches
+each. megatron-core's HybridDeviceOptimizer computes on the host instead, and for fewer bits it
+needs Transformer Engine's FusedAdam: neither can be run, nor compared, without CUDA.
 """
 
 from __future__ import annotations
@@ -38,7 +39,9 @@ CPU_PIECE_ELEMENTS = 1 << 16  # elements of a piece of small parameters on a CPU
 def replace_with_streamed_adam(
     chained_optimizer: Any, device: torch.device, state_format: OptimizerStateFormat
 ) -> None:
-    """Put a StreamedAdam in place of the Adam of `chained_optimizer`, one of megatron's optimizers that has made no step yet."""
+    """Put a StreamedAdam in place of the Adam of `chained_optimizer`, one of megatron's optimizers
+    that has made no step yet.
+    """
     names = ("shard_float16_groups", "shard_fp32_from_float16_groups")
     if not isinstance(chained_optimizer, DistributedOptimizer):
         names = ("float16_groups", "fp32_from_float16_groups")
@@ -57,8 +60,9 @@ def replace_with_streamed_adam(
 class StreamedAdam:
     """Has what megatron's optimizers ask of an Adam: `param_groups`, `state` and `step`.
 
-    `models`: float32 parameter -> that of the model in half precision. The former lose their bytes on the device;
-    theirs stand in `state`, beside the moments. Parameters of a float32 model stay where they are.
+    `models`: float32 parameter -> that of the model in half precision. The former lose their bytes
+    on the device; theirs stand in `state`, beside the moments. Parameters of a float32 model stay
+    where they are.
     """
 
     def __init__(
@@ -91,7 +95,9 @@ class StreamedAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step with the gradients of the parameters. Returns when the new state stands in host memory."""
+        """One step with the gradients of the parameters. Returns when the new state stands
+        in host memory.
+        """
         queue = CopyQueue(self._device)
         pieces = list(
             _join_adjacent_pieces(
@@ -149,7 +155,8 @@ def _join_adjacent_pieces(
     for part in pieces:
         if waiting and not (part.is_adjacent_to(waiting[-1]) and size + part.size <= max_elements):
             yield _merge_pieces(waiting)
-            waiting, size = [], 0
+            waiting = []
+            size = 0
         waiting.append(part)
         size += part.size
     if waiting:
@@ -170,7 +177,9 @@ def _merge_pieces(pieces: Sequence[_OptimizerPiece]) -> _OptimizerPiece:
 
 @dataclass(frozen=True)
 class _OptimizerPiece:
-    """Some elements of a parameter, or of several parameters that have made as many steps; all tensors are flat."""
+    """Some elements of a parameter, or of several parameters that have made as many steps; all
+    tensors are flat.
+    """
 
     grads: list[Tensor]
     models: list[Tensor]  # what the forward pass reads
@@ -190,14 +199,14 @@ class _OptimizerPiece:
             (one.num_steps, len(one.stored_states), id(one.param_group))
             for one in (self, previous_piece)
         )
-        place, end = (
-            self.stored_states[0].storage_offset(),
-            previous_piece.stored_states[0].storage_offset() + previous_piece.size,
-        )
+        place = self.stored_states[0].storage_offset()
+        end = previous_piece.stored_states[0].storage_offset() + previous_piece.size
         return len(set(kinds)) == 1 and place == end
 
     def decoding_params(self, stored_state: Tensor) -> Tensor:
-        """Return what one of `stored_state` is read beside: see `kept_state.restored`. On the stream that copies."""
+        """Return what one of `stored_state` is read beside: see `kept_state.restored`. On the
+        stream that copies.
+        """
         return torch.cat(self.models) if stored_state.dtype == torch.int16 else self.models[0]
 
     def apply_adamw(self, float32_states: list[Tensor]) -> None:

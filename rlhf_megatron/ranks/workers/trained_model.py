@@ -48,8 +48,9 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 MAX_SKIP_REPORTS = 1000  # skipped steps of which findings are kept until somebody asks
 RowLossFunction = Callable[[Tensor, MicroBatch], tuple[Tensor, dict[str, Tensor], Tensor]]
-"""(hidden_SH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric; the rows' log-probs
-or values, [R])."""
+"""(hidden_SH, micro-batch) -> (this rank's share of the loss, with grad; its share of each metric;
+the rows' log-probs or values, [R]).
+"""
 
 
 @dataclass(frozen=True)
@@ -72,9 +73,11 @@ class _PassResult:
 
 
 class TrainedModel:
-    """Weights, gradients and optimizer. Made on all ranks of the pool at once, and so are all calls.
+    """Weights, gradients and optimizer. Made on all ranks of the pool at once, and so
+    are all calls.
 
-    `phases`: name -> optimizer and length; the first one is entered at once. `role`: "actor" or "critic".
+    `phases`: name -> optimizer and length; the first one is entered at once. `role`:
+    "actor" or "critic".
 
     Raises ValueError for a schedule that is not supported.
     """
@@ -101,9 +104,11 @@ class TrainedModel:
     def _run_optimizer_step(
         self, pass_result: _PassResult, packed_batch: PackedBatch, capsule_dir: Path | None
     ) -> UpdateResult | None:
-        """The optimizer step after a pass over `packed_batch`. The result on leaders; None elsewhere.
+        """The optimizer step after a pass over `packed_batch`. The result on leaders;
+        None elsewhere.
 
-        `capsule_dir`: where the weights go when the step is skipped; only those of the first such step with this name do.
+        `capsule_dir`: where the weights go when the step is skipped; only those of the first such
+        step with this name do.
         """
         if self.role == "actor" and faults.reach_fault_point("actor.before_optimizer_step"):
             _inject_fault(self.backend.named_gradients(), math.nan)
@@ -124,7 +129,9 @@ class TrainedModel:
     def _rerun_pass(
         self, packed_batch: PackedBatch, row_loss: RowLossFunction
     ) -> UpdateResult | None:
-        """A pass without the optimizer step, watched; `take_skip_reports` tells what was seen, of a finite pass too."""
+        """A pass without the optimizer step, watched; `take_skip_reports` tells what was seen, of a
+        finite pass too.
+        """
         with NonFiniteWatch(self.backend.watched_modules) as watch:
             done = self._run_training_pass(packed_batch, row_loss, watch)
         _, grad_norm = self.backend.optimizer.check_finiteness(done.losses)
@@ -141,7 +148,9 @@ class TrainedModel:
         )
 
     def take_skip_reports(self) -> list[NonFiniteReport]:
-        """Take what this rank saw in the steps that were skipped since the last call, in their order."""
+        """Take what this rank saw in the steps that were skipped since the last call,
+        in their order.
+        """
         taken = list(self.skip_reports)
         self.skip_reports.clear()
         return taken
@@ -153,7 +162,9 @@ class TrainedModel:
         return self.backend.check_replicas()
 
     def save_weights(self, directory: Path) -> str:
-        """Model and random states into a capsule; "" or why they could not be written. See `ranks.workers.capsule_weights`."""
+        """Model and random states into a capsule; "" or why they could not be written.
+        See `ranks.workers.capsule_weights`.
+        """
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
         return write_capsule_weights(
@@ -161,7 +172,9 @@ class TrainedModel:
         )
 
     def load_weights(self, directory: Path) -> None:
-        """The model of a capsule, under any layout. The optimizer stays as it is. Raises ValueError as `load`."""
+        """The model of a capsule, under any layout. The optimizer stays as it is. Raises
+        ValueError as `load`.
+        """
         self.offloadable_memory.require_parts(["parameters"], will_change=True)
         self.backend.restore_state(directory / WEIGHTS, None)
 
@@ -227,7 +240,9 @@ class TrainedModel:
         )
 
     def _write_capsule(self, report: NonFiniteReport, capsule_dir: Path | None) -> NonFiniteReport:
-        """`report`, once the weights have been written where they are wanted. All ranks decide alike."""
+        """`report`, once the weights have been written where they are wanted. All
+        ranks decide alike.
+        """
         if capsule_dir is None or capsule_dir == self._last_capsule:
             return report
         self._last_capsule = capsule_dir
@@ -250,7 +265,9 @@ class TrainedModel:
         self._begin_current_phase()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """This rank's shards with their table rules, all gathered. Raises on numbers that are not finite."""
+        """This rank's shards with their table rules, all gathered. Raises on numbers that
+        are not finite.
+        """
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
         check_parameters_finite(self.backend.named_weights(), self.world)
@@ -296,7 +313,8 @@ class TrainedModel:
     def finish_save(self, timeout_s: float) -> SaveResult:
         """End what `begin_save` began."""
         assert self._background_save is not None, "no save was begun"
-        save, self._background_save = self._background_save, None
+        save = self._background_save
+        self._background_save = None
         return save.finish(timeout_s)
 
     def save(self, directory: Path) -> None:
@@ -321,5 +339,7 @@ class TrainedModel:
 
 
 def _inject_fault(tensors: Mapping[str, Tensor], added_value: float) -> None:
-    """The damage that a fault plan asks for: `added_value` added to one element of the first of a rank's tensors."""
+    """The damage that a fault plan asks for: `added_value` added to one element of the first of a
+    rank's tensors.
+    """
     next(iter(tensors.values())).data.view(-1)[0] += added_value

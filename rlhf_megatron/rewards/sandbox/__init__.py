@@ -1,1 +1,3 @@
-"""Sandboxes for programs that a policy wrote: local ones of kernel layers, and clients of sandbox servers."""
+"""Sandboxes for programs that a policy wrote: local ones of kernel layers, and clients of
+sandbox servers.
+"""

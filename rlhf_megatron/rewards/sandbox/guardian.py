@@ -1,9 +1,11 @@
-"""The process that stands around sandboxes: it makes them ahead, watches the one that works, and ends it whole.
+"""The process that stands around sandboxes: it makes them ahead, watches the one that works, and
+ends it whole.
 
     python -c "...; main()" CONTROL_FD    started by `local.LocalSandbox`, one for each
 
-It has no secrets, and programs do not pass through it: it hands out the socket of a sandbox that waits. Programs are
-forked off it, so the standard library is imported once. Orphans become its children, so that no daemon is lost.
+It has no secrets, and programs do not pass through it: it hands out the socket of a sandbox that
+waits. Programs are forked off it, so the standard library is imported once. Orphans become its
+children, so that no daemon is lost.
 """
 
 from __future__ import annotations
@@ -57,7 +59,9 @@ def count_process_threads(pid: int) -> int:
 
 
 def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
-    """Whether a folder has too many files, too many bytes on disk, or is too deep to be looked through."""
+    """Whether a folder has too many files, too many bytes on disk, or is too deep to be
+    looked through.
+    """
     count = size = 0
     waiting = [(folder, 0)]
     while waiting:
@@ -75,7 +79,9 @@ def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, also one that a program has closed to itself, and folders deeper than Python recurses."""
+    """Remove a folder, also one that a program has closed to itself, and folders deeper than
+    Python recurses.
+    """
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], check=False, capture_output=True)
 
@@ -106,7 +112,9 @@ class SandboxGuardian:
     num_checks: int = 0
 
     def choose_layers(self, requested_layers: Sequence[str]) -> None:
-        """Keep those of `requested_layers` that this kernel gives an ordinary process here: each is tried."""
+        """Keep those of `requested_layers` that this kernel gives an ordinary process here:
+        each is tried.
+        """
         self.missing_layers = {
             name: "not asked for" for name in sandbox_layers.LAYERS if name not in requested_layers
         }
@@ -263,13 +271,16 @@ class SandboxGuardian:
             lane.connection.close()
             lane.connection = None
         elif self.working_lane is not None:
-            lane, self.working_lane = self.working_lane, None
+            lane = self.working_lane
+            self.working_lane = None
             self.end_lane(lane)
             told = {"ended": lane.pid, "why": lane.end_reason, "peak_mib": lane.peak_bytes >> 20}
             self.control.send(json.dumps(told).encode())
 
     def _list_working_pids(self) -> list[int]:
-        """All processes below this one but those of sandboxes that wait, which may be starting theirs."""
+        """All processes below this one but those of sandboxes that wait, which may be
+        starting theirs.
+        """
         return list(iterate_descendants(os.getpid(), {lane.pid for lane in self.waiting_lanes}))
 
     def _check_lane_limits(self, lane: SandboxLane) -> None:
@@ -291,8 +302,8 @@ class SandboxGuardian:
             self._kill_working_processes()
 
     def _kill_working_processes(self) -> None:
-        """Kill all descendants, also those that fork faster than one look can see and those that have left their
-        parents.
+        """Kill all descendants, also those that fork faster than one look can see and those that
+        have left their parents.
         """
         deadline = time.monotonic() + END_S
         while (tree := self._list_working_pids()) and time.monotonic() < deadline:
@@ -310,7 +321,9 @@ class SandboxGuardian:
                     lane.has_ended = lane.has_ended or lane.pid == pid
 
     def end_lane(self, lane: SandboxLane) -> None:
-        """End the working sandbox, and with it all processes that do not belong to a waiting one."""
+        """End the working sandbox, and with it all processes that do not belong
+        to a waiting one.
+        """
         self._kill_working_processes()
         self._release_lane(lane)
 
@@ -321,7 +334,8 @@ class SandboxGuardian:
             remove_folder(lane.work_dir)
 
     def close(self) -> None:
-        lanes, self.waiting_lanes = self.waiting_lanes, []
+        lanes = self.waiting_lanes
+        self.waiting_lanes = []
         self._kill_working_processes()
         for lane in (*lanes, *filter(None, [self.working_lane])):
             self._release_lane(lane)

@@ -1,7 +1,9 @@
-"""Runs inside a sandbox: one program, input by input, each in a fork of its own that starts from nothing.
+"""Runs inside a sandbox: one program, input by input, each in a fork of its own that
+starts from nothing.
 
-It is given the program and one input at a time, and hands out what was printed or returned. Expected outputs never come
-here, so nothing that a program does to this process can make a wrong answer right.
+It is given the program and one input at a time, and hands out what was printed or returned.
+Expected outputs never come here, so nothing that a program does to this process can make a
+wrong answer right.
 """
 
 from __future__ import annotations
@@ -49,13 +51,17 @@ PRELUDE = "\n".join(
         "pow = __import__('builtins').pow",
     ]
 )
-"""Names that judges of programming contests have ready, so that answers use them without an import."""
+"""Names that judges of programming contests have ready,
+so that answers use them without an import.
+"""
 ERROR_CHARS = 2000  # of the end of what was written to stderr
 VALUE = 3  # descriptor of the value that a function returned
 
 
 def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
-    """Answer a line a run until the other side closes. `is_init`: this is process 1 of a namespace of its own."""
+    """Answer a line a run until the other side closes. `is_init`: this is process 1 of a
+    namespace of its own.
+    """
     with (
         connection.makefile("rb") as lines,
         open(connection.fileno(), "wb", 0, closefd=False) as answers,
@@ -111,7 +117,9 @@ def run_in_fork(
 
 
 def wait_for_program(child_pid: int, is_init: bool) -> int:
-    """Return the exit code, negative for a signal. What the program left behind in its namespace is ended."""
+    """Return the exit code, negative for a signal. What the program left behind in its
+    namespace is ended.
+    """
     code = None
     while code is None:
         pid, status = os.waitpid(-1, 0)
@@ -185,7 +193,9 @@ def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
 
 
 def finish_interpreter() -> None:
-    """Wait for the threads that the program has not joined, and call what it has left for its end."""
+    """Wait for the threads that the program has not joined,
+    and call what it has left for its end.
+    """
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()

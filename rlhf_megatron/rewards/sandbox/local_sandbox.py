@@ -1,6 +1,8 @@
-"""Programs in sandboxes of this machine. A guardian process makes them ahead; each is used for one program, and ended.
+"""Programs in sandboxes of this machine. A guardian process makes them ahead; each is used for one
+program, and ended.
 
-A run is over its limit by CPU time and sleep; time that a busy machine keeps it waiting does not count.
+A run is over its limit by CPU time and sleep; time that a busy machine keeps it waiting
+does not count.
 """
 
 from __future__ import annotations
@@ -156,10 +158,11 @@ class LocalSandbox:
         if not is_enough and not self.settings.allow_open:
             self.close()
             raise ValueError(
-                f"this machine has too few layers for a sandbox (in force: {', '.join(self.active_layers) or 'none'};"
-                f" {why}). Open would be: {'; '.join(still_open)}. Use a sandbox server (server), a machine whose"
-                " kernel allows namespaces, or Landlock and seccomp; or say allow_open: true to run programs all the"
-                " same."
+                "this machine has too few layers for a sandbox (in force:"
+                f" {', '.join(self.active_layers) or 'none'}; {why}). Open would be:"
+                f" {'; '.join(still_open)}. Use a sandbox server (server), a machine whose kernel"
+                " allows namespaces, or Landlock and seccomp; or say allow_open: true to run"
+                " programs all the same."
             )
         self.layers_note = (
             f"sandbox: {', '.join(self.active_layers) or 'no layer'} and limits are in force"
@@ -185,7 +188,8 @@ class LocalSandbox:
             self._control.send(b'{"take": true}')
             data, descriptors, _, _ = socket.recv_fds(self._control, MESSAGE_BYTES, 1)
         except OSError as error:
-            data, descriptors = str(error).encode(), []
+            data = str(error).encode()
+            descriptors = []
         if not descriptors:
             self.close()
             raise SandboxUnavailableError(
@@ -209,7 +213,8 @@ class LocalSandbox:
 
     def close(self) -> None:
         """See `base.Sandbox`."""
-        control, process = self._control, self._process
+        control = self._control
+        process = self._process
         self._control = self._process = None
         if control is not None:
             control.close()
@@ -290,7 +295,8 @@ class LocalSandboxSession:
             return None
         assert self._connection is not None
         most = 20 * self.sandbox.settings.limits.output_bytes  # three texts, escaped
-        watch, start = ProcessStopwatch(self._pid), time.monotonic()
+        watch = ProcessStopwatch(self._pid)
+        start = time.monotonic()
         while b"\n" not in self._unread_bytes:
             if not select.select([self._connection], [], [], POLL_S)[0]:
                 if watch.update_counted_s() > self.sandbox.timeout_s and message is not None:

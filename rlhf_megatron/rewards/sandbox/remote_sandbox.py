@@ -1,7 +1,7 @@
 """Programs in a sandbox server: SandboxFusion's protocol, or a plain one.
 
-plain: POST {"language": "python", "code", "stdin", "timeout_s", "memory_mib"}; the answer is {"ending": "exit" |
-"timeout" | "memory", "code", "stdout", "stderr"}.
+plain: POST {"language": "python", "code", "stdin", "timeout_s", "memory_mib"}; the answer is
+{"ending": "exit" | "timeout" | "memory", "code", "stdout", "stderr"}.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ class RemoteSandboxSession:
 
 
 def insert_prelude(code: str) -> str:
-    """Return `code` behind the prelude, but for imports from __future__, which must stand in front."""
+    """Return `code` behind the prelude, but for imports from __future__,
+    which must stand in front.
+    """
     lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     try:
         body = ast.parse(code).body

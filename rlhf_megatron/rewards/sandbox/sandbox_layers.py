@@ -1,7 +1,9 @@
-"""The kernel's layers around an untrusted program: namespaces, limits, Landlock, capabilities, seccomp.
+"""The kernel's layers around an untrusted program: namespaces, limits, Landlock,
+capabilities, seccomp.
 
-Standard library and ctypes only; none of them needs a privilege. A process takes them in this order: namespaces, view,
-limits, `forbid_new_privileges`, Landlock, capabilities, seccomp. Linux on x86-64 and aarch64.
+Standard library and ctypes only; none of them needs a privilege. A process takes them in this
+order: namespaces, view, limits, `forbid_new_privileges`, Landlock, capabilities, seccomp. Linux on
+x86-64 and aarch64.
 """
 
 from __future__ import annotations
@@ -17,11 +19,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LIBC = ctypes.CDLL(None, use_errno=True)
-NAMESPACES, LANDLOCK, SECCOMP = "namespaces", "landlock", "seccomp"
+NAMESPACES = "namespaces"
+LANDLOCK = "landlock"
+SECCOMP = "seccomp"
 LAYERS = (NAMESPACES, LANDLOCK, SECCOMP)  # limits and the guardian's clock are always there
 
-PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_CHILD_SUBREAPER = 1, 4, 24, 36
-PR_SET_NO_NEW_PRIVS, PR_CAP_AMBIENT = 38, 47
+PR_SET_PDEATHSIG = 1
+PR_SET_DUMPABLE = 4
+PR_CAPBSET_DROP = 24
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+PR_CAP_AMBIENT = 47
 NEW_NAMESPACES = (
     0x10000000 | 0x20000000 | 0x40000000 | 0x20000 | 0x08000000 | 0x04000000 | 0x02000000
 )
@@ -32,36 +40,50 @@ LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
 
 INSIDE = 1000  # user and group of a program in its user namespace
 
-MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_BIND, MS_REC, MS_PRIVATE, MNT_DETACH = (
-    2,
-    4,
-    8,
-    4096,
-    16384,
-    1 << 18,
-    2,
-)
-AT_FDCWD, AT_RECURSIVE, READ_ONLY = -100, 0x8000, 1 | 2 | 4
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+AT_FDCWD = -100
+AT_RECURSIVE = 0x8000
+READ_ONLY = 1 | 2 | 4
 
-STAGE = "/tmp"  # a folder that every system has; the namespace covers it by a file system of its own at once
+# a folder that every system has; the namespace covers it by a file system of its own at once
+STAGE = "/tmp"
 NEW_ROOT = (
     f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the machine bears the name
 )
 
-EXECUTE, WRITE, READ, READ_FOLDER, TRUNCATE = 1, 2, 4, 8, 1 << 14
+EXECUTE = 1
+WRITE = 2
+READ = 4
+READ_FOLDER = 8
+TRUNCATE = 1 << 14
 
-ALLOW, ERROR, KILL = 0x7FFF0000, 0x00050000, 0x80000000
-LOAD, AND, EQUAL, AT_LEAST, ANY_BIT, RETURN = 0x20, 0x54, 0x15, 0x35, 0x45, 0x06
-NUMBER, ARCHITECTURE, FIRST, SECOND, THIRD, FOURTH = (
-    0,
-    4,
-    16,
-    24,
-    32,
-    40,
-)  # offsets of what a filter reads
-ALL_BITS, NAMESPACE_FLAGS, SHARED_ANONYMOUS = 0xFFFFFFFF, 0x7E020000, 0x21
-# Others reach flags of files that are open for reading, leases on them, input of terminals, and signals to owners.
+ALLOW = 0x7FFF0000
+ERROR = 0x00050000
+KILL = 0x80000000
+LOAD = 0x20
+AND = 0x54
+EQUAL = 0x15
+AT_LEAST = 0x35
+ANY_BIT = 0x45
+RETURN = 0x06
+# offsets of what a filter reads
+NUMBER = 0
+ARCHITECTURE = 4
+FIRST = 16
+SECOND = 24
+THIRD = 32
+FOURTH = 40
+ALL_BITS = 0xFFFFFFFF
+NAMESPACE_FLAGS = 0x7E020000
+SHARED_ANONYMOUS = 0x21
+# Others reach flags of files that are open for reading, leases on them, input of terminals, and
+# signals to owners.
 IOCTLS = (
     0x5401,
     0x5413,
@@ -78,7 +100,9 @@ FCNTLS = (
     1030,
     1032,
 )  # descriptors, their flags, locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ
-TRUNCATES, ACCESS = 0x200, 3  # of the flags of open
+# of the flags of open
+TRUNCATES = 0x200
+ACCESS = 3
 WRITES_THROUGH = 0x1000 | (
     0x10000 if IS_ARM else 0x4000
 )  # O_DSYNC, which is in O_SYNC, and O_DIRECT
@@ -120,8 +144,8 @@ def invoke_prctl(*arguments: int) -> int:
 
 
 def parse_syscall_numbers(table: str) -> tuple[int, ...]:
-    """Return this machine's numbers of entries "name x86-64/aarch64". One number: the same on both; -: aarch64 has no
-    such call.
+    """Return this machine's numbers of entries "name x86-64/aarch64". One number: the same on both;
+    -: aarch64 has no such call.
     """
     found = []
     for entry in table.replace("\n", " ").split(","):
@@ -132,38 +156,54 @@ def parse_syscall_numbers(table: str) -> tuple[int, ...]:
 
 
 DENIED = parse_syscall_numbers("""
-    socket 41/198, connect 42/203, bind 49/200, listen 50/201, accept 43/202, accept4 288/242, sendto 44/206,
-    ptrace 101/117, process_vm_readv 310/270, process_vm_writev 311/271, unshare 272/97, setns 308/268,
-    mount 165/40, umount2 166/39, pivot_root 155/41, chroot 161/51, bpf 321/280, perf_event_open 298/241,
+    socket 41/198, connect 42/203, bind 49/200, listen 50/201, accept 43/202, accept4 288/242, \
+sendto 44/206,
+    ptrace 101/117, process_vm_readv 310/270, process_vm_writev 311/271, unshare 272/97, setns \
+308/268,
+    mount 165/40, umount2 166/39, pivot_root 155/41, chroot 161/51, bpf 321/280, perf_event_open \
+298/241,
     keyctl 250/219, add_key 248/217, request_key 249/218, userfaultfd 323/282, memfd_create 319/279,
-    kexec_load 246/104, kexec_file 320/294, init_module 175/105, finit_module 313/273, delete_module 176/106,
-    reboot 169/142, swapon 167/224, swapoff 168/225, open_by_handle_at 304/265, name_to_handle_at 303/264,
-    personality 135/92, quotactl 179/60, acct 163/89, settimeofday 164/170, clock_settime 227/112, adjtimex 159/171,
-    clock_adjtime 305/266, sethostname 170/161, setdomainname 171/162, shmget 29/194, msgget 68/186, semget 64/190,
-    shmat 30/196, shmctl 31/195, semop 65/193, semctl 66/191, semtimedop 220/192, msgsnd 69/189, msgrcv 70/188,
-    msgctl 71/187, mq_open 240/180, mq_unlink 241/181, sendmsg 46/211, sendmmsg 307/269, inotify_init 253/-,
+    kexec_load 246/104, kexec_file 320/294, init_module 175/105, finit_module 313/273, \
+delete_module 176/106,
+    reboot 169/142, swapon 167/224, swapoff 168/225, open_by_handle_at 304/265, name_to_handle_at \
+303/264,
+    personality 135/92, quotactl 179/60, acct 163/89, settimeofday 164/170, clock_settime 227/112, \
+adjtimex 159/171,
+    clock_adjtime 305/266, sethostname 170/161, setdomainname 171/162, shmget 29/194, msgget \
+68/186, semget 64/190,
+    shmat 30/196, shmctl 31/195, semop 65/193, semctl 66/191, semtimedop 220/192, msgsnd 69/189, \
+msgrcv 70/188,
+    msgctl 71/187, mq_open 240/180, mq_unlink 241/181, sendmsg 46/211, sendmmsg 307/269, \
+inotify_init 253/-,
     inotify_init1 294/26, flock 73/32, modify_ldt 154/-, quotactl_fd 443,
-    iopl 172/-, ioperm 173/-, syslog 103/116, lookup_dcookie 212/18, vhangup 153/58, fanotify_init 300/262,
-    move_pages 279/239, migrate_pages 256/238, mbind 237/235, kcmp 312/272, sched_setscheduler 144/119,
-    sched_setattr 314/274, setpriority 141/140, ioprio_set 251/30, io_setup 206/0, pidfd_send_signal 424,
-    io_uring_setup 425, io_uring_enter 426, io_uring_register 427, open_tree 428, move_mount 429, fsopen 430,
+    iopl 172/-, ioperm 173/-, syslog 103/116, lookup_dcookie 212/18, vhangup 153/58, fanotify_init \
+300/262,
+    move_pages 279/239, migrate_pages 256/238, mbind 237/235, kcmp 312/272, sched_setscheduler \
+144/119,
+    sched_setattr 314/274, setpriority 141/140, ioprio_set 251/30, io_setup 206/0, \
+pidfd_send_signal 424,
+    io_uring_setup 425, io_uring_enter 426, io_uring_register 427, open_tree 428, move_mount 429, \
+fsopen 430,
     fsconfig 431, fsmount 432, pidfd_open 434, pidfd_getfd 438, mount_setattr 442, memfd_secret 447,
     sched_setaffinity 203/122, sched_setparam 142/118, process_madvise 440, process_mrelease 448
 """)
-# Landlock knows no right for them (for truncate from version 3 on; of openat2 no filter can read the flags), so without
-# a mount namespace they would reach all files of the user.
+# Landlock knows no right for them (for truncate from version 3 on; of openat2 no filter can read
+# the flags), so without a mount namespace they would reach all files of the user.
 METADATA = parse_syscall_numbers("""
     chmod 90/-, fchmod 91/52, fchmodat 268/53, fchmodat2 452, chown 92/-, lchown 94/-, fchown 93/55,
-    fchownat 260/54, utime 132/-, utimes 235/-, futimesat 261/-, utimensat 280/88, setxattr 188/5, lsetxattr 189/6,
+    fchownat 260/54, utime 132/-, utimes 235/-, futimesat 261/-, utimensat 280/88, setxattr 188/5, \
+lsetxattr 189/6,
     fsetxattr 190/7, removexattr 197/14, lremovexattr 198/15, fremovexattr 199/16, setxattrat 463,
     removexattrat 466, truncate 76/45, openat2 437, fallocate 285/47
 """)
 SIGNALS = parse_syscall_numbers(
     "kill 62/129, tkill 200/130, tgkill 234/131, rt_sigqueueinfo 129/138, rt_tgsigqueueinfo 297/240"
 )
-# Of all disks of the machine, or waits that count as the machine's own: they succeed and do nothing.
+# Of all disks of the machine, or waits that count as the machine's own: they succeed
+# and do nothing.
 SYNCS = parse_syscall_numbers(
-    "sync 162/81, syncfs 306/267, fsync 74/82, fdatasync 75/83, msync 26/227, sync_file_range 277/84"
+    "sync 162/81, syncfs 306/267, fsync 74/82, fdatasync 75/83, msync 26/227,"
+    " sync_file_range 277/84"
 )
 
 
@@ -186,10 +226,11 @@ def unshare_namespaces() -> None:
 def map_namespace_users(pid: int) -> None:
     """Called by the parent of a process that is in a new user namespace.
 
-    An ordinary user is INSIDE there. Root maps itself, and a user that nobody else is, whom the program becomes: the
-    kernel holds root to no limit of processes.
+    An ordinary user is INSIDE there. Root maps itself, and a user that nobody else is, whom the
+    program becomes: the kernel holds root to no limit of processes.
     """
-    uid, gid = os.getuid(), os.getgid()
+    uid = os.getuid()
+    gid = os.getgid()
     choices = [f"{INSIDE} {uid} 1"]
     if uid == 0:
         choices = [f"0 0 1\n{INSIDE} {one} 1" for one in (1_000_000_000 + pid, 65534)]
@@ -246,7 +287,8 @@ def _make_read_only(target: str) -> None:
 
 
 def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> None:
-    """Give the process a root: `readable_paths` read-only, an empty /tmp of limited size, four devices, own /proc.
+    """Give the process a root: `readable_paths` read-only, an empty /tmp of limited size, four
+    devices, own /proc.
 
     No /dev/zero: mapped by several, it is memory that need not be resident.
     """
@@ -309,7 +351,9 @@ def _bind_read_only(path: str, root: str, is_file: bool = False) -> None:
 
 
 def set_resource_limits(limits: SandboxLimits, counts_all_of_user: bool) -> None:
-    """`counts_all_of_user`: the kernel would count the user's processes outside too, so the guardian counts alone."""
+    """`counts_all_of_user`: the kernel would count the user's processes outside too, so the
+    guardian counts alone.
+    """
     mib = 1 << 20
     sizes = {
         resource.RLIMIT_AS: limits.memory_mib * mib,
@@ -334,7 +378,9 @@ def forbid_new_privileges() -> None:
 
 
 def drop_capabilities() -> None:
-    """A process that was forked and not executed keeps those of its new user namespace until then."""
+    """A process that was forked and not executed keeps those of its new user
+    namespace until then.
+    """
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
             break
@@ -351,7 +397,9 @@ def query_landlock_version() -> int:
 
 
 def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str]) -> None:
-    """Files: these only. From version 4 on no TCP; from 6 on no abstract socket and no signal out of the sandbox."""
+    """Files: these only. From version 4 on no TCP; from 6 on no abstract socket and no signal out
+    of the sandbox.
+    """
     version = query_landlock_version()
     if version < 1:
         raise OSError(errno.ENOSYS, "this kernel has no Landlock")
@@ -384,7 +432,9 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
 
 
 def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
-    """A denied call gives EPERM. clone3 gives ENOSYS: the C library takes clone then, whose flags can be read."""
+    """A denied call gives EPERM. clone3 gives ENOSYS: the C library takes clone then, whose
+    flags can be read.
+    """
     clone, ioctl, prlimit, mmap, fcntl, openat = (
         (220, 29, 261, 222, 25, 56) if IS_ARM else (56, 16, 302, 9, 72, 257)
     )

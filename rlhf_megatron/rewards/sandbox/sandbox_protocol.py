@@ -1,4 +1,6 @@
-"""What a sandbox is to those who run programs in it: a session of one program, and what a run of it came to."""
+"""What a sandbox is to those who run programs in it: a session of one program, and what a run
+of it came to.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class SandboxUnavailableError(RuntimeError):
 
 @dataclass(frozen=True)
 class SandboxProgram:
-    """Python source. `function`: what is called, of the module or of its class Solution; None: it reads and prints."""
+    """Python source. `function`: what is called, of the module or of its class Solution; None: it
+    reads and prints.
+    """
 
     code: str
     function: str | None = None

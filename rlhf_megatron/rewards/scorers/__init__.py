@@ -1,4 +1,6 @@
-"""Rewards by name (`reward.name`). Every module of this package is imported, so that a new file registers itself."""
+"""Rewards by name (`reward.name`). Every module of this package is imported, so that a new file
+registers itself.
+"""
 
 from __future__ import annotations
 

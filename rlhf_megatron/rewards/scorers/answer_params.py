@@ -42,7 +42,7 @@ class AnswerParams:
         return self.pattern is not None
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`: the answer's text must be able to equal the label's."""
+        """See `LabelCheckingParams`: the answer's text must be able to equal the label's."""
         if is_json:
             return f"is no text; {ONE_TEXT}, or use short_answer, which takes several right answers"
         if not label.strip():

@@ -1,12 +1,15 @@
-r"""The rules by which GSM8K, MATH and DAPO's problems are scored elsewhere: text after some rules, no algebra.
+r"""The rules by which GSM8K, MATH and DAPO's problems are scored elsewhere: text after some
+rules, no algebra.
 
     gsm8k      1 when the number behind the last "#### " is the label's
     math       1 when text in the last \boxed{...} equals the label after the rules of MATH
-    math_dapo  1 when text behind the last "Answer:" equals the label after the rules of Minerva, else -1
+    math_dapo  1 when text behind the last "Answer:" equals the label after the rules of
+               Minerva, else -1
 
-They say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The rules of MATH are those of
-arXiv 2103.03874, Minerva's those of arXiv 2206.14858, both as in lm-evaluation-harness. The end of a response is read
-also where it was cut by length. A label that would equal an empty answer is masked.
+They say what verl's scorers of the data sources openai/gsm8k, MATH and math_dapo say. The rules of
+MATH are those of arXiv 2103.03874, Minerva's those of arXiv 2206.14858, both as in
+lm-evaluation-harness. The end of a response is read also where it was cut by length. A label that
+would equal an empty answer is masked.
 """
 
 from __future__ import annotations
@@ -26,7 +29,9 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     make_bad_label_result,
 )
 
-END_CHARS, BOX_CHARS = 300, 100  # of the response, in which an answer is looked for
+# of the response, in which an answer is looked for
+END_CHARS = 300
+BOX_CHARS = 100
 
 LEFT_OUT = ("\n", "\\!"), ("\\left", "\\right", "^{\\circ}", "^\\circ", "\\$")
 
@@ -91,13 +96,16 @@ def _score_normalised_answer(
     answer: str | None,
     normalise: Callable[[str], str],
 ) -> RewardResult:
-    """Compare label and answer. `normalise`: what the rules leave of a text; where it raises, texts count as they are."""
+    """Compare label and answer. `normalise`: what the rules leave of a text; where it raises, texts
+    count as they are.
+    """
     if problem := params.find_label_problem(sample.label):
         return make_bad_label_result(sample.label, problem)
     try:
         right, found = normalise(sample.label), None if answer is None else normalise(answer)
     except (IndexError, ValueError):
-        right, found = sample.label, answer
+        right = sample.label
+        found = answer
     if not right:
         return make_bad_label_result(sample.label, "equals an empty answer")
     return RewardResult(0.0, MALFORMED) if found is None else RewardResult(float(found == right))
@@ -105,7 +113,9 @@ def _score_normalised_answer(
 
 @REWARDS.register("gsm8k", Gsm8kParams)
 def score_gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
-    """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor what follows it."""
+    """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor
+    what follows it.
+    """
     found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
     return _score_normalised_answer(
         sample, params, found[-1] if found else None, lambda text: text.strip().replace(",", "")
@@ -122,7 +132,9 @@ def score_math(sample: RewardSample, params: MathParams) -> RewardResult:
 
 @REWARDS.register("math_dapo", MathDapoParams)
 def score_math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
-    r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the end, as it is."""
+    r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the
+    end, as it is.
+    """
     end = sample.response[-END_CHARS:]
     if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
         return _score_normalised_answer(sample, params, found[-1], _normalise_minerva)
@@ -132,7 +144,9 @@ def score_math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResul
 
 
 def _find_last_braced(text: str, opening: str) -> str | None:
-    """Return the content of the last `opening`, which ends with a brace, up to the brace that closes it."""
+    """Return the content of the last `opening`, which ends with a brace, up to the brace
+    that closes it.
+    """
     start = text.rfind(opening)
     depth = 0
     for place in range(start + len(opening) - 1, len(text)) if start >= 0 else ():
@@ -155,7 +169,9 @@ def _find_last_box(text: str) -> str | None:
 
 
 def _normalise_math(text: str) -> str:
-    """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what they do not know."""
+    """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what
+    they do not know.
+    """
     for what in LEFT_OUT[0]:
         text = text.replace(what, "")
     text = text.replace("\\\\", "\\").replace("tfrac", "frac").replace("dfrac", "frac")

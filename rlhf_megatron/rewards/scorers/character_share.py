@@ -1,4 +1,6 @@
-"""The share of a response's characters that belong to a class. Graded: nearly every group has different rewards."""
+"""The share of a response's characters that belong to a class. Graded: nearly every group has
+different rewards.
+"""
 
 from __future__ import annotations
 

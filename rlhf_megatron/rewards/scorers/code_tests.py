@@ -1,8 +1,9 @@
 """1 when the program in the response passes all tests of its label, else 0. It runs in a sandbox.
 
-The label is the tests as JSON, in the schema of APPS and TACO ({"inputs", "outputs", "fn_name"?}) or of LiveCodeBench
-(a list of {"input", "output", "testtype"}). Expected outputs stay on this side of the sandbox: a program that looks for
-them, returns what equals everything, or ends early with exit code 0 has printed the wrong thing.
+The label is the tests as JSON, in the schema of APPS and TACO ({"inputs", "outputs", "fn_name"?})
+or of LiveCodeBench (a list of {"input", "output", "testtype"}). Expected outputs stay on this side
+of the sandbox: a program that looks for them, returns what equals everything, or ends early with
+exit code 0 has printed the wrong thing.
 """
 
 from __future__ import annotations
@@ -62,7 +63,8 @@ class CodeParams:
     def __post_init__(self) -> None:
         if not self.test_timeout_s > 0 or (self.max_tests is not None and self.max_tests < 1):
             raise ValueError(
-                f"test_timeout_s ({self.test_timeout_s}) must be above 0, and max_tests ({self.max_tests}) at least 1."
+                f"test_timeout_s ({self.test_timeout_s}) must be above 0, and max_tests"
+                f" ({self.max_tests}) at least 1."
             )
 
     @property
@@ -72,7 +74,9 @@ class CodeParams:
 
     @property
     def waits_s(self) -> float | None:
-        """Seconds that a sample may wait for a server, whose fault it is then. Each test is a request, which ends."""
+        """Seconds that a sample may wait for a server, whose fault it is then. Each test is a
+        request, which ends.
+        """
         return (
             None if self.server is None else self.server.max_wait_s * (self.max_tests or MOST_TESTS)
         )
@@ -143,7 +147,8 @@ def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
     if not isinstance(found, dict) or not isinstance(found.get("inputs"), list):
         raise ValueError('it is no object with "inputs" and "outputs", and no list of tests')
     function = found.get("fn_name") or None
-    inputs, outputs = found["inputs"], found.get("outputs", [])
+    inputs = found["inputs"]
+    outputs = found.get("outputs", [])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
     pairs = zip(inputs, outputs, strict=True)
@@ -177,8 +182,8 @@ def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Compare output as LiveCodeBench does: white space around lines and the whole does not count; lines of numbers
-    compare as decimals.
+    """Compare output as LiveCodeBench does: white space around lines and the whole does not count;
+    lines of numbers compare as decimals.
     """
     lines, wanted = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
@@ -197,7 +202,9 @@ def _are_same_numbers(first_line: str, second_line: str) -> bool:
 
 
 def is_same_value(returned: Any, expected: Any) -> bool:
-    """Plain JSON values: numbers by value, a boolean equals booleans only, lists and objects item by item."""
+    """Plain JSON values: numbers by value, a boolean equals booleans only, lists and
+    objects item by item.
+    """
     if isinstance(returned, bool) or isinstance(expected, bool):
         return isinstance(returned, bool) and returned is expected
     if isinstance(returned, list) and isinstance(expected, list):
@@ -232,7 +239,9 @@ def passes_test_case(result: ProgramResult, case: CodeTestCase, has_function: bo
 
 @REWARDS.register("code", CodeParams, needs=(OWN_PROCESS,))
 def score_code(sample: RewardSample, params: CodeParams) -> RewardResult:
-    """The part `passed` is the share of tests that passed; with `score: all` the first failure ends them."""
+    """The part `passed` is the share of tests that passed; with `score: all` the first
+    failure ends them.
+    """
     try:
         tests = parse_code_tests(sample.label, sample.extra)
     except (ValueError, KeyError, TypeError, AttributeError) as error:

@@ -1,4 +1,6 @@
-"""1 when the parsed answer equals the label, else 0. There is no credit for an answer that merely contains it."""
+"""1 when the parsed answer equals the label, else 0. There is no credit for an answer that
+merely contains it.
+"""
 
 from __future__ import annotations
 

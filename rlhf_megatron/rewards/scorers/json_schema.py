@@ -1,4 +1,6 @@
-"""1 when the response is JSON that fits a schema (the label, or one of all), else 0, by the library jsonschema."""
+"""1 when the response is JSON that fits a schema (the label, or one of all), else 0, by the
+library jsonschema.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,8 @@ class JsonSchemaParams:
 
 @lru_cache(maxsize=64)
 def _make_validator(schema: str) -> Any:
-    """Return the validator of draft 2020-12, or of the draft that `$schema` names. Raises ValueError for text that is
-    no schema.
+    """Return the validator of draft 2020-12, or of the draft that `$schema` names. Raises
+    ValueError for text that is no schema.
     """
     try:
         from jsonschema import Draft202012Validator, SchemaError
@@ -60,8 +62,9 @@ def _make_validator(schema: str) -> Any:
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
 def score_json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
-    """Read the last fenced block, marked as JSON or not at all, or where there is none the whole response. What is no
-    JSON is malformed."""
+    """Read the last fenced block, marked as JSON or not at all, or where there is none the whole
+    response. What is no JSON is malformed.
+    """
     try:
         validator = _make_validator(json.dumps(params.schema) if params.schema else sample.label)
     except (ValueError, TypeError) as error:

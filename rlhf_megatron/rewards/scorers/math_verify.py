@@ -137,7 +137,7 @@ class MathVerifyParams(AnswerParams):
             math_verify.verify(_parse_formula(text), _parse_formula(text), timeout_seconds=None)
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`. A long label may have a short value."""
+        """See `LabelCheckingParams`. A long label may have a short value."""
         return (
             ""
             if not is_json and len(label.strip()) > self.max_answer_chars

@@ -36,7 +36,7 @@ class MultipleChoiceParams:
             )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`."""
+        """See `LabelCheckingParams`."""
         if not is_json and read_choice_letter(label, self.letters) is not None:
             return ""
         return f"begins with none of the letters {self.letters}, as C, (C) or C. with the text of the choice behind it"

@@ -1,4 +1,5 @@
-"""Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13): 0, then linear down to -1, then -1.
+"""Soft over-long punishment (DAPO, arXiv 2503.14476, equation 13): 0, then linear down
+to -1, then -1.
 
 Tokens of the response:      0 ..... max_len - buffer ..... max_len .....
 Score:                       0 ..... 0 ................... -1 ..... -1
@@ -29,5 +30,7 @@ class OverlongParams:
 
 @REWARDS.register("overlong", OverlongParams)
 def score_overlong(sample: RewardSample, params: OverlongParams) -> RewardResult:
-    """Return the punishment, from -1 to 0: min(-(num_tokens - (max_len - buffer)) / buffer, 0), and not below -1."""
+    """Return the punishment, from -1 to 0: min(-(num_tokens - (max_len - buffer)) / buffer, 0),
+    and not below -1.
+    """
     return RewardResult(-min(1.0, max(0.0, (sample.num_tokens - params.acts_from) / params.buffer)))

@@ -34,7 +34,7 @@ class ReasoningGymRewardParams(AnswerParams):
     )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`. The library needs no label, and the reward says more where one is missing."""
+        """See `LabelCheckingParams`. The library needs no label, and the reward says more where one is missing."""
         return (
             ""
             if self.score == "library" or not label.strip()

@@ -1,6 +1,8 @@
-"""A fine for saying the same again: minus the share of a response's runs of words that stood there before.
+"""A fine for saying the same again: minus the share of a response's runs of words that
+stood there before.
 
-As `repetition_penalty` of Open-R1 (after arXiv 2502.03373, appendix C.2), with `max_penalty` as the term's weight.
+As `repetition_penalty` of Open-R1 (after arXiv 2502.03373, appendix C.2), with `max_penalty` as the
+term's weight.
 """
 
 from __future__ import annotations
@@ -21,7 +23,9 @@ class RepetitionParams:
 
 @REWARDS.register("repetition", RepetitionParams)
 def score_repetition(sample: RewardSample, params: RepetitionParams) -> RewardResult:
-    """Return from -1 to 0: distinct runs / runs - 1. A response of fewer words than a run scores 0."""
+    """Return from -1 to 0: distinct runs / runs - 1.
+    A response of fewer words than a run scores 0.
+    """
     words = sample.response.lower().split()
     count = len(words) - params.num_words + 1
     distinct = {tuple(words[i : i + params.num_words]) for i in range(count)}

@@ -1,4 +1,6 @@
-"""1 when the response has the form that a regular expression describes, else 0. The label is not read."""
+"""1 when the response has the form that a regular expression describes, else 0. The
+label is not read.
+"""
 
 from __future__ import annotations
 

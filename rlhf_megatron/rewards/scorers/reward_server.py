@@ -1,8 +1,10 @@
-"""The score of a discriminative reward model behind HTTP, such as stock SGLang's; replicas stand in for each other.
+"""The score of a discriminative reward model behind HTTP, such as stock SGLang's; replicas stand in
+for each other.
 
-Text is sent to `/classify` of an SGLang server, or to `/v1/embeddings`, which its router passes on. SGLang answers for
-an architecture that it does not know as a classifier with a hidden state, and gives a head whose bias the checkpoint
-lacks a random one: an answer of several numbers is refused, and so are replicas that score one text differently.
+Text is sent to `/classify` of an SGLang server, or to `/v1/embeddings`, which its router passes on.
+SGLang answers for an architecture that it does not know as a classifier with a hidden state, and
+gives a head whose bias the checkpoint lacks a random one: an answer of several numbers is refused,
+and so are replicas that score one text differently.
 """
 
 from __future__ import annotations
@@ -30,7 +32,9 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 )
 
 PROBE = "2+2=4"  # which every tokenizer spells
-TOLERANCE = 1e-2  # between replicas, of scores of about 1: half-precision kernels differ by less, random biases by more
+# between replicas, of scores of about 1: half-precision kernels differ by less, random
+# biases by more
+TOLERANCE = 1e-2
 
 
 @dataclass(frozen=True)
@@ -63,8 +67,8 @@ class RewardServerParams:
         for server in self.servers:
             if server.url.rstrip("/").endswith("/v1/classify"):
                 raise ValueError(
-                    f"url ({server.url}) gives 1.0 for every text: SGLang's /v1/classify makes one label a probability;"
-                    " use /classify, or /v1/embeddings of a router."
+                    f"url ({server.url}) gives 1.0 for every text: SGLang's /v1/classify makes one"
+                    " label a probability; use /classify, or /v1/embeddings of a router."
                 )
         if not self.std > 0:
             raise ValueError(f"std ({self.std}) must be above 0.")
@@ -79,8 +83,11 @@ class RewardServerParams:
         return compute_max_wait_s(self.servers, self.patience_s)
 
     def prepare(self) -> str | None:
-        """Return which servers answer. Raises ValueError where none does, or what they answer is no score."""
-        scores, silent = {}, []
+        """Return which servers answer. Raises ValueError where none does, or what they
+        answer is no score.
+        """
+        scores = {}
+        silent = []
         for server in self.servers:
             try:
                 scores[server.url], _ = _request_score(server, self, PROBE)
@@ -101,17 +108,21 @@ class RewardServerParams:
 
 def check_same_scores(scores_by_server: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
     """Raises ValueError where servers score one text differently. `scores_by_server`: by server."""
-    low, high = min(scores_by_server.values()), max(scores_by_server.values())
+    low = min(scores_by_server.values())
+    high = max(scores_by_server.values())
     if high - low > tolerance * max(1.0, abs(low), abs(high)):
         raise ValueError(
-            f"servers score one text differently ({dict(scores_by_server)}): they serve different models, or SGLang has made up a"
-            " bias of the head that the checkpoint lacks; write score.bias (0) into the checkpoint."
+            f"servers score one text differently ({dict(scores_by_server)}): they serve different"
+            " models, or SGLang has made up a bias of the head that the checkpoint lacks; write"
+            " score.bias (0) into the checkpoint."
         )
 
 
 @REWARDS.register("reward_server", RewardServerParams, needs=(OWN_PROCESS,))
 def score_by_reward_server(sample: RewardSample, params: RewardServerParams) -> RewardResult:
-    """The part `failovers` counts the servers that failed before one answered; `retries` are those of that one."""
+    """The part `failovers` counts the servers that failed before one answered; `retries` are
+    those of that one.
+    """
     text = f"{sample.prompt}{sample.response}{params.ending}"
     try:
         found, num_failed = ask_any_replica(
@@ -162,14 +173,15 @@ def read_single_score(answer: Any, url: str, is_openai: bool = False) -> float:
         if is_openai:
             [answer] = answer["data"]
         numbers = (answer[0] if isinstance(answer, list) else answer)["embedding"]
-        count, score = len(numbers), float(numbers[0])
+        count = len(numbers)
+        score = float(numbers[0])
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise RewardEndpointRefusedError(
             f"{url} answered {str(answer)[:200]}, which has no embedding."
         ) from error
     if count != 1 or not math.isfinite(score):
         raise RewardEndpointRefusedError(
-            f"{url} answered {count} numbers, the first {score:g}, in place of one score: serve a model of one"
-            " label, with an architecture that the server knows as a reward model."
+            f"{url} answered {count} numbers, the first {score:g}, in place of one score: serve a"
+            " model of one label, with an architecture that the server knows as a reward model."
         )
     return score

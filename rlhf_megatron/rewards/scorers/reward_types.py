@@ -3,14 +3,16 @@
     @REWARDS.register("exact_match", ExactMatchParams)
     def exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult: ...
 
-Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a user's code, is
-registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is killed when it takes too long. Params
-with a method `prepare()` have it called once in that process, before anything is scored. Params of a term that acts on
-long responses only may have `acts_from`, in tokens: a run whose responses are all shorter is refused. Params with
-`needs_s` refuse a `reward.timeout_s` of fewer seconds.
+Aborted samples are masked before a reward sees them. A reward that may be slow, or that runs a
+user's code, is registered with `needs=(OWN_PROCESS,)` and is called in a worker process that is
+killed when it takes too long. Params with a method `prepare()` have it called once in that process,
+before anything is scored. Params of a term that acts on long responses only may have `acts_from`,
+in tokens: a run whose responses are all shorter is refused. Params with `needs_s` refuse a
+`reward.timeout_s` of fewer seconds.
 
-A status says who is to blame for a missing score. What the policy can have caused scores 0 and trains; what it cannot
-have caused is masked: the sample is left out of its group's statistics and trains nothing.
+A status says who is to blame for a missing score. What the policy can have caused scores 0 and
+trains; what it cannot have caused is masked: the sample is left out of its group's statistics and
+trains nothing.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class PreparedParams(Protocol):
     """Params that import or load something before the first sample."""
 
     def prepare(self) -> str | None:
-        """Called in the process that scores; what it returns is printed. Raises ValueError for what a user can mend."""
+        """Called in the process that scores; what it returns is printed. Raises ValueError for what
+        a user can mend.
+        """
 
 
 @runtime_checkable
@@ -52,7 +56,9 @@ class MemoryLimitedParams(Protocol):
 
 @runtime_checkable
 class PatternSearchingParams(Protocol):
-    """Params of a reward that may search the response for a user's regular expression, which can take for ever."""
+    """Params of a reward that may search the response for a user's regular expression, which can
+    take for ever.
+    """
 
     needs_process: bool  # as OWN_PROCESS says of all params
 
@@ -67,12 +73,16 @@ class ResultKeyParams(Protocol):
 
 @runtime_checkable
 class LabelCheckingParams(Protocol):
-    """Params of a reward that can tell from a label alone that no answer scores with it, whatever the policy writes."""
+    """Params of a reward that can tell from a label alone that no answer scores with it, whatever
+    the policy writes.
+    """
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """Say what is wrong with a label, and the fix; "" for nothing. `is_json`: the row has a list or an object.
+        """Say what is wrong with a label, and the fix; "" for nothing. `is_json`: the row has a
+        list or an object.
 
-        Such rows are refused before a run starts; a sample that has one is masked."""
+        Such rows are refused before a run starts; a sample that has one is masked.
+        """
 
 
 @runtime_checkable
@@ -97,7 +107,9 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The score of one sample: what one reward returns, and what the scorer makes of all of them."""
+    """The score of one sample: what one reward returns,
+    and what the scorer makes of all of them.
+    """
 
     score: float  # at most MAX_SCORE in size; not read when the status is masked
     status: str = OK
@@ -113,7 +125,8 @@ class RewardResult:
         for name, value in (("score", self.score), *self.parts.items()):
             if not isinstance(value, int | float) or not abs(value) <= MAX_SCORE:
                 raise BadResultError(
-                    f"{name} ({_format_value(value)}) must be a number from {-MAX_SCORE:g} to {MAX_SCORE:g}."
+                    f"{name} ({_format_value(value)}) must be a number from {-MAX_SCORE:g}"
+                    f" to {MAX_SCORE:g}."
                 )
 
 
@@ -161,5 +174,7 @@ def make_bad_label_result(label: str, problem: str) -> RewardResult:
 
 
 def make_masked_result(reason: str, error: str = "") -> RewardResult:
-    """Return the result of a sample that failed through no fault of the policy. `reason`: a word for metrics."""
+    """Return the result of a sample that failed through no fault of the policy. `reason`: a
+    word for metrics.
+    """
     return RewardResult(0.0, MASKED + reason, error=error)

@@ -37,7 +37,7 @@ class ShortAnswerParams(AnswerParams):
     )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`."""
+        """See `LabelCheckingParams`."""
         return (
             ""
             if list_right_answers(label)

@@ -1,8 +1,10 @@
-"""A function of the user's own, named by a dotted path or a file: the way to a reward without touching this package.
+"""A function of the user's own, named by a dotted path or a file: the way to a reward without
+touching this package.
 
-It may be async. It gets, as keyword arguments, those of prompt, response, label, source, extra, finish_reason and
-num_tokens that its signature has, also by verl's names, and `kwargs`. `label` is text, `ground_truth` the label as the
-row has it. It returns a number, or a mapping with the number "score" and further numbers for metrics.
+It may be async. It gets, as keyword arguments, those of prompt, response, label, source, extra,
+finish_reason and num_tokens that its signature has, also by verl's names, and `kwargs`. `label` is
+text, `ground_truth` the label as the row has it. It returns a number, or a mapping with the number
+"score" and further numbers for metrics.
 """
 
 from __future__ import annotations
@@ -55,8 +57,8 @@ class FunctionParams:
         module, _, name = self.path.rpartition(":")
         if not module or not name.isidentifier():
             raise ValueError(
-                f"path ({self.path!r}) must name a module and a function in it; write package.module:function or"
-                " path/to/file.py:function."
+                f"path ({self.path!r}) must name a module and a function in it; write"
+                " package.module:function or path/to/file.py:function."
             )
         if not self.max_memory_gib > 0:
             raise ValueError(
@@ -82,7 +84,9 @@ class FunctionParams:
 def load_user_function(
     path: str, kwargs: tuple[str, ...]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function, and which of a sample's fields it takes. Raises ValueError for what cannot be called."""
+    """Return the function, and which of a sample's fields it takes. Raises ValueError for what
+    cannot be called.
+    """
     module_name, _, name = path.rpartition(":")
     module = (
         _import_file(path, module_name)
@@ -93,7 +97,8 @@ def load_user_function(
     if function is None:
         known = [key for key, value in vars(module).items() if inspect.isfunction(value)]
         raise ValueError(
-            f"path ({path!r}): the module has no {name!r}; its functions are {', '.join(known) or 'none'}."
+            f"path ({path!r}): the module has no {name!r}; its functions"
+            f" are {', '.join(known) or 'none'}."
         )
     if not callable(function):
         raise ValueError(
@@ -111,8 +116,8 @@ def _import_module(path: str, name: str) -> Any:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise  # something that the module itself imports: its traceback tells
         raise ValueError(
-            f"path ({path!r}): there is no module {error.name!r} in {os.getcwd()} or among the installed packages;"
-            " correct it, or name the file: path/to/file.py:function."
+            f"path ({path!r}): there is no module {error.name!r} in {os.getcwd()} or among the"
+            " installed packages; correct it, or name the file: path/to/file.py:function."
         ) from error
 
 
@@ -144,20 +149,23 @@ def _find_accepted_fields(
     missing = [name for name in needed if name not in (*GIVEN, *kwargs) or name not in names]
     if missing:
         raise ValueError(
-            f"path ({path!r}): the function needs {', '.join(missing)}, which a sample does not have; it may take"
-            f" {', '.join(GIVEN)} by name, and what stands in kwargs."
+            f"path ({path!r}): the function needs {', '.join(missing)}, which a sample does not"
+            f" have; it may take {', '.join(GIVEN)} by name, and what stands in kwargs."
         )
     unused = [name for name in kwargs if name not in names]
     if unused and not takes_all:
         raise ValueError(
-            f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs; remove that."
+            f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs;"
+            " remove that."
         )
     return tuple(name for name in GIVEN if name in names or (takes_all and name not in OF_VERL))
 
 
 @REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
 def score_by_user_function(sample: RewardSample, params: FunctionParams) -> RewardResult:
-    """Score with the user's function. A sample for which it raises is masked, not held against the policy."""
+    """Score with the user's function. A sample for which it raises is masked, not held
+    against the policy.
+    """
     call, names = load_user_function(params.path, tuple(params.kwargs))
     given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
     if {"extra", "extra_info", "ground_truth"} & given.keys():
@@ -178,8 +186,10 @@ def _get_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def convert_user_result(value: object) -> RewardResult:
-    """Return the result of what a user's function returned. Beside the score, text, lists, objects and None are left
-    out, which verl's users return too. Raises BadResultError for what is not a score."""
+    """Return the result of what a user's function returned. Beside the score, text, lists, objects
+    and None are left out, which verl's users return too. Raises BadResultError for what
+    is not a score.
+    """
     if not isinstance(value, Mapping):
         return RewardResult(_convert_number("what the function returned", value))
     if "score" not in value:
@@ -196,7 +206,9 @@ def convert_user_result(value: object) -> RewardResult:
 
 
 def _convert_number(name: str, value: object) -> float:
-    """Numbers and booleans, also those of numpy and torch. Text is none, even if it reads as one."""
+    """Numbers and booleans, also those of numpy and torch.
+    Text is none, even if it reads as one.
+    """
     try:
         plain = value.item() if hasattr(value, "item") else value
     except (ValueError, RuntimeError):  # an array of several

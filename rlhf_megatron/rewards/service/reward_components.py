@@ -1,4 +1,6 @@
-"""The rewards that a configuration names, looked up and checked, and how their scores become one."""
+"""The rewards that a configuration names, looked up and checked,
+and how their scores become one.
+"""
 
 from __future__ import annotations
 
@@ -53,8 +55,9 @@ class RewardComponents:
 def load_reward_components(
     config: RewardConfig, model_term: RewardTermConfig | None = None
 ) -> RewardComponents:
-    """`model_term`: a term that scores by the run's own reward model. Raises ConfigError with all unknown names and wrong
-    parameters at once."""
+    """`model_term`: a term that scores by the run's own reward model. Raises ConfigError with all
+    unknown names and wrong parameters at once.
+    """
     problems: list[str] = []
 
     def make_component(
@@ -107,11 +110,13 @@ def _make_unique_name(name: str, used_names: set[str]) -> str:
 def combine_results(
     components: Sequence[RewardComponent], results: Sequence[RewardResult]
 ) -> RewardResult:
-    """Join the results of a sample's components, the main one first: the weighted sum, and every score as a part.
+    """Join the results of a sample's components, the main one first: the weighted sum, and every
+    score as a part.
 
-    The main reward decides the status. Where that is malformed or timeout it adds at most 0 and the terms still
-    count, so that a response without an answer is paid or fined for its format and length as any other. A sample that
-    any component could not score is masked. A `wrong_score` stretches scores from 0 to 1 to wrong_score to 1.
+    The main reward decides the status. Where that is malformed or timeout it adds at most 0 and the
+    terms still count, so that a response without an answer is paid or fined for its format and
+    length as any other. A sample that any component could not score is masked. A `wrong_score`
+    stretches scores from 0 to 1 to wrong_score to 1.
     """
     for result in results:
         if is_masked(result.status):

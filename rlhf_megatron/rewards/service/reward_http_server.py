@@ -1,6 +1,8 @@
-"""Rewards behind HTTP, for runs on other machines: POST /score takes one sample, and answers with its result.
+"""Rewards behind HTTP, for runs on other machines: POST /score takes one sample, and answers
+with its result.
 
-Requests that come while samples are scored are scored together, next: the worker processes serve all of them.
+Requests that come while samples are scored are scored together, next: the worker processes
+serve all of them.
 """
 
 from __future__ import annotations
@@ -26,16 +28,21 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 class RewardHttpServer(ThreadingHTTPServer):
-    """Answers from threads of its own; `score_until_over` scores, on the thread that has entered the scorer."""
+    """Answers from threads of its own; `score_until_over` scores, on the thread that has
+    entered the scorer.
+    """
 
     daemon_threads = True
     request_queue_size = 1024
 
     def __init__(self, host: str, port: int, api_key: str | None) -> None:
-        """Raises ValueError for an address that others reach without a key, OSError for one that is taken."""
+        """Raises ValueError for an address that others reach without a key, OSError for one
+        that is taken.
+        """
         if api_key is None and host not in LOCAL:
             raise ValueError(
-                f"--host {host} is reached by others: give the key that clients must send (--api-key-file)."
+                f"--host {host} is reached by others: give the key that clients must"
+                " send (--api-key-file)."
             )
         super().__init__((host, port), _RewardRequestHandler)
         self.api_key = api_key
@@ -49,7 +56,9 @@ class RewardHttpServer(ThreadingHTTPServer):
         return f"http://{host!s}:{port}{PATH}"
 
     def score_sample(self, sample: RewardSample) -> RewardResult:
-        """Wait for `score_until_over`. Raises ValueError where that has ended, or as the scorer does."""
+        """Wait for `score_until_over`. Raises ValueError where that has ended, or as
+        the scorer does.
+        """
         result: Future[RewardResult] = Future()
         with self._state_changed:
             if self._has_ended:
@@ -65,7 +74,8 @@ class RewardHttpServer(ThreadingHTTPServer):
             while not is_over():
                 with self._state_changed:
                     self._state_changed.wait_for(lambda: self._waiting_samples, LOOK_S)
-                    batch, self._waiting_samples = self._waiting_samples, []
+                    batch = self._waiting_samples
+                    self._waiting_samples = []
                 if batch:
                     _score_waiting_batch(scorer, batch)
         finally:
@@ -95,7 +105,8 @@ class _RewardRequestHandler(BaseHTTPRequestHandler):
     timeout = SOCKET_S
 
     def do_POST(self) -> None:
-        given, wanted = self.headers.get("Authorization", ""), f"Bearer {self.server.api_key}"
+        given = self.headers.get("Authorization", "")
+        wanted = f"Bearer {self.server.api_key}"
         length = self.headers.get("Content-Length", "")
         if "Origin" in self.headers:
             self._send_json(403, {"error": "web pages are not served"})
@@ -105,7 +116,10 @@ class _RewardRequestHandler(BaseHTTPRequestHandler):
             self._send_json(
                 401,
                 {
-                    "error": "a bearer token is needed: key_file of the server in the run's configuration"
+                    "error": (
+                        "a bearer token is needed: key_file of the server in the"
+                        " run's configuration"
+                    )
                 },
             )
         elif self.path != PATH:

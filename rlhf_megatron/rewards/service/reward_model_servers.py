@@ -1,9 +1,10 @@
-"""Servers of a reward model that the run starts: stock SGLang, watched, started again at the same address, put to sleep
-while others have their devices. They stand where the launcher places them. A model with one label gives numbers, a
-judge (`served.judge`) writes verdicts.
+"""Servers of a reward model that the run starts: stock SGLang, watched, started again at the same
+address, put to sleep while others have their devices. They stand where the launcher places them. A
+model with one label gives numbers, a judge (`served.judge`) writes verdicts.
 
-SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack, and leaves it as it
-was made: random, another one on each replica. It is served from a directory of links that adds the bias 0.
+SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack,
+and leaves it as it was made: random, another one on each replica. It is served from a directory of
+links that adds the bias 0.
 """
 
 from __future__ import annotations
@@ -59,10 +60,13 @@ from rlhf_megatron.weights.shard_plan import EngineLayout
 
 logger = logging.getLogger(__name__)
 WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
-HEAD, BIAS = "score.weight", "score.bias"
+HEAD = "score.weight"
+BIAS = "score.bias"
 BIAS_FILE = "score_bias.safetensors"
-FOLDER, SERVER = "reward_servers", "reward"  # in the run directory; begins their names
-SCORE, CHAT = "/classify", "/v1/chat/completions"
+FOLDER = "reward_servers"  # in the run directory
+SERVER = "reward"  # begins their names
+SCORE = "/classify"
+CHAT = "/v1/chat/completions"
 JUDGE_TOLERANCE = (
     0.5  # of a log-prob: half-precision kernels differ by less, lost or other weights by more
 )
@@ -93,7 +97,8 @@ class RewardModelServers:
 
         Raises ValueError for what a user can mend, EngineError where a server does not start.
         """
-        self.rollout_config, self.reward_model = engine_setup.rollout, reward_model
+        self.rollout_config = engine_setup.rollout
+        self.reward_model = reward_model
         self._server_dir = run_dir / FOLDER
         self.num_restarts = 0
         self._is_judge = self.reward_model.served.judge is not None
@@ -139,11 +144,9 @@ class RewardModelServers:
 
     def make_reward_term(self) -> RewardTermConfig:
         """Return the reward by which they score samples."""
-        model, rollout, path = (
-            self.reward_model,
-            self.rollout_config,
-            CHAT if self._is_judge else SCORE,
-        )
+        model = self.reward_model
+        rollout = self.rollout_config
+        path = CHAT if self._is_judge else SCORE
         params: dict[str, Any] = {
             "servers": [
                 {"url": f"{address.url}{path}", "key_file": str(self._find_key_file(address))}
@@ -166,12 +169,15 @@ class RewardModelServers:
         }
 
     def sleep(self) -> None:
-        """The servers give their devices' memory back; one that does not is ended. Safe to call twice."""
+        """The servers give their devices' memory back; one that does not is ended. Safe
+        to call twice.
+        """
         with self._lock:
             if self._is_asleep:
                 return
             for address in self._list_live_addresses():
-                try:  # a server ends itself when it is asked to before it has put its last batch away
+                # a server ends itself when it is asked to before it has put its last batch away
+                try:
                     HttpClient(address).post(f"/flush_cache?timeout={MEMORY_S / 2:g}", {}, MEMORY_S)
                     HttpClient(address).post("/release_memory_occupation", {}, MEMORY_S)
                 except EngineError as error:
@@ -200,15 +206,18 @@ class RewardModelServers:
         ]
 
     def _check_probe_score(self, address: EngineAddress) -> None:
-        score, before = self._score_probe(address), self._probe_scores[address.name]
+        score = self._score_probe(address)
+        before = self._probe_scores[address.name]
         if abs(score - before) > self._tolerance * max(1.0, abs(before)):
             raise EngineError(
-                f"{address.name} gives a probe {score:g} and gave it {before:g}: its weights have changed."
+                f"{address.name} gives a probe {score:g} and gave it {before:g}: its weights"
+                " have changed."
             )
 
     def _score_probe(self, address: EngineAddress) -> float:
         """Return the score of a probe; of a judge, the log-prob of its first token."""
-        client, limit_s = HttpClient(address), self.rollout_config.health_timeout_s
+        client = HttpClient(address)
+        limit_s = self.rollout_config.health_timeout_s
         if self._is_judge:
             return read_first_log_prob(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
         return read_single_score(
@@ -237,7 +246,9 @@ class RewardModelServers:
         return None
 
     def _restart_server(self, address: EngineAddress, reason: str) -> None:
-        """Restart a server, at most `rollout_config.max_engine_restarts` times in all; then the others score alone."""
+        """Restart a server, at most `rollout_config.max_engine_restarts` times in all; then the
+        others score alone.
+        """
         most = self.rollout_config.max_engine_restarts
         if self._has_ended.is_set():
             return
@@ -257,7 +268,8 @@ class RewardModelServers:
             found = self.servers.restart_server(address.name)
             if found.url != address.url:
                 raise EngineError(
-                    f"it got another port ({found.url}) than rewards ask ({address.url}); the others score"
+                    f"it got another port ({found.url}) than rewards ask ({address.url}); the"
+                    " others score"
                 )
             self._check_probe_score(found)
         except (EngineError, RewardEndpointError) as error:
@@ -265,8 +277,10 @@ class RewardModelServers:
 
 
 def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = False) -> Path:
-    """Return the directory to serve: `model_dir`, or `target_dir`, where that needs a bias 0 of the head: links to its files.
-    `may_exist`: another process has made it, if this machine sees its folder."""
+    """Return the directory to serve: `model_dir`, or `target_dir`, where that needs a bias 0 of the
+    head: links to its files. `may_exist`: another process has made it, if this machine
+    sees its folder.
+    """
     reader = HFReader(model_dir)
     architectures = read_json_object(model_dir / "config.json").get("architectures") or ()
     if not set(WITHOUT_BIAS).intersection(architectures) or BIAS in reader.names:
@@ -328,12 +342,12 @@ def make_server_launches(
     run_dir: Path,
     may_exist: bool = False,
 ) -> list[SGLangServerLaunch]:
-    """Return how each server is started. `may_exist`: see `make_served_model_dir`. Raises ValueError."""
-    served, installed, folder = (
-        reward_model.served,
-        _check_server_environment(engine_setup, reward_model),
-        run_dir / FOLDER,
-    )
+    """Return how each server is started. `may_exist`: see `make_served_model_dir`.
+    Raises ValueError.
+    """
+    served = reward_model.served
+    installed = _check_server_environment(engine_setup, reward_model)
+    folder = run_dir / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     files = make_served_model_dir(Path(str(reward_model.path)), folder / "model", may_exist)
     if installed.warning is not None:
@@ -351,7 +365,9 @@ def make_server_launches(
     settings = {
         name: value for name, value in own.items() if name not in of_user
     } | installed.arguments.file_settings
-    ports, meeting_place, key = PortAllocator(), RendezvousFiles(), secrets.token_hex(32)
+    ports = PortAllocator()
+    meeting_place = RendezvousFiles()
+    key = secrets.token_hex(32)
     return [
         SGLangServerLaunch(
             name=f"{SERVER}{index}",

@@ -1,6 +1,8 @@
-"""Samples to rewards: each is scored by the main reward of its source and by all terms, in one weighted sum.
+"""Samples to rewards: each is scored by the main reward of its source and by all terms, in
+one weighted sum.
 
-Also: A run stops when too many of its rewards fail: what is left out trains nothing, and silently so.
+Also: A run stops when too many of its rewards fail: what is left out trains nothing,
+and silently so.
 """
 
 from __future__ import annotations
@@ -55,7 +57,8 @@ def check_reward_error_rate(
     max_error_rate: float,
     log_name: str,
 ) -> None:
-    """Raises RewardError when more than `max_error_rate` of the results are masked. Aborted samples do not count.
+    """Raises RewardError when more than `max_error_rate` of the results are masked. Aborted
+    samples do not count.
 
     `log_name`: the file of what rewards print.
     """
@@ -66,12 +69,13 @@ def check_reward_error_rate(
     [(status, count)] = Counter(result.status for _, result in failed).most_common(1)
     sample, result = next((s, r) for s, r in failed if r.status == status)
     raise RewardErrorRateError(
-        f"{len(failed)} of {len(scored)} rewards failed ({len(failed) / len(scored):.1%}), more than"
-        f" reward.max_error_rate ({max_error_rate:g}), and the policy is not to blame. Most of them: {status}"
-        f" ({count}). One sample, of the source {sample.source!r}: label {_shorten_text(sample.label)}, response"
-        f" {_shorten_text(sample.response)}.\n{result.error or '(it left no traceback)'}\n"
-        f"Correct the reward; {log_name} has what it printed. To train on with such samples left out, raise"
-        " reward.max_error_rate."
+        f"{len(failed)} of {len(scored)} rewards failed ({len(failed) / len(scored):.1%}), more"
+        f" than reward.max_error_rate ({max_error_rate:g}), and the policy is not to blame. Most"
+        f" of them: {status} ({count}). One sample, of the source {sample.source!r}: label"
+        f" {_shorten_text(sample.label)}, response {_shorten_text(sample.response)}.\n"
+        f"{result.error or '(it left no traceback)'}\n"
+        f"Correct the reward; {log_name} has what it printed. To train on with such samples left"
+        " out, raise reward.max_error_rate."
     )
 
 
@@ -80,8 +84,9 @@ def _shorten_text(text: str) -> str:
 
 
 class RewardScorer:
-    """Used in a `with` block, on the controller's main thread: rewards may have processes of their own. Any thread may
-    call it."""
+    """Used in a `with` block, on the controller's main thread: rewards may have processes of their
+    own. Any thread may call it.
+    """
 
     def __init__(
         self,
@@ -122,7 +127,9 @@ class RewardScorer:
             self._worker_pool.wait_until_ready()
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return one result a sample, in order. Raises RewardError if more than `reward.max_error_rate` failed."""
+        """Return one result a sample, in order. Raises RewardError if more than
+        `reward.max_error_rate` failed.
+        """
         results = self.score_without_limit(samples)
         check_reward_error_rate(samples, results, self.config.max_error_rate, str(self.log_path))
         return results
@@ -211,8 +218,10 @@ def make_reward_scorer(
     model_term: RewardTermConfig | None = None,
     make_pool: RewardPoolFactory = RewardWorkerPool,
 ) -> RewardScorer:
-    """`log_path`: takes what worker processes print; `model_term`: see `load_reward_components`; `make_pool`: of worker processes.
-    Raises ConfigError with all unknown names and wrong parameters."""
+    """`log_path`: takes what worker processes print; `model_term`: see `load_reward_components`;
+    `make_pool`: of worker processes. Raises ConfigError with all unknown names and
+    wrong parameters.
+    """
     return RewardScorer(load_reward_components(config, model_term), config, log_path, make_pool)
 
 
@@ -224,9 +233,10 @@ def check_sources_exist(config: RewardConfig, known_sources: Iterable[str]) -> N
 
 
 def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, str]]) -> None:
-    """Look at the labels of a run's data: (source, label, extra) of each row. Warns of labels that are JSON within
-    text. Raises ConfigError for those that no answer could score with: more than `reward.max_error_rate` of a source's,
-    or lists and objects. `check_rewards_load` tells of rewards that cannot be loaded.
+    """Look at the labels of a run's data: (source, label, extra) of each row. Warns of labels that
+    are JSON within text. Raises ConfigError for those that no answer could score with: more than
+    `reward.max_error_rate` of a source's, or lists and objects. `check_rewards_load` tells of
+    rewards that cannot be loaded.
     """
     try:
         components = load_reward_components(config)
@@ -244,7 +254,10 @@ def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, s
                 _is_json_text(one) for one, _ in found
             ):
                 logger.warning(
-                    "all labels of the source %r are JSON within text, such as %s; %s (%s) compares them as they are",
+                    (
+                        "all labels of the source %r are JSON within text, such as %s; %s (%s)"
+                        " compares them as they are"
+                    ),
                     *(
                         source,
                         _shorten_text(found[0][0]),
@@ -262,8 +275,9 @@ def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, s
             ):
                 label, _, why = bad[0]
                 problems.append(
-                    f"{component.config_key} ({component.entry.name}): {len(bad)} of {len(found)} labels of the source"
-                    f" {source!r} could score with no answer. The label {_shorten_text(label)} {why}."
+                    f"{component.config_key} ({component.entry.name}): {len(bad)} of {len(found)}"
+                    f" labels of the source {source!r} could score with no answer. The label"
+                    f" {_shorten_text(label)} {why}."
                 )
     if problems:
         raise ConfigError(problems)
@@ -277,7 +291,8 @@ def _is_json_text(label: str) -> bool:
 
 
 def check_rewards_load(config: RewardConfig) -> None:
-    """Raises ConfigError with all that is wrong with the rewards, the code that they import included.
+    """Raises ConfigError with all that is wrong with the rewards, the code that they
+    import included.
 
     That is imported in a process of its own, for a moment. Looked at before a run is started.
     """

@@ -1,7 +1,8 @@
-"""A worker process: it reads tasks, calls the rewards and answers one line a task. It is forked off the template.
+"""A worker process: it reads tasks, calls the rewards and answers one line a task. It is forked
+off the template.
 
-Nothing that a reward raises or returns may pass for a score. The pool deals with what a sample does to the process
-(loops, crashes, memory): the worker only answers for what returns.
+Nothing that a reward raises or returns may pass for a score. The pool deals with what a sample does
+to the process (loops, crashes, memory): the worker only answers for what returns.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from rlhf_megatron.rewards.service.worker_messages import (
     encode_json_line,
 )
 
-PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+PR_SET_PDEATHSIG = 1
+PR_SET_CHILD_SUBREAPER = 36
 GIB = 2**30
 
 TRACEBACK_LINES = 12
@@ -50,20 +52,26 @@ def set_process_option(option: int, value: int) -> None:
 
 
 def kill_with_parent(parent_pid: int) -> None:
-    """This process is killed when its parent ends, however that ends. `parent_pid`: its pid, to notice that it has."""
+    """This process is killed when its parent ends, however that ends. `parent_pid`: its pid, to
+    notice that it has.
+    """
     set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 def limit_memory(max_gib: float) -> None:
-    """Allocations beyond this fail with MemoryError. Counts what the process may write, not libraries or files."""
+    """Allocations beyond this fail with MemoryError. Counts what the process may write, not
+    libraries or files.
+    """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(max_gib * GIB), hard))
 
 
 def call_reward(reward: Reward, sample: RewardSample, params: Any) -> RewardResult:
-    """Call the reward. What it raises, or returns in place of a result, is masked, with the end of its traceback."""
+    """Call the reward. What it raises, or returns in place of a result, is masked, with the end of
+    its traceback.
+    """
     try:
         return check_reward_result(reward(sample, params))
     except BadResultError as error:
@@ -109,7 +117,9 @@ class LoadedReward:
 
 
 def serve_reward_tasks(rewards: Sequence[LoadedReward], connection: socket.socket) -> None:
-    """Answer tasks until the controller closes the connection, or a sample has used up the memory."""
+    """Answer tasks until the controller closes the connection,
+    or a sample has used up the memory.
+    """
     own_pid = os.getpid()
     with connection.makefile("rb") as lines:
         for line in lines:
@@ -119,9 +129,9 @@ def serve_reward_tasks(rewards: Sequence[LoadedReward], connection: socket.socke
                 limit_memory(loaded.memory_gib)
                 result = call_reward(loaded.reward, task.sample, loaded.params)
                 if os.getpid() != own_pid:
-                    os._exit(
-                        0
-                    )  # a child that the reward forked and let come back: the answer is its parent's to give
+                    # a child that the reward forked and let come back: the answer is its
+                    # parent's to give
+                    os._exit(0)
                 is_last = result.status == MEMORY_ERROR
                 connection.sendall(
                     encode_json_line(

@@ -37,7 +37,9 @@ class RewardPoolFactory(Protocol):
 
 @dataclass(frozen=True)
 class RunPlacement:
-    """The places of engines, reward servers and reward workers. By default all are children of this process."""
+    """The places of engines, reward servers and reward workers. By default all are children
+    of this process.
+    """
 
     place_engine: LaunchPlacement = launch_here
     place_reward_server: LaunchPlacement = launch_here

@@ -1,4 +1,6 @@
-"""Messages between controller, template and workers: a line of JSON each. Nothing that a worker sends is unpickled."""
+"""Messages between controller, template and workers: a line of JSON each. Nothing that a worker
+sends is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ REPLY_BYTES = 1 << 24  # of a line that a worker writes, at most
 
 @dataclass(frozen=True)
 class RewardTask:
-    """One call of a reward. `component_index` is its position among the rewards that run in processes."""
+    """One call of a reward. `component_index` is its position among the rewards that
+    run in processes.
+    """
 
     component_index: int
     sample: RewardSample
@@ -30,7 +34,9 @@ def encode_json_line(message: Any) -> bytes:
 
 
 def encode_tasks(batch_token: str, tasks: dict[int, RewardTask]) -> bytes:
-    """`batch_token`: a secret of this message, which every reply to it has. The keys number the tasks."""
+    """`batch_token`: a secret of this message, which every reply to it has. The keys
+    number the tasks.
+    """
     return encode_json_line(
         [
             batch_token,
@@ -57,7 +63,8 @@ def decode_tasks(line: bytes) -> tuple[str, dict[int, RewardTask]]:
 class RewardTaskReply:
     """The answer of a worker to one task."""
 
-    token: str  # with the number it tells a reply from whatever a reward writes into the worker's socket
+    # with the number it tells a reply from whatever a reward writes into the worker's socket
+    token: str
     number: int
     result: RewardResult
     is_last: bool  # it ends now, its memory being used up
@@ -79,7 +86,9 @@ class SocketLineReader:
         self._unread_bytes = b""
 
     def read_lines(self) -> Iterator[bytes]:
-        """Return the lines that one read completes. Raises EOFError at the end, ValueError for an endless line."""
+        """Return the lines that one read completes. Raises EOFError at the end, ValueError for
+        an endless line.
+        """
         try:
             data = self.connection.recv(READ_BYTES)
         except ConnectionResetError:

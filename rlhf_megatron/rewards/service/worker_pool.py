@@ -1,7 +1,8 @@
 """Worker processes that are killed when a sample hangs, and replaced in milliseconds.
 
-The library `pebble` kills on wall time alone: of 40 samples of 0.4 CPU seconds under a limit of 1 s, its pool of four
-ended all 40 on a busy machine with two cores, each a mistaken timeout. Here time without a CPU does not count.
+The library `pebble` kills on wall time alone: of 40 samples of 0.4 CPU seconds under a limit of 1
+s, its pool of four ended all 40 on a busy machine with two cores, each a mistaken timeout. Here
+time without a CPU does not count.
 """
 
 from __future__ import annotations
@@ -26,17 +27,19 @@ from rlhf_megatron.rewards.service.worker_processes import (
 
 MAX_CHUNK = 16  # tasks that a worker is given at once
 CHUNKS_PER_WORKER = 4  # as long as there are enough tasks
-OVERLOAD = 20  # times its limit that a sample may take in all, with the time that the machine kept it waiting
+# times its limit that a sample may take in all, with the time that the machine kept it waiting
+OVERLOAD = 20
 MAX_DEATHS = 2  # of workers, at one sample
 MAX_RESTARTS = 3  # of the template, in one batch
 MAX_LOG_BYTES = 1 << 24
 
 
 class RewardWorkerPool:
-    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position. `waits_s`: of each the
-    seconds that a sample may wait for a server, also since another had its answer, which are not the policy's doing;
-    None: it waits for none.
-    `num_machines`: that have pools of the run, which share the limits of servers."""
+    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position.
+    `waits_s`: of each the seconds that a sample may wait for a server, also since another had its
+    answer, which are not the policy's doing; None: it waits for none.
+    `num_machines`: that have pools of the run, which share the limits of servers.
+    """
 
     def __init__(
         self,
@@ -60,7 +63,9 @@ class RewardWorkerPool:
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
-        """Start without waiting. Call it on the main thread: the processes end with the thread that started them."""
+        """Start without waiting. Call it on the main thread: the processes end with the thread
+        that started them.
+        """
         self.template_process = TemplateProcess(self.rewards, self.log_path, self.num_machines)
         self._selector.register(self.template_process.control, selectors.EVENT_READ)
 
@@ -134,7 +139,9 @@ class RewardWorkerPool:
         if self.template_process is not None:
             self._selector.unregister(self.template_process.control)
             self.template_process.close()
-        self.template_process, self._is_ready, self.num_forking = None, False, 0
+        self.template_process = None
+        self._is_ready = False
+        self.num_forking = 0
 
 
 class _TaskBatch:
@@ -200,7 +207,9 @@ class _TaskBatch:
                 ).extendleft(reversed(chunk))
 
     def _read_worker_replies(self, worker: RewardWorkerProcess) -> None:
-        """Replies of a worker. At the end of its stream it is on its way out: what ended it comes from the template."""
+        """Replies of a worker. At the end of its stream it is on its way out: what ended it comes
+        from the template.
+        """
         try:
             for reply in worker.read_replies():
                 self.results[reply.number] = reply.result
@@ -240,7 +249,9 @@ class _TaskBatch:
         self._handle_worker_loss(worker, how)
 
     def _handle_worker_loss(self, worker: RewardWorkerProcess, cause: str) -> None:
-        """Account for a dead worker: it died at the first of the tasks in its hands, and had not begun the others."""
+        """Account for a dead worker: it died at the first of the tasks in its hands, and had not
+        begun the others.
+        """
         self.pool.kill_worker(worker)
         numbers = list(worker.task_numbers)
         worker.task_numbers.clear()
@@ -260,8 +271,9 @@ class _TaskBatch:
         self.num_restarts += 1
         if self.num_restarts > MAX_RESTARTS:
             raise ValueError(
-                f"the process that reward workers are forked off died {self.num_restarts} times in one batch of"
-                f" samples; look at the memory of this machine and at {self.pool.log_path}."
+                f"the process that reward workers are forked off died {self.num_restarts} times in"
+                " one batch of samples; look at the memory of this machine and"
+                f" at {self.pool.log_path}."
             )
         lost = [number for worker in self.pool.workers.values() for number in worker.task_numbers]
         self.pool.restart_template()

@@ -1,4 +1,6 @@
-"""The processes behind a pool, as the controller sees them: one template, and the workers that it forks."""
+"""The processes behind a pool, as the controller sees them: one template, and the workers
+that it forks.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class RewardWorkerProcess:
         self.stopwatch.reset()
 
     def send_tasks(self, tasks: dict[int, RewardTask]) -> None:
-        """Raises OSError when it cannot be reached; with nothing in hand where it had ended before."""
+        """Raises OSError when it cannot be reached;
+        with nothing in hand where it had ended before.
+        """
         self.batch_token = secrets.token_hex(16)
         data = encode_tasks(self.batch_token, tasks)
         self.connection.settimeout(SEND_S)
@@ -88,7 +92,8 @@ class RewardWorkerProcess:
     def read_replies(self) -> Iterator[RewardTaskReply]:
         """Yield the replies that one read completes, each to the task in work, which it ends.
 
-        Raises ValueError for anything else that was written into its socket, EOFError and OSError at its end.
+        Raises ValueError for anything else that was written into its socket, EOFError and
+        OSError at its end.
         """
         for line in self.line_reader.read_lines():
             reply = decode_reply(line)
@@ -117,13 +122,16 @@ def log_note_once(note: str) -> None:
 
 
 class TemplateProcess:
-    """Started in the background; `wait_until_ready` comes first. Made on a thread that outlives it, such as the main one."""
+    """Started in the background; `wait_until_ready` comes first. Made on a thread that outlives it,
+    such as the main one.
+    """
 
     def __init__(
         self, rewards: Sequence[Mapping[str, Any]], log_path: Path | None, num_machines: int
     ) -> None:
-        """`rewards`: name, params and key in the configuration of each. `log_path`: what it prints; None: nowhere.
-        `num_machines`: that have workers of the run."""
+        """`rewards`: name, params and key in the configuration of each. `log_path`: what it prints;
+        None: nowhere. `num_machines`: that have workers of the run.
+        """
         message = encode_json_line(
             {
                 "plugins": list_loaded_plugins(),
@@ -133,8 +141,8 @@ class TemplateProcess:
         )
         if len(message) > CONTROL_BYTES:
             raise ValueError(
-                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES} can be sent; put"
-                " long texts into a file that the function reads."
+                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES}"
+                " can be sent; put long texts into a file that the function reads."
             )
         self.log_path = log_path
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -162,14 +170,16 @@ class TemplateProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError with what is wrong with the rewards, ValueError when it ends or takes too long."""
+        """Raises ConfigError with what is wrong with the rewards, ValueError when it ends or
+        takes too long.
+        """
         self.control.settimeout(STARTUP_S)
         try:
             data = self.control.recv(CONTROL_BYTES)
         except TimeoutError:
             raise ValueError(
-                f"the rewards were not loaded after {STARTUP_S:.0f} s; look for a module that waits or downloads when"
-                " it is imported."
+                f"the rewards were not loaded after {STARTUP_S:.0f} s; look for a module that"
+                " waits or downloads when it is imported."
             ) from None
         except ConnectionResetError:
             data = b""
@@ -179,7 +189,8 @@ class TemplateProcess:
         if "ready" not in message:
             code = self._process.wait(STOP_S)
             raise ValueError(
-                f"the process that loads the rewards ended with code {code}{self._format_log_tail()}"
+                "the process that loads the rewards ended with"
+                f" code {code}{self._format_log_tail()}"
             )
         for note in message["notes"]:
             log_note_once(note)
@@ -190,16 +201,21 @@ class TemplateProcess:
             self.control.send(encode_json_line({"fork": num_workers}))
 
     def kill_worker(self, pid: int) -> None:
-        """Kill a worker and all that it started; `read_messages` returns `WorkerEnd`, as for any other end."""
+        """Kill a worker and all that it started; `read_messages` returns `WorkerEnd`, as for
+        any other end.
+        """
         with contextlib.suppress(OSError):
             self.control.send(encode_json_line({"kill": pid}))
 
     def read_messages(self) -> Iterator[RewardWorkerProcess | WorkerEnd]:
-        """Read one message: a worker was forked, or one is gone. Raises EOFError when the template is gone."""
+        """Read one message: a worker was forked, or one is gone. Raises EOFError when the
+        template is gone.
+        """
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, CONTROL_BYTES, 1)
         except ConnectionResetError:
-            data, descriptors = b"", []
+            data = b""
+            descriptors = []
         if not data:
             raise EOFError
         message = json.loads(data)

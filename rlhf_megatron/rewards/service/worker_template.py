@@ -1,9 +1,11 @@
-"""The process that workers are forked off. It has imported what the rewards need: a new worker costs milliseconds.
+"""The process that workers are forked off. It has imported what the rewards need: a new worker
+costs milliseconds.
 
     python -m rlhf_megatron.rewards.service.worker_template CONTROL_FD PARENT_PID
 
-Started by the pool, with a socket to the controller and no other open file but its log. It has one thread, as a process
-that forks must. The first message names the rewards; then it forks, kills and buries workers as it is told.
+Started by the pool, with a socket to the controller and no other open file but its log. It has one
+thread, as a process that forks must. The first message names the rewards; then it forks, kills and
+buries workers as it is told.
 """
 
 from __future__ import annotations

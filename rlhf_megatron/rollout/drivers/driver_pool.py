@@ -1,7 +1,8 @@
-"""Drivers as the controller sees them: the questions of its engines' clients go to processes that ask in its place.
+"""Drivers as the controller sees them: the questions of its engines' clients go to processes that
+ask in its place.
 
-A driver that dies or hangs is started again. What it was asked ends in `DriverLostError`, as if the engine had failed,
-so it is asked for again with the same seeds; the engine is not blamed.
+A driver that dies or hangs is started again. What it was asked ends in `DriverLostError`, as if the
+engine had failed, so it is asked for again with the same seeds; the engine is not blamed.
 """
 
 from __future__ import annotations
@@ -35,18 +36,22 @@ _CHECK_INTERVAL_S = 5.0
 _MAX_SILENT_CHECKS = 12  # looks in a row at a driver that says nothing; then it hangs
 _MAX_FAILED_STARTS = 3  # in a row that it ended by itself before it was there; then it is given up
 _RECONNECT_DELAY_S = 1.0  # between connections to a machine that gives none
-_ENGINES_PER_DRIVER, _CORES_PER_DRIVER = 32, 4
+_ENGINES_PER_DRIVER = 32
+_CORES_PER_DRIVER = 4
 
-# (HOST:PORT of another machine's gate, number) -> a connection to a new driver there, see `runtime.driver_gate`. Raises
-# OSError and EOFError. Set once in the controller of a run that has such machines.
+# (HOST:PORT of another machine's gate, number) -> a connection to a new driver there, see
+# `runtime.driver_gate`. Raises OSError and EOFError. Set once in the controller of a run that has
+# such machines.
 connect_through_gate: Callable[[str, int], socket.socket] | None = None
 
 
 def choose_driver_counts(
     gate_by_engine: Sequence[str], num_requested: int | None
 ) -> tuple[int, int]:
-    """Drivers on this machine for the engines whose machines start none, and on each other machine. `gate_by_engine`: where the
-    machine of each engine starts some, or "". `num_requested`: `rollout.num_drivers`."""
+    """Drivers on this machine for the engines whose machines start none, and on each other machine.
+    `gate_by_engine`: where the machine of each engine starts some, or "".
+    `num_requested`: `rollout.num_drivers`.
+    """
     hosts = Counter(gate.rpartition(":")[0] for gate in gate_by_engine)
     near = hosts.pop("", 0)
     if num_requested is not None:
@@ -61,8 +66,9 @@ def choose_driver_counts(
 
 
 class DriverPool:
-    """The drivers of this process: its questions go through `count` of them, and through `count_elsewhere` on each
-    machine with engines that starts some, until `close`."""
+    """The drivers of this process: its questions go through `count` of them, and through
+    `count_elsewhere` on each machine with engines that starts some, until `close`.
+    """
 
     def __init__(self, num_local: int, num_per_machine: int = 0) -> None:
         self._num_restarts = 0
@@ -82,8 +88,8 @@ class DriverPool:
         return all(driver.is_ready for driver in self._iterate_drivers())
 
     def send_query(self, query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
-        """Ask a driver, as `generation_queries.ask` asks an engine: one on the engine's machine where there is one. Raises
-        DriverLostError where the driver ends before it answers.
+        """Ask a driver, as `generation_queries.ask` asks an engine: one on the engine's machine
+        where there is one. Raises DriverLostError where the driver ends before it answers.
         """
         able = [
             driver
@@ -95,7 +101,8 @@ class DriverPool:
             return query.fetch_groups()
         if not able:
             raise DriverLostError(
-                f"no driver is left: {self._local_drivers[0].exit_message}; set rollout.num_drivers to 0."
+                f"no driver is left: {self._local_drivers[0].exit_message}; set"
+                " rollout.num_drivers to 0."
             )
         return min(
             able, key=lambda driver: (not driver.is_ready, driver.num_open_queries)
@@ -121,7 +128,8 @@ class DriverPool:
 
     def take_restart_count(self) -> int:
         """Since the last time."""
-        taken, self._num_restarts = self._num_restarts, 0
+        taken = self._num_restarts
+        self._num_restarts = 0
         return taken
 
     def close(self) -> None:
@@ -155,7 +163,9 @@ class DriverPool:
 
 
 class _DriverHandle:
-    """Asks one driver, and starts it again where it ends. Used in the loop of `rollout.http_client` alone."""
+    """Asks one driver, and starts it again where it ends. Used in the loop of
+    `rollout.http_client` alone.
+    """
 
     _channel: UnixMessageChannel | NetworkMessageChannel
 
@@ -245,7 +255,8 @@ class _DriverHandle:
 
     def _fail_open_queries(self, exit_message: str) -> None:
         self.exit_message = exit_message
-        asked, self._future_by_query = self._future_by_query, {}
+        asked = self._future_by_query
+        self._future_by_query = {}
         for future in asked.values():
             if not future.done():
                 future.set_exception(DriverLostError(exit_message))

@@ -1,5 +1,5 @@
-"""A driver: a process that asks engines what the controller would ask, with the same client code, and hands over what
-they answer as columns. It ends with the controller.
+"""A driver: a process that asks engines what the controller would ask, with the same client code,
+and hands over what they answer as columns. It ends with the controller.
 
     python -m rlhf_megatron.rollout.drivers.driver_process FILE_DESCRIPTOR NUMBER [PLUGIN ...]
 """
@@ -18,7 +18,9 @@ from rlhf_megatron.rollout.drivers.driver_reply import HEARTBEAT, DriverReply
 from rlhf_megatron.rollout.drivers.network_channel import NetworkMessageChannel
 from rlhf_megatron.rollout.drivers.unix_channel import UnixMessageChannel
 from rlhf_megatron.rollout.group_columns import GroupColumns
-from rlhf_megatron.rollout.local import local_client as _local  # noqa: F401  registers its questions
+
+# registers its questions
+from rlhf_megatron.rollout.local import local_client as _local  # noqa: F401
 from rlhf_megatron.rollout.router import router_balancer as _router  # noqa: F401
 from rlhf_megatron.rollout.sglang import sglang_client as _sglang  # noqa: F401
 from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
@@ -59,10 +61,9 @@ class DriverServer:
     async def _answer_query(self, query_number: int, data: bytearray) -> None:
         try:
             try:
-                answer, data = (
-                    codec.decode_message(data).fetch_groups(),
-                    bytearray(),
-                )  # one of both is enough while the engine works
+                # one of both is enough while the engine works
+                answer = codec.decode_message(data).fetch_groups()
+                data = bytearray()
                 groups = await answer
                 answered = DriverReply(tuple(map(GroupColumns.from_samples, groups)))
             except Exception as error:  # told to who has asked

@@ -1,4 +1,6 @@
-"""The connection between the controller and a driver of another machine: the messages of `port`, over the network."""
+"""The connection between the controller and a driver of another machine: the messages of `port`,
+over the network.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +15,15 @@ _HEADER = struct.Struct("<QQ")  # number, bytes
 
 
 class NetworkMessageChannel:
-    """One end, used as a `UnixMessageChannel`. What is sent before it has a connection goes out with that."""
+    """One end, used as a `UnixMessageChannel`. What is sent before it has a connection goes
+    out with that.
+    """
 
     def __init__(
         self, on_message: Callable[[int, bytearray], None], on_closed: Callable[[], None]
     ) -> None:
-        self._on_message, self._on_closed = on_message, on_closed
+        self._on_message = on_message
+        self._on_closed = on_closed
         self._writer: asyncio.StreamWriter | None = None
         self._unsent_pieces: list[codec.Buffer] = []
         self.is_closed = False

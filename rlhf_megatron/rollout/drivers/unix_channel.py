@@ -1,7 +1,7 @@
 """One end of the connection between the controller and a driver, on an event loop of its process.
 
-A message is a number and bytes, of `data.codec` or none. Many bytes go through memory that both processes have: a file
-without a name, which ends with its last reader.
+A message is a number and bytes, of `data.codec` or none. Many bytes go through memory that both
+processes have: a file without a name, which ends with its last reader.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def make_socket_pair() -> tuple[socket.socket, socket.socket]:
 
 
 class UnixMessageChannel:
-    """One end of the connection between controller and driver. Make and use it in the loop that runs."""
+    """One end of the connection between controller and driver. Make and use it in the
+    loop that runs.
+    """
 
     def __init__(
         self,
@@ -36,7 +38,8 @@ class UnixMessageChannel:
     ) -> None:
         """`on_message` is called with each message, `on_closed` when the other end is gone."""
         self._connection = connection
-        self._on_message, self._on_closed = on_message, on_closed
+        self._on_message = on_message
+        self._on_closed = on_closed
         self._event_loop = asyncio.get_running_loop()
         self._outbox: deque[tuple[int, Sequence[codec.Buffer]]] = deque()
         connection.setblocking(False)
@@ -97,7 +100,8 @@ class UnixMessageChannel:
             except BlockingIOError:
                 return
             except OSError:
-                data, files = b"", []
+                data = b""
+                files = []
             if not data:
                 self.close()
                 self._on_closed()
@@ -112,10 +116,13 @@ class UnixMessageChannel:
 
 
 def _copy_file_content(descriptor: int, size: int) -> bytearray:
-    """A copy in memory of this process: the file is gone with it, whatever becomes of the columns."""
+    """A copy in memory of this process: the file is gone with it,
+    whatever becomes of the columns.
+    """
     try:
         data = bytearray(size)
-        view, position = memoryview(data), 0
+        view = memoryview(data)
+        position = 0
         while position < size:
             count = os.preadv(descriptor, [view[position:]], position)
             assert count, f"{position} of {size} bytes of a message are there"

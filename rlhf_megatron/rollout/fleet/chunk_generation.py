@@ -1,5 +1,6 @@
-"""Work of a fleet: the pieces that wait, those on their way, and those that failed. Checks that samples come from
-weights that the engines served."""
+"""Work of a fleet: the pieces that wait, those on their way, and those that failed. Checks that
+samples come from weights that the engines served.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +45,8 @@ _MAX_DRIVER_LOSSES = 20  # of a piece with drivers that end: then it may be what
 _CANCEL_DELAY_S = (
     60.0  # that an engine gets to end what nobody awaits any more; its connection is closed then
 )
-# Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not counted, end before.
+# Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not
+# counted, end before.
 _ALLOWANCE_S = 86400.0
 
 
@@ -84,8 +86,9 @@ class FleetResources:
 
 
 class ChunkGeneration:
-    """The thread that has the fleet's lock calls `take_back_chunks`, `dispatch_chunks`, `harvest_answers`, again and again; `wait_for_answers` and `add_chunk`
-    need no lock."""
+    """The thread that has the fleet's lock calls `take_back_chunks`, `dispatch_chunks`,
+    `harvest_answers`, again and again; `wait_for_answers` and `add_chunk` need no lock.
+    """
 
     def __init__(
         self,
@@ -96,9 +99,11 @@ class ChunkGeneration:
         is_session: bool = False,
         keeps_failures: bool = False,
     ) -> None:
-        """`has_named_calls`: others work on the engines as well, so that calls are ended one by one. `is_session`: it goes on
-        over weight syncs, whose time does not count. `keeps_failures`: what no engine can do is added to `failed_chunks`,
-        where it would raise otherwise."""
+        """`has_named_calls`: others work on the engines as well, so that calls are ended one by
+        one. `is_session`: it goes on over weight syncs, whose time does not count.
+        `keeps_failures`: what no engine can do is added to `failed_chunks`, where it would
+        raise otherwise.
+        """
         self._resources = resources
         self._supervisor = resources.supervisor
         self._has_named_calls = has_named_calls
@@ -125,7 +130,9 @@ class ChunkGeneration:
         return not self._waiting_chunks and not self._task_by_call
 
     def take_back_chunks(self) -> None:
-        """Chunks of engines that serve no more. What such an engine still answers is read by nobody."""
+        """Chunks of engines that serve no more. What such an engine still answers is
+        read by nobody.
+        """
         if all(_is_answer_awaited(member, engine) for member, engine in self._call_counts):
             return
         for call in list(self._task_by_call):
@@ -167,8 +174,9 @@ class ChunkGeneration:
         self._wake_event.set()
 
     def harvest_answers(self, version: int | None) -> list[tuple[RequestChunk, SampleGroups]]:
-        """Chunks whose samples have come and are accepted; the others wait to be sent again. `version`: that engines
-        serve now."""
+        """Chunks whose samples have come and are accepted; the others wait to be sent again.
+        `version`: that engines serve now.
+        """
         accepted: list[tuple[RequestChunk, SampleGroups]] = []
         while self._ended_calls:
             call, task = self._ended_calls.popleft()
@@ -237,11 +245,15 @@ class ChunkGeneration:
 
     def expire_late_calls(self) -> None:
         """Chunks that have taken longer than `request_timeout_s` of the clock fail."""
-        now, most_s = self._read_clock(), self._resources.request_timeout_s
+        now = self._read_clock()
+        most_s = self._resources.request_timeout_s
         late = list(takewhile(lambda call: now - call.sent_at > most_s, self._task_by_call))
         for call in late:
             self._cancel_call(call)
-            words = f"{call.assignment.target_name}: no answer within {most_s:g} s (rollout.request_timeout_s)"
+            words = (
+                f"{call.assignment.target_name}: no answer within {most_s:g}"
+                " s (rollout.request_timeout_s)"
+            )
             self._blame_member(call.assignment, words, self._supervisor.mark_failed)
             self._retry_chunk(call.assignment, words)
         self._abort_on_engines(late)
@@ -282,7 +294,9 @@ class ChunkGeneration:
                 _discard_groups(self._ended_calls.popleft()[1])
 
     def _cancel_call(self, call: ChunkCall) -> None:
-        """Give up a call whose answer nobody reads. It must not keep its connection where the engine never answers."""
+        """Give up a call whose answer nobody reads. It must not keep its connection where the
+        engine never answers.
+        """
         spawned = self._remove_call(call)
         if spawned is not None:
             spawned.cancel_after(_CANCEL_DELAY_S)
@@ -301,7 +315,8 @@ class ChunkGeneration:
 
     def _abort_on_engines(self, calls: Iterable[ChunkCall]) -> list[Future[None]]:
         """Make engines end these: all that they do, where nobody else asks them for anything."""
-        calls, names = list(calls), dict[FleetMember, list[str]]()
+        calls = list(calls)
+        names = dict[FleetMember, list[str]]()
         of_router = [call.call_name for call in calls if call.assignment.member is None]
         if of_router:  # before the engines, so that none comes to them afterwards
             self._resources.balancer.abort_waiting_calls(of_router if self._has_named_calls else ())
@@ -312,7 +327,8 @@ class ChunkGeneration:
                     names.setdefault(each, []).append(call.call_name)
             elif call.assignment.has_current_engine:
                 names.setdefault(member, []).append(call.call_name)
-        start, is_named = self._resources.call_log.start_in_thread, self._has_named_calls
+        start = self._resources.call_log.start_in_thread
+        is_named = self._has_named_calls
         ends = {
             member: partial(member.engine.abort_calls, found if is_named else ())
             for member, found in names.items()
@@ -331,8 +347,9 @@ class ChunkGeneration:
             mark_member(assignment.member, reason)
 
     def _retry_chunk(self, assignment: ChunkAssignment, reason: str, culprit: str = "") -> None:
-        """Ask for the chunk again, with the same seeds. `culprit`: a driver, which was lost; "": whom it was sent to has
-        failed. Raises EngineError when it has used up its retries."""
+        """Ask for the chunk again, with the same seeds. `culprit`: a driver, which was lost; "":
+        whom it was sent to has failed. Raises EngineError when it has used up its retries.
+        """
         chunk = assignment.chunk
         chunk.num_failures += not culprit
         chunk.num_driver_losses += bool(culprit)
@@ -342,12 +359,21 @@ class ChunkGeneration:
             "%s failed with %d samples: %s", culprit, chunk.num_samples, reason.splitlines()[0]
         )
         if chunk.num_failures > self._resources.request_retries:
-            reason = f"{chunk.num_samples} samples failed {chunk.num_failures} times (rollout.request_retries is"
-            reason += f" {self._resources.request_retries}): {'; '.join(chunk.failure_by_engine.values())}"
+            reason = (
+                f"{chunk.num_samples} samples failed {chunk.num_failures} times"
+                " (rollout.request_retries is"
+            )
+            reason += (
+                f" {self._resources.request_retries}):"
+                f" {'; '.join(chunk.failure_by_engine.values())}"
+            )
             self._give_up_chunk(chunk, EngineError(reason))
             return
         if chunk.num_driver_losses > _MAX_DRIVER_LOSSES:
-            reason = f"{chunk.num_samples} samples were lost with {chunk.num_driver_losses} drivers (set rollout.num_drivers to 0)"
+            reason = (
+                f"{chunk.num_samples} samples were lost with {chunk.num_driver_losses} drivers (set"
+                " rollout.num_drivers to 0)"
+            )
             self._give_up_chunk(chunk, EngineError(f"{reason}: {chunk.failure_by_engine[culprit]}"))
             return
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
@@ -366,8 +392,9 @@ def _discard_groups(task: asyncio.Task[SampleGroups]) -> None:
 
 
 def _is_answer_awaited(member: FleetMember | None, engine: InferenceEngine | None) -> bool:
-    """Whether what was sent there is still awaited. A router's connection breaks when the engine behind it is killed,
-    and one that is STALE aborts it."""
+    """Whether what was sent there is still awaited. A router's connection breaks when the engine
+    behind it is killed, and one that is STALE aborts it.
+    """
     if member is None:
         return True
     return member.engine is engine and (
@@ -381,8 +408,9 @@ def get_version_spans(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
 
 
 def describe_wrong_version(groups: SampleGroups, version: int | None) -> str:
-    """Checks samples made between two syncs; `version`: the one that was served then, None: any. Returns "" or the
-    problem."""
+    """Checks samples made between two syncs; `version`: the one that was served then, None: any.
+    Returns "" or the problem.
+    """
     versions = {sample.policy_version for group in groups for sample in group}
     if version is None or versions <= {version}:
         return ""
@@ -392,8 +420,10 @@ def describe_wrong_version(groups: SampleGroups, version: int | None) -> str:
 def describe_wrong_spans(
     groups: SampleGroups, version_when_sent: int | None, served_versions: ServedVersions
 ) -> str:
-    """Checks samples that went on over syncs. `version_when_sent`: the version served when they were asked for. Returns "" where
-    each token is of a version that engines had since then, in order."""
+    """Checks samples that went on over syncs. `version_when_sent`: the version served when they
+    were asked for. Returns "" where each token is of a version that engines had since
+    then, in order.
+    """
     current = served_versions.current_version
     if version_when_sent is None or current is None:
         return ""
@@ -407,7 +437,10 @@ def describe_wrong_spans(
         if not sample.version_spans and sample.token_ids and version_when_sent != current:
             return f"a sample that does not say which tokens came before version {current}"
         if sample.policy_version != versions[0] or versions != sorted(versions):
-            return f"a sample of version {sample.policy_version} whose tokens are of versions {versions}"
+            return (
+                f"a sample of version {sample.policy_version} whose tokens are of"
+                f" versions {versions}"
+            )
         wrong = [
             version
             for version in versions
@@ -416,7 +449,7 @@ def describe_wrong_spans(
         ]
         if wrong:
             return (
-                f"samples of version {wrong}, though it was asked for them at version {version_when_sent} and the current one is"
-                f" {current}"
+                f"samples of version {wrong}, though it was asked for them at version"
+                f" {version_when_sent} and the current one is {current}"
             )
     return ""

@@ -1,5 +1,7 @@
-"""Calls to engines: those that generate in one event loop, each other verb in a thread. Also a record of the last ones
-for the report on a run that hangs, and the lock of the one thread that may change what a fleet knows of its engines."""
+"""Calls to engines: those that generate in one event loop, each other verb in a thread. Also a
+record of the last ones for the report on a run that hangs, and the lock of the one thread that may
+change what a fleet knows of its engines.
+"""
 
 from __future__ import annotations
 
@@ -61,7 +63,9 @@ class EngineCallRecord:
 
 
 class EngineCallLog:
-    """Thread-safe. The threads are daemons: one that waits for a hung engine does not keep the process alive."""
+    """Thread-safe. The threads are daemons: one that waits for a hung engine does not keep the
+    process alive.
+    """
 
     def __init__(self) -> None:
         self._records: deque[EngineCallRecord] = deque(maxlen=_MAX_RECORDED_CALLS)
@@ -91,7 +95,9 @@ class EngineCallLog:
         coroutine: Coroutine[Any, Any, T],
         on_done: Callable[[asyncio.Task[T]], None],
     ) -> http_client.EventLoopTask:
-        """Run `coroutine` in the loop of `rollout.http_client`, without a thread of its own. The loop calls `on_done`."""
+        """Run `coroutine` in the loop of `rollout.http_client`, without a thread of its own. The
+        loop calls `on_done`.
+        """
         call = self.record_call(engine, verb)
 
         async def run_recorded() -> T:
@@ -140,7 +146,8 @@ class FairLock:
         with self.try_hold_lock(_MAX_LOCK_WAIT_S) as is_mine:
             if not is_mine:
                 raise RuntimeError(
-                    f"the thread {self._queue[0].name} has held the engines of this run for {_MAX_LOCK_WAIT_S:g} s."
+                    f"the thread {self._queue[0].name} has held the engines of this run for"
+                    f" {_MAX_LOCK_WAIT_S:g} s."
                 )
             yield
 

@@ -61,10 +61,12 @@ _LATE_COMMIT_WAIT_S = 5.0  # that engines which commit are waited for when one h
 
 
 class EngineFleet:
-    """Engines that serve the same weights. One caller at a time, and beside it the one of a session.
+    """Engines that serve the same weights. One caller at a time, and beside it the
+    one of a session.
 
-    In `generate`, engines that fail are started again where `supervision` allows it, and brought to the current weights
-    by `resync_engines`. In a weight sync an engine that fails is left out; it is mended in the next `generate`.
+    In `generate`, engines that fail are started again where `supervision` allows it, and brought to
+    the current weights by `resync_engines`. In a weight sync an engine that fails is left out; it
+    is mended in the next `generate`.
     """
 
     def __init__(
@@ -79,11 +81,14 @@ class EngineFleet:
         check_stop: Callable[[], None] = lambda: None,
         driver_pool: DriverPool | None = None,
     ) -> None:
-        """`balancer`: who spreads the work; None: `LeastOutstandingBalancer`. It is closed with the fleet.
+        """`balancer`: who spreads the work; None: `LeastOutstandingBalancer`. It is closed
+        with the fleet.
 
-        `is_isolated`: engines decode each piece of work by itself, so the cuts must not depend on what is known.
+        `is_isolated`: engines decode each piece of work by itself, so the cuts must not depend on
+        what is known.
 
-        `check_stop` is called every moment while samples are awaited: `StopRequest.check`, which raises.
+        `check_stop` is called every moment while samples are awaited:
+        `StopRequest.check`, which raises.
 
         `driver_pool`: through which this process asks engines; closed with the fleet.
         """
@@ -119,14 +124,18 @@ class EngineFleet:
 
     @property
     def live_engines(self) -> tuple[InferenceEngine, ...]:
-        """Engines that serve, or take part in the weight sync that is under way: the ones that weights go to."""
+        """Engines that serve, or take part in the weight sync that is under way: the ones that
+        weights go to.
+        """
         return tuple(member.engine for member in self._live_members)
 
     @property
     def resync_engines(self) -> Callable[[Sequence[InferenceEngine]], object] | None:
-        """Gives engines the current weights again, verified; raises EngineError. Set to `WeightSync.resync`.
+        """Gives engines the current weights again, verified; raises EngineError. Set
+        to `WeightSync.resync`.
 
-        Called inside `generate` and `GenerationSession.mend`, on their thread: nothing else may run on the hosts then.
+        Called inside `generate` and `GenerationSession.mend`, on their thread: nothing else may run
+        on the hosts then.
         """
         return self._supervisor.resync_engines
 
@@ -137,7 +146,9 @@ class EngineFleet:
         self._supervisor.resync_engines = function
 
     def set_engine_aside(self, engine_name: str, reason: str) -> None:
-        """Take an engine out that missed the weights of the current sync: it serves nothing until it has them."""
+        """Take an engine out that missed the weights of the current sync: it serves nothing
+        until it has them.
+        """
         self._supervisor.mark_stale(self._supervisor.get_member(engine_name), reason)
 
     def list_recent_calls(self) -> list[EngineCallRecord]:
@@ -160,13 +171,13 @@ class EngineFleet:
         on_groups: GroupsCallback | None = None,
         known_groups: Mapping[int, list[GeneratedSample]] | None = None,
     ) -> SampleGroups:
-        """Per request its samples, in order; each sample exactly once, whatever failed on the way, and each of the
-        current policy version.
+        """Per request its samples, in order; each sample exactly once, whatever failed on the way,
+        and each of the current policy version.
 
-        `on_groups(first, groups)` is called with neighbouring groups as they come, once for each group. `known_groups`: groups
-        by index that an earlier process got; they are not asked for, nor handed to `on_groups`.
-        Raises EngineRequestError when a request itself is wrong, EngineError when retries or engines run out, and what
-        `check_stop` raises.
+        `on_groups(first, groups)` is called with neighbouring groups as they come, once for each
+        group. `known_groups`: groups by index that an earlier process got; they are not asked for,
+        nor handed to `on_groups`. Raises EngineRequestError when a request itself is wrong,
+        EngineError when retries or engines run out, and what `check_stop` raises.
         """
         self._learn_served_version()
         known_groups = self._select_current_groups(known_groups or {})
@@ -199,8 +210,10 @@ class EngineFleet:
         return [group for group in results if group is not None]
 
     def open_session(self, keeps_failures: bool = False) -> GenerationSession:
-        """Opens generation that goes on over weight syncs. One at a time. From now on a sync is made
-        with `hold_exclusively`. Asks the engines how much they decode at once. `keeps_failures`: see `GenerationSession`."""
+        """Opens generation that goes on over weight syncs. One at a time. From now on a sync is
+        made with `hold_exclusively`. Asks the engines how much they decode at once.
+        `keeps_failures`: see `GenerationSession`.
+        """
         assert self._session is None, "a session is open"
         self._learn_served_version()
         found, _ = self._supervisor.call_members(
@@ -229,11 +242,12 @@ class EngineFleet:
 
     @contextmanager
     def hold_exclusively(self) -> Iterator[None]:
-        """Inside, nobody else changes what is known of the engines, nor sends them anything: for a weight sync beside a
-        session, whose `poll` finds nothing meanwhile. Requests that run stay where they are, and go on afterwards.
+        """Inside, nobody else changes what is known of the engines, nor sends them anything: for a
+        weight sync beside a session, whose `poll` finds nothing meanwhile. Requests that run stay
+        where they are, and go on afterwards.
 
-        Waits for the slices of other threads, which last milliseconds. The same thread may take it again. Raises
-        EngineError where what must be sent again has used up its retries.
+        Waits for the slices of other threads, which last milliseconds. The same thread may take it
+        again. Raises EngineError where what must be sent again has used up its retries.
         """
         with self._lock.hold_lock():
             if self._session is not None:
@@ -241,8 +255,10 @@ class EngineFleet:
             yield
 
     def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
-        """Opens a sync on all engines that answer; `live_engines` are then those that take part. It may be none where some will
-        be mended later. Raises EngineError where nothing is left to mend, or nothing but a refusal was heard."""
+        """Opens a sync on all engines that answer; `live_engines` are then those that take part. It
+        may be none where some will be mended later. Raises EngineError where nothing is left to
+        mend, or nothing but a refusal was heard.
+        """
         self._assert_exclusive()
         supervisor = self._supervisor
         supervisor.await_commits(self._served_versions.current_version, VERB_TIMEOUT_S)
@@ -268,11 +284,12 @@ class EngineFleet:
         self._require_usable_engine(len(done), failures.values())
 
     def commit_weight_update(self, version: int, waits_for_all: bool = True) -> None:
-        """Commit on all engines that take part, then ask each whether it serves `version`. From then on that is the
-        current version, also where an engine does not have it. Raises EngineError as `begin_weight_update` does.
+        """Commit on all engines that take part, then ask each whether it serves `version`. From
+        then on that is the current version, also where an engine does not have it. Raises
+        EngineError as `begin_weight_update` does.
 
-        `waits_for_all` False: work goes on with engines that serve it, where others take longer. Such a one gets none until
-        it says that it serves `version` too; one that fails is STALE.
+        `waits_for_all` False: work goes on with engines that serve it, where others take longer.
+        Such a one gets none until it says that it serves `version` too; one that fails is STALE.
         """
         self._assert_exclusive()
         supervisor = self._supervisor
@@ -301,14 +318,18 @@ class EngineFleet:
         self._served_versions.set_current(version)
 
     def abandon_weight_update(self, reason: str) -> None:
-        """Ends the sync that is under way: engines that take part are STALE, until they have the weights of before."""
+        """Ends the sync that is under way: engines that take part are STALE, until they have the
+        weights of before.
+        """
         self._assert_exclusive()
         for member in self._supervisor.list_members(MemberState.SYNCING):
             self._supervisor.mark_stale(member, reason)
         self._supervisor.stop_watching()
 
     def get_served_version(self) -> int | None:
-        """The version that all engines serve; None: never synced or STALE. Raises EngineError when they differ."""
+        """The version that all engines serve; None: never synced or STALE. Raises EngineError
+        when they differ.
+        """
         if not self.live_engines:
             raise EngineError(self._supervisor.no_engine_message)
         found, failures = self._supervisor.call_members(
@@ -322,7 +343,9 @@ class EngineFleet:
         return next(iter(found.values()))
 
     def get_weight_digests(self) -> dict[str, dict[str, str] | None]:
-        """Per engine name what `InferenceEngine.weight_digests` returns. An engine that fails is set aside."""
+        """Per engine name what `InferenceEngine.weight_digests` returns. An engine that
+        fails is set aside.
+        """
         found, failures = self._supervisor.call_members(
             "weight_digests", lambda engine: engine.get_weight_digests(), self._live_members
         )
@@ -331,8 +354,8 @@ class EngineFleet:
         return {member.name: digests for member, digests in found.items()}
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Release memory of all running engines, whether they serve or not. It waits for those that are being
-        started, and kills one that does not release its memory, since that would keep it.
+        """Release memory of all running engines, whether they serve or not. It waits for those that
+        are being started, and kills one that does not release its memory, since that would keep it.
         """
         self._assert_exclusive()
         self._supervisor.await_commits(self._served_versions.current_version, VERB_TIMEOUT_S)
@@ -392,7 +415,8 @@ class EngineFleet:
         self, generation: ChunkGeneration
     ) -> list[tuple[RequestChunk, SampleGroups]]:
         """Send what can be sent, wait a moment without the lock, and take what has come."""
-        supervisor, version = self._supervisor, self._served_versions.current_version
+        supervisor = self._supervisor
+        version = self._served_versions.current_version
         with self._lock.hold_lock():
             supervisor.advance_states(version)
             generation.take_back_chunks()
@@ -413,8 +437,8 @@ class EngineFleet:
         )
 
     def _learn_served_version(self) -> None:
-        """Ask the engines for their version where this fleet has made no sync: they may have got weights another
-        way.
+        """Ask the engines for their version where this fleet has made no sync: they may have got
+        weights another way.
         """
         if self._served_versions.current_version is None:
             members = self._supervisor.list_members(MemberState.SERVING)
@@ -455,10 +479,11 @@ class EngineFleet:
     def _require_usable_engine(
         self, num_successes: int, failures: Collection[BaseException]
     ) -> None:
-        """Check, after a verb of a sync, that some engine is left or will come back. Raises EngineError.
+        """Check, after a verb of a sync, that some engine is left or will come back.
+        Raises EngineError.
 
-        Before the first sync, or where a request itself is refused, a restart would not help unless a server has died
-        or is being started again.
+        Before the first sync, or where a request itself is refused, a restart would not help unless
+        a server has died or is being started again.
         """
         if num_successes:
             return

@@ -1,4 +1,6 @@
-"""Start the engines of a run, or attach to running ones, and make the fleet; planned faults kill or stop one."""
+"""Start the engines of a run, or attach to running ones, and make the fleet; planned faults
+kill or stop one.
+"""
 
 from __future__ import annotations
 
@@ -41,15 +43,14 @@ class EngineSetup:
     rollout: RolloutConfig
     model: ModelConfig
     trainer: TrainerConfig
-    num_senders: int  # buffers of weights at once: one a pipeline stage, for each copy of it that serves engines
+    # buffers of weights at once: one a pipeline stage, for each copy of it that serves engines
+    num_senders: int
     max_sample_tokens: int  # of the longest sample
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EngineSetup:
-        megatron, num_engines = (
-            config.actor.megatron,
-            len(config.rollout.endpoints) or config.rollout.num_engines,
-        )
+        megatron = config.actor.megatron
+        num_engines = len(config.rollout.endpoints) or config.rollout.num_engines
         pp = megatron.pipeline_model_parallel_size
         copies = count_serving_copies(make_parallel_layout(megatron, count_actor_ranks(config)))
         num_senders = pp * max(1, min(copies, num_engines))
@@ -68,8 +69,9 @@ class EngineSetup:
         )
 
     def compute_transfer_bytes(self) -> int:
-        """Room that all senders need in the transfer directory, bytes: two buffers each, or two versions of the
-        weights; for broadcasts, none."""
+        """Room that all senders need in the transfer directory, bytes: two buffers each, or two
+        versions of the weights; for broadcasts, none.
+        """
         if self.rollout.weight_transport == "process_group":
             return 0
         if self.rollout.weight_transport == "disk":
@@ -91,15 +93,18 @@ class EngineSetup:
         )
 
     def make_machine_gpus(self, is_placed_by_launcher: bool = False) -> MachineGpus:
-        """This machine's GPUs: the trainer's ranks take the first of them. `is_placed_by_launcher`: see there."""
+        """This machine's GPUs: the trainer's ranks take the first of them.
+        `is_placed_by_launcher`: see there.
+        """
         if is_placed_by_launcher:
             return MachineGpus(is_shared=self.rollout.colocated, is_placed_by_launcher=True)
         num_trainer = 0 if self.trainer.device == "cpu" else self.trainer.n_gpus_per_node
         return MachineGpus(count_devices(), num_trainer, self.rollout.colocated)
 
     def check_servers(self) -> None:
-        """Raise ValueError where there is no environment for servers, or running ones do not fit. Starts and changes
-        nothing."""
+        """Raise ValueError where there is no environment for servers, or running ones do not fit.
+        Starts and changes nothing.
+        """
         get_balancer_kind(self.rollout.router).check_rollout(self.rollout)
         get_engine_kind(self.rollout.engine).check_setup(self)
 
@@ -110,8 +115,9 @@ class EngineSetup:
         progress: StartProgress | None,
         placement: LaunchPlacement = launch_here,
     ) -> EngineServers | AttachedEngines:
-        """Servers of `rollout.engine`, where `placement` says, without weights: the first sync brings them. Raises
-        EngineError."""
+        """Servers of `rollout.engine`, where `placement` says, without weights: the first sync
+        brings them. Raises EngineError.
+        """
         get_balancer_kind(self.rollout.router).check_rollout(
             self.rollout
         )  # servers take a minute to start
@@ -126,7 +132,8 @@ class EngineSetup:
         transfer_dir: Path,
         check_stop: Callable[[], None],
     ) -> EngineFleet:
-        """Make a supervised fleet of the servers. Attached ones are neither killed nor started again. `check_stop`:
+        """Make a supervised fleet of the servers. Attached ones are neither killed nor started
+        again. `check_stop`:
         see EngineFleet. WeightSync sets its `resync`.
         """
         rollout = self.rollout

@@ -1,6 +1,8 @@
-"""Which engines serve. One that is dead, hung or serves other weights is killed, started again, brought to the current
-weights, and only then given work. Health is watched in threads, and servers start in threads; every state changes in
-the thread that calls the methods here: the controller's, one at a time."""
+"""Which engines serve. One that is dead, hung or serves other weights is killed, started again,
+brought to the current weights, and only then given work. Health is watched in threads, and servers
+start in threads; every state changes in the thread that calls the methods here: the controller's,
+one at a time.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,8 @@ VERB_TIMEOUT_S = (
 _PROCESS_CHECKS_PER_SECOND = (
     500  # at the processes of all engines together, each from a thread of its own
 )
-_MAX_STALE_IN_A_ROW = 1  # an engine that is found with other weights more often, without a good answer between, is replaced
+# an engine that is found with other weights more often, without a good answer between, is replaced
+_MAX_STALE_IN_A_ROW = 1
 _PROBE_REQUEST = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
 _START_TIMEOUT_S = 7200.0  # of a server, which `RestartableServers.restart` limits itself
 _EXIT_DELAY_S = 0.5  # a process that ends closes its connections a moment before
@@ -91,7 +94,9 @@ class FleetMember:
 
     @property
     def is_committing(self) -> bool:
-        """It has the weights of a sync that is over for others, and has not said that it serves them."""
+        """It has the weights of a sync that is over for others, and has not said that
+        it serves them.
+        """
         return self.state is MemberState.SYNCING and self.pending_call is not None
 
 
@@ -156,17 +161,22 @@ class EngineSupervisor:
                 self._stop_member_watch(member)
 
     def mark_failed(self, member: FleetMember, reason: str) -> None:
-        """A request to it failed: it gets no further one until it has answered for its health and its weights."""
+        """A request to it failed: it gets no further one until it has answered for its health
+        and its weights.
+        """
         self._leave_service(member, MemberState.CHECKED, reason)
         member.pending_call = self._call_log.start_in_thread(
             member.name, "check", partial(self._examine_engine, member.name, member.engine)
         )
 
     def mark_all_suspect(self, reason: str) -> None:
-        """A request failed that a router gave to one of those that serve: none gets a further one until it has answered
-        for its health and has drawn a token from the current weights."""
+        """A request failed that a router gave to one of those that serve: none gets a further one
+        until it has answered for its health and has drawn a token from the current weights.
+        """
         for member in self.list_members(MemberState.SERVING):
-            member.state, member.reason, member.is_suspect = MemberState.CHECKED, reason, True
+            member.state = MemberState.CHECKED
+            member.reason = reason
+            member.is_suspect = True
             examine = partial(self._examine_engine, member.name, member.engine, draws_token=True)
             member.pending_call = self._call_log.start_in_thread(member.name, "check", examine)
 
@@ -189,27 +199,24 @@ class EngineSupervisor:
 
     def mark_serving(self, member: FleetMember, is_proven: bool = False) -> None:
         """`is_proven`: it has returned samples of the current weights, or committed them."""
-        member.state, member.reason, member.pending_call, member.is_suspect = (
-            MemberState.SERVING,
-            "",
-            None,
-            False,
-        )
+        member.state = MemberState.SERVING
+        member.reason = ""
+        member.pending_call = None
+        member.is_suspect = False
         if is_proven:
             member.num_stale_in_a_row = 0
 
     def mark_syncing(self, member: FleetMember) -> None:
         """Mark an engine as having opened a weight sync."""
-        member.state, member.reason, member.pending_call = (
-            MemberState.SYNCING,
-            "a weight sync is under way",
-            None,
-        )
+        member.state = MemberState.SYNCING
+        member.reason = "a weight sync is under way"
+        member.pending_call = None
 
     def advance_states(self, version: int | None) -> None:
         """Take in what threads have found, and start servers again.
 
-        `version`: the current one; None before the first sync, when an engine that was started again just waits for it.
+        `version`: the current one; None before the first sync, when an engine that was started
+        again just waits for it.
         """
         for member in self.members:
             with self._lock:
@@ -224,7 +231,9 @@ class EngineSupervisor:
     def start_commits(
         self, members: Sequence[FleetMember], version: int
     ) -> dict[FleetMember, Future[int | None]]:
-        """Have these commit a sync and say which version they serve, each in a thread, which `advance_states` hears of."""
+        """Have these commit a sync and say which version they serve, each in a thread, which
+        `advance_states` hears of.
+        """
 
         def commit_and_get_version(engine: InferenceEngine) -> int | None:
             engine.commit_weight_update(version)
@@ -262,7 +271,9 @@ class EngineSupervisor:
                     self._conclude_pending_call(member, member.pending_call, version)
 
     def await_starts(self, version: int | None) -> None:
-        """Waits until no server is being started any more; their launcher has a deadline for that. Starts none anew."""
+        """Waits until no server is being started any more; their launcher has a deadline for that.
+        Starts none anew.
+        """
         for member in self.list_members(MemberState.STARTING):
             if member.pending_call is not None:
                 wait([member.pending_call], timeout=_START_TIMEOUT_S)
@@ -270,7 +281,9 @@ class EngineSupervisor:
                     self._conclude_pending_call(member, member.pending_call, version)
 
     def mend_stale_members(self, version: int | None) -> None:
-        """Bring engines to the current version. The hosts send weights for it, so they must be free."""
+        """Bring engines to the current version. The hosts send weights for it, so
+        they must be free.
+        """
         if self.resync_engines is not None and version is not None:
             for member in self.list_members(MemberState.STALE):
                 self._resync_member(member, version)
@@ -306,7 +319,9 @@ class EngineSupervisor:
     def call_running_members(
         self, verb_name: str, call_engine: Callable[[InferenceEngine], object]
     ) -> None:
-        """Call all engines that run, whether they serve or not. Those that fail are down afterwards."""
+        """Call all engines that run, whether they serve or not. Those that fail are
+        down afterwards.
+        """
         _, failures = self.call_members(
             verb_name,
             call_engine,
@@ -328,18 +343,16 @@ class EngineSupervisor:
         if member.state in (MemberState.SERVING, MemberState.SYNCING) or member.is_suspect:
             self.counters["rollout/engine_failures"] += 1
         logger.warning("%s %s: %s", member.name, state.value, reason)
-        member.state, member.reason, member.pending_call, member.is_suspect = (
-            state,
-            reason,
-            None,
-            False,
-        )
+        member.state = state
+        member.reason = reason
+        member.pending_call = None
+        member.is_suspect = False
 
     def _examine_engine(
         self, name: str, engine: InferenceEngine, draws_token: bool = False
     ) -> int | None:
-        """Return an engine's version; with `draws_token`, the one that a token says it comes from. Raises EngineError
-        where it is not well.
+        """Return an engine's version; with `draws_token`, the one that a token says it comes from.
+        Raises EngineError where it is not well.
         """
         try:
             engine.check_health(self._settings.health_timeout_s)
@@ -396,10 +409,8 @@ class EngineSupervisor:
         if version is None:
             self.mark_serving(member)
         else:
-            member.state, member.reason = (
-                MemberState.STALE,
-                "it was started again and has no weights yet",
-            )
+            member.state = MemberState.STALE
+            member.reason = "it was started again and has no weights yet"
         if self._watch_purposes:
             self._watch_member(member)
 
@@ -462,7 +473,9 @@ class EngineSupervisor:
                 member.server_watch = None
 
     def _kill_ill_server(self, member: FleetMember, watch: ServerWatch, reason: str) -> None:
-        """Kills the process at once, in the watch's thread, so that no call to it goes on waiting."""
+        """Kills the process at once, in the watch's thread,
+        so that no call to it goes on waiting.
+        """
         with self._lock:
             if member.server_watch is not watch:
                 return

@@ -1,4 +1,6 @@
-"""Generation that goes on over weight syncs: what is submitted comes back once, whoever else uses the fleet."""
+"""Generation that goes on over weight syncs: what is submitted comes back once, whoever else
+uses the fleet.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,15 @@ _WATCH_PURPOSE = "session"
 
 
 class GenerationSession:
-    """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context manager that closes it.
+    """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context
+    manager that closes it.
 
         session.submit(7, requests)             # a key and its requests, which travel together
         for key, groups in session.poll(): ...  # again and again; each key once
 
-    One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with fleet.exclusive():`), call
-    `fleet.generate`, and must call `mend_engines` where engines may have died: nothing else gives them weights between syncs.
+    One thread submits, polls and aborts. Another one may, meanwhile, sync weights
+    (`with fleet.exclusive():`), call `fleet.generate`, and must call `mend_engines` where engines
+    may have died: nothing else gives them weights between syncs.
     """
 
     def __init__(
@@ -28,8 +32,9 @@ class GenerationSession:
         on_close: Callable[[], None],
         keeps_failures: bool = False,
     ) -> None:
-        """`get_other_load`: work of the fleet beside the session's. `keeps_failures`: pieces that no engine can do are for
-        `take_failures`, and `poll_finished` raises for none of them."""
+        """`get_other_load`: work of the fleet beside the session's. `keeps_failures`: pieces that
+        no engine can do are for `take_failures`, and `poll_finished` raises for none of them.
+        """
         self._lock = resources.lock
         self._supervisor = resources.supervisor
         self._served_versions = resources.served_versions
@@ -55,7 +60,8 @@ class GenerationSession:
         return self._generation.outstanding_load
 
     def submit_requests(self, key: int, requests: Sequence[GenerateRequest]) -> None:
-        """A piece of work: all its requests go to one engine, as soon as one has room. Does not wait.
+        """A piece of work: all its requests go to one engine, as soon as one has room.
+        Does not wait.
 
         `key`: none that is running; one that came back or was aborted may be used again.
         """
@@ -66,11 +72,13 @@ class GenerationSession:
         self._generation.add_chunk(self._chunk_by_key[key])
 
     def poll_finished(self) -> list[tuple[int, SampleGroups]]:
-        """Keys that have finished since the last time, with one list of samples a request. Returns at once when there
-        are any, else after at most about 0.1 s; so too while another thread syncs weights.
+        """Keys that have finished since the last time, with one list of samples a request. Returns
+        at once when there are any, else after at most about 0.1 s; so too while another thread
+        syncs weights.
 
-        Raises EngineError when retries or engines run out, EngineRequestError when a request itself is wrong: the
-        session is to be closed then. Work for engines of which all are STALE waits for a sync or for `mend_engines`.
+        Raises EngineError when retries or engines run out, EngineRequestError when a request itself
+        is wrong: the session is to be closed then. Work for engines of which all are STALE waits
+        for a sync or for `mend_engines`.
         """
         found = self._advance_and_collect()
         if found == [] and self._generation.wait_for_answers():
@@ -78,11 +86,14 @@ class GenerationSession:
         return found or []
 
     def take_failures(self) -> list[tuple[int, EngineError]]:
-        """Keys that no engine could do since the last time, and why. To be called by the thread that polls."""
+        """Keys that no engine could do since the last time, and why. To be called by the
+        thread that polls.
+        """
         with self._lock.try_hold_lock(0.0) as is_mine:
             if not is_mine:
                 return []
-            failed, self._generation.failed_chunks = self._generation.failed_chunks, []
+            failed = self._generation.failed_chunks
+            self._generation.failed_chunks = []
         found = [
             (chunk.start, error)
             for chunk, error in failed
@@ -93,12 +104,16 @@ class GenerationSession:
         return found
 
     def wake_poll(self) -> None:
-        """End a `poll_finished` that waits: there is something to submit. Any thread may call it."""
+        """End a `poll_finished` that waits: there is something to submit.
+        Any thread may call it.
+        """
         self._generation.wake_waiter()
 
     def abort_keys(self, keys: Collection[int]) -> None:
-        """They never come back; engines are told to end them, at the next `poll_finished` where another thread syncs weights.
-        Waits for at most about 0.1 s. Keys that do not run are ignored."""
+        """They never come back; engines are told to end them, at the next `poll_finished` where
+        another thread syncs weights. Waits for at most about 0.1 s. Keys that do not
+        run are ignored.
+        """
         self._aborted_chunks += [
             self._chunk_by_key.pop(key) for key in keys if key in self._chunk_by_key
         ]
@@ -107,9 +122,10 @@ class GenerationSession:
                 self._drop_aborted_chunks()
 
     def mend_engines(self) -> None:
-        """Bring engines that were started again, or are STALE, to the current weights. Called by the thread that syncs,
-        while the hosts are free. Returns at once where there are none, and after `close`: another thread may have
-        closed it because of an error, which is to be heard."""
+        """Bring engines that were started again, or are STALE, to the current weights. Called by
+        the thread that syncs, while the hosts are free. Returns at once where there are none, and
+        after `close`: another thread may have closed it because of an error, which is to be heard.
+        """
         with self._lock.hold_lock():
             if self._is_closed:
                 return
@@ -118,7 +134,9 @@ class GenerationSession:
             self._supervisor.mend_stale_members(self._served_versions.current_version)
 
     def take_back_chunks(self) -> None:
-        """Sends pieces of engines that do not serve to others. Only the thread that has the lock may call it."""
+        """Sends pieces of engines that do not serve to others. Only the thread that has the
+        lock may call it.
+        """
         self._generation.take_back_chunks()
 
     def close(self) -> None:
@@ -139,7 +157,9 @@ class GenerationSession:
         self.close()
 
     def _advance_and_collect(self) -> list[tuple[int, SampleGroups]] | None:
-        """Sends work and returns what has come. None: another thread has the lock, or the session is closed."""
+        """Sends work and returns what has come. None: another thread has the lock, or the
+        session is closed.
+        """
         with self._lock.try_hold_lock(POLL_S) as is_mine:
             if not is_mine or self._is_closed:
                 return None
@@ -162,5 +182,6 @@ class GenerationSession:
 
     def _drop_aborted_chunks(self) -> None:
         """Drop aborted groups. Call it before harvesting, so that none of them comes back."""
-        dropped, self._aborted_chunks = self._aborted_chunks, []
+        dropped = self._aborted_chunks
+        self._aborted_chunks = []
         self._generation.drop_chunks(dropped)

@@ -1,6 +1,7 @@
 """The interface of what spreads requests over the engines that serve, and the run's own balancer.
 
-The requests of a generate call are cut into pieces by the configuration alone, whatever fails or is known.
+The requests of a generate call are cut into pieces by the configuration alone, whatever
+fails or is known.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ def cut_chunks(
 def select_unknown_chunks(
     chunks: Sequence[RequestChunk], known_indexes: Container[int], is_isolated: bool
 ) -> list[RequestChunk]:
-    """Returns the pieces still to ask for. `is_isolated`: a piece that lacks something is asked for whole, since what an
-    engine answers depends on what it decodes together."""
+    """Returns the pieces still to ask for. `is_isolated`: a piece that lacks something is asked for
+    whole, since what an engine answers depends on what it decodes together.
+    """
     left: list[RequestChunk] = []
     for chunk in chunks:
         runs = list(find_unknown_runs(chunk.start, len(chunk.requests), known_indexes))
@@ -104,8 +106,10 @@ class ChunkAssignment:
 
 
 class OutstandingLoad:
-    """Counts pieces and samples on their way to each engine. Open pieces, a session's, are counted apart: they fill the
-    engines whatever a `generate` asks for, so neither is held up by the limits of the other."""
+    """Counts pieces and samples on their way to each engine. Open pieces, a session's, are counted
+    apart: they fill the engines whatever a `generate` asks for, so neither is held up by the
+    limits of the other.
+    """
 
     def __init__(self) -> None:
         self._chunk_counts: Counter[tuple[FleetMember | None, bool]] = Counter()
@@ -119,10 +123,8 @@ class OutstandingLoad:
 
     def __add__(self, other: OutstandingLoad) -> OutstandingLoad:
         both = OutstandingLoad()
-        both._chunk_counts, both._sample_counts = (
-            self._chunk_counts + other._chunk_counts,
-            self._sample_counts + other._sample_counts,
-        )
+        both._chunk_counts = self._chunk_counts + other._chunk_counts
+        both._sample_counts = self._sample_counts + other._sample_counts
         return both
 
     def count_chunks(self, member: FleetMember | None, is_session: bool) -> int:
@@ -141,7 +143,9 @@ class RequestBalancer(Protocol):
     def cut_chunks(
         self, requests: Sequence[GenerateRequest], num_engines: int, is_isolated: bool
     ) -> list[RequestChunk]:
-        """Cuts requests into the pieces that travel, by the configuration alone. `is_isolated`: see `cut_chunks`."""
+        """Cuts requests into the pieces that travel, by the configuration alone. `is_isolated`:
+        see `cut_chunks`.
+        """
 
     def place_chunk(
         self,
@@ -150,13 +154,17 @@ class RequestBalancer(Protocol):
         load: OutstandingLoad,
         version: int | None,
     ) -> ChunkAssignment | None:
-        """Chooses where that piece goes; None: nowhere yet, it is asked again in a moment. Returns at once.
+        """Chooses where that piece goes; None: nowhere yet, it is asked again in a moment.
+        Returns at once.
 
-        `serving_members`: at least one. `version`: of the weights that they serve. Raises EngineError where it will never go.
+        `serving_members`: at least one. `version`: of the weights that they serve. Raises
+        EngineError where it will never go.
         """
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
-        """End the calls of these names that have reached no engine yet; without names all of them."""
+        """End the calls of these names that have reached no engine yet;
+        without names all of them.
+        """
 
     def is_balancer_failure(self, error: EngineError) -> bool:
         """Whether a failed piece says nothing about the engines."""
@@ -166,8 +174,9 @@ class RequestBalancer(Protocol):
 
 
 class LeastOutstandingBalancer:
-    """Send each piece to the engine with the fewest outstanding samples, and a failed piece to another engine where
-    there is one. An engine has two pieces of a `generate` at once; of a session as many as keep it full.
+    """Send each piece to the engine with the fewest outstanding samples, and a failed piece to
+    another engine where there is one. An engine has two pieces of a `generate` at once; of a
+    session as many as keep it full.
     """
 
     def cut_chunks(
@@ -209,5 +218,7 @@ class LeastOutstandingBalancer:
 
 
 def compute_session_sample_limit(member: FleetMember) -> int:
-    """Samples of a session that keep the engine's batch full while others of unfinished groups have ended."""
+    """Samples of a session that keep the engine's batch full while others of unfinished
+    groups have ended.
+    """
     return OVERFILL_FACTOR * (member.max_running_samples or _DEFAULT_MAX_RUNNING)

@@ -1,5 +1,6 @@
-"""Server processes: a log file each, awaited until healthy, started again by name. They and their children end with
-this process, however it ends."""
+"""Server processes: a log file each, awaited until healthy, started again by name. They and their
+children end with this process, however it ends.
+"""
 
 from __future__ import annotations
 
@@ -22,13 +23,16 @@ from typing import Protocol
 from rlhf_megatron.config.cuda_environment import remove_expandable_segments
 from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
 
-# Reads until this process says that all is well, or has ended and with it the other end of the pipe.
+# Reads until this process says that all is well, or has ended and with it the other
+# end of the pipe.
 _REAPER_SCRIPT = """trap '' TERM INT HUP USR1; read -r word || kill -s KILL -- "-$1" """
-# Begins only when it is watched, and is deaf to the signal with which a scheduler tells a whole job to stop.
+# Begins only when it is watched, and is deaf to the signal with which a scheduler tells a
+# whole job to stop.
 _GUARDED_START_SCRIPT = """trap '' USR1; read -r word && exec "$@" </dev/null"""
 
 _TERM_GRACE_S = 5.0
-_KILL_GRACE_S = 10.0  # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
+# a killed process ends at once unless it hangs in the kernel (a device, a network file system)
+_KILL_GRACE_S = 10.0
 _POLL_S = 0.05
 TAIL_LINES = 20
 _ENDING_LINES = 3
@@ -42,10 +46,14 @@ def wrap_for_reaper(command: Sequence[str]) -> list[str]:
 
 
 class ChildReaper:
-    """A shell that kills the process group of a child when this process ends. It costs a pipe and 1 MB."""
+    """A shell that kills the process group of a child when this process ends. It costs a
+    pipe and 1 MB.
+    """
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        """`child`: started with `wrap_for_reaper`, as leader of its group and with a pipe as its standard input. It begins."""
+        """`child`: started with `wrap_for_reaper`, as leader of its group and with a pipe as its
+        standard input. It begins.
+        """
         self._shell_process = subprocess.Popen(
             ["/bin/sh", "-c", _REAPER_SCRIPT, "sh", str(child.pid)],
             stdin=subprocess.PIPE,
@@ -70,7 +78,9 @@ def _send_go_signal(process: subprocess.Popen[bytes]) -> None:
 
 
 StartProgress = Callable[[str, float, str], None]
-"""Called about once a second while a server starts: its name, seconds waited, the last line of its log."""
+"""Called about once a second while a server starts: its name, seconds waited, the last
+line of its log.
+"""
 
 logger = logging.getLogger(__name__)
 
@@ -80,8 +90,9 @@ _running_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 def make_throttled_progress(
     report_line: Callable[[str], None], check_stop: Callable[[], None], interval_s: float = 10.0
 ) -> StartProgress:
-    """Progress that says a line for each server every so often. `check_stop` is called each time: what it raises ends the
-    start."""
+    """Progress that says a line for each server every so often. `check_stop` is called each time:
+    what it raises ends the start.
+    """
     said: dict[str, float] = {}
 
     def report_progress(name: str, seconds: float, line: str) -> None:
@@ -94,8 +105,9 @@ def make_throttled_progress(
 
 
 class ServerProcess:
-    """A child in a process group of its own, which ends with this process; stdout and stderr go to `log`, for this user
-    to read."""
+    """A child in a process group of its own, which ends with this process; stdout and stderr go to
+    `log`, for this user to read.
+    """
 
     def __init__(
         self,
@@ -105,7 +117,9 @@ class ServerProcess:
         env: Mapping[str, str],
         secret_token: str = "",
     ) -> None:
-        """`secret_token`: what must not be seen of its log, where some servers write their arguments."""
+        """`secret_token`: what must not be seen of its log, where some servers write
+        their arguments.
+        """
         self.name = name
         self.log = log
         self._secret_token = secret_token
@@ -153,7 +167,9 @@ class ServerProcess:
         """Write over the token wherever it stands in the log so far. The server only appends."""
         if self._secret_token:
             with contextlib.suppress(OSError), self.log.open("r+b") as file:
-                data, token, at = file.read(), self._secret_token.encode(), -1
+                data = file.read()
+                token = self._secret_token.encode()
+                at = -1
                 while (at := data.find(token, at + 1)) >= 0:
                     os.pwrite(file.fileno(), b"*" * len(token), at)
 
@@ -166,7 +182,9 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what is left after a grace period. Safe to call twice."""
+        """SIGTERM to the group, SIGKILL to what is left after a grace period.
+        Safe to call twice.
+        """
         if self not in _running_servers:
             return  # its number may belong to somebody else by now
         self.request_stop()
@@ -234,14 +252,19 @@ def _stop_running_servers() -> None:
 
 @dataclass(frozen=True)
 class ServerSeat:
-    """The machine and devices of a server, where somebody else than `EngineServers` chooses them."""
+    """The machine and devices of a server, where somebody else than
+    `EngineServers` chooses them.
+    """
 
-    address: str = LOOPBACK  # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
+    # of its machine, as the trainer reaches it; another one than the trainer's unless loopback
+    address: str = LOOPBACK
     env: Mapping[str, str] = field(default_factory=dict)  # its devices
 
 
 class ServerLaunch(Protocol):
-    """One server, and how it is started. Before that it can be pickled, and started in another process."""
+    """One server, and how it is started. Before that it can be pickled, and started in
+    another process.
+    """
 
     @property
     def name(self) -> str: ...
@@ -257,13 +280,17 @@ class ServerLaunch(Protocol):
     def process(self) -> ServerProcessHandle | None:
         """The process; None before `start`."""
 
-    rendezvous_address: str  # of a part of a server that spans machines: what the first part said that it `get_rendezvous_address`
+    # of a part of a server that spans machines: what the first part said that
+    # it `get_rendezvous_address`
+    rendezvous_address: str
 
     def take_seat(self, seat: ServerSeat) -> None:
         """Take a seat, before `start`. Raises EngineError where the server cannot run there."""
 
     def get_rendezvous_address(self) -> str:
-        """Return, after `start`, HOST:PORT where other parts of this server find it; "": it has none."""
+        """Return, after `start`, HOST:PORT where other parts of this server find it;
+        "": it has none.
+        """
 
     def start(self) -> None:
         """A new process with a new token, and a new port."""
@@ -282,7 +309,9 @@ def launch_here(launch: ServerLaunch) -> ServerLaunch:
 
 
 class EngineServers:
-    """Servers that were started together. A context manager: they stop when it ends. Thread-safe."""
+    """Servers that were started together. A context manager:
+    they stop when it ends. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -290,7 +319,9 @@ class EngineServers:
         startup_timeout_s: float,
         progress: StartProgress | None = None,
     ) -> None:
-        """Starts all and waits until they are healthy. Raises EngineError; no server is left running then."""
+        """Starts all and waits until they are healthy. Raises EngineError; no server is
+        left running then.
+        """
         self._launch_by_name = {launch.name: launch for launch in launches}
         self._address_by_name: dict[str, EngineAddress] = {}
         self._startup_timeout_s = startup_timeout_s
@@ -339,19 +370,23 @@ class EngineServers:
         process = self.get_process(name)
         if process.exit_code is None:
             return None
-        return f"it exited with code {process.exit_code}; the end of {process.log}:\n{process.read_log_tail(_ENDING_LINES)}"
+        return (
+            f"it exited with code {process.exit_code}; the end of"
+            f" {process.log}:\n{process.read_log_tail(_ENDING_LINES)}"
+        )
 
     def kill_server(self, name: str) -> None:
         """SIGKILL to its process group, at once."""
         self.get_process(name).kill()
 
     def restart_server(self, name: str) -> EngineAddress:
-        """Kill what is left of that server and start it again: another port, another token, the log so far kept under a
-        number. Blocks until it is healthy.
+        """Kill what is left of that server and start it again: another port, another token, the log
+        so far kept under a number. Blocks until it is healthy.
 
         Raises EngineError; it does not run then.
         """
-        launch, old = self._launch_by_name[name], self.get_process(name)
+        launch = self._launch_by_name[name]
+        old = self.get_process(name)
         old.kill()
         old.archive_log()
         with self._lock:
@@ -387,19 +422,22 @@ def await_server_ready(
 ) -> None:
     """Poll `is_ready` until it is true. `deadline`: of time.monotonic().
 
-    Raises EngineError with the end of the server's log when it exits, EngineTimeoutError at the deadline.
+    Raises EngineError with the end of the server's log when it exits, EngineTimeoutError
+    at the deadline.
     """
     start = reported = time.monotonic()
     while not is_ready():
         now = time.monotonic()
         if server_process.exit_code is not None:
             raise EngineError(
-                f"{server_process.name} exited with code {server_process.exit_code} before it was ready; the end of {server_process.log}:\n"
+                f"{server_process.name} exited with code {server_process.exit_code} before it was"
+                f" ready; the end of {server_process.log}:\n"
                 f"{server_process.read_log_tail()}"
             )
         if now > deadline:
             raise EngineTimeoutError(
-                f"{server_process.name} was not ready after {now - start:.0f} s (rollout.startup_timeout_s); the end of"
+                f"{server_process.name} was not ready after {now - start:.0f} s"
+                " (rollout.startup_timeout_s); the end of"
                 f" {server_process.log}:\n{server_process.read_log_tail()}"
             )
         if progress is not None and now - reported >= 1.0:

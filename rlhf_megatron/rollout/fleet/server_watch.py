@@ -13,7 +13,9 @@ _RETRY_S = 0.5  # after a health check that failed at once
 
 
 class ServerWatch:
-    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless `stop_watching` came before."""
+    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless
+    `stop_watching` came before.
+    """
 
     def __init__(
         self,
@@ -25,8 +27,10 @@ class ServerWatch:
         timeout_s: float,
         poll_s: float = PROCESS_POLL_S,
     ) -> None:
-        """`check_health`: raises EngineError where it has not answered well within so many seconds. `describe_exit`: how its process
-        ended, None while it runs, looked at every `poll_s`. A first check comes after `interval_s`."""
+        """`check_health`: raises EngineError where it has not answered well within so many seconds.
+        `describe_exit`: how its process ended, None while it runs, looked at every `poll_s`. A
+        first check comes after `interval_s`.
+        """
         self._check_health = check_health
         self._describe_exit = describe_exit
         self._on_ill = on_ill
@@ -52,7 +56,9 @@ class ServerWatch:
                 return
 
     def _find_health_problem(self) -> str | None:
-        """Check the health once; None: it answered. A check that fails at once is repeated until the time is over."""
+        """Check the health once; None: it answered. A check that fails at once is repeated until
+        the time is over.
+        """
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
@@ -64,8 +70,8 @@ class ServerWatch:
                     return words
                 if time.monotonic() >= deadline:
                     return (
-                        f"no good answer to a health check within rollout.health_timeout_s ({self._timeout_s:g} s):"
-                        f" {error}"
+                        "no good answer to a health check within rollout.health_timeout_s"
+                        f" ({self._timeout_s:g} s): {error}"
                     )
             if self._stop_event.wait(_RETRY_S):
                 return None

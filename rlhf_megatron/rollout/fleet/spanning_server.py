@@ -1,5 +1,6 @@
-"""A server that spans machines: a part on each, one process group. The first part answers for all, and where one part
-has ended all are: who watches such a server sees one process."""
+"""A server that spans machines: a part on each, one process group. The first part answers for all,
+and where one part has ended all are: who watches such a server sees one process.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ class SpanningServerLaunch:
         raise AssertionError("each part has its own")
 
     def start(self) -> None:
-        """Start the first part, which says where they meet and waits there, then the others. Raises EngineError."""
+        """Start the first part, which says where they meet and waits there, then the others.
+        Raises EngineError.
+        """
         first, *others = self.parts
         first.start()
         self.started_parts = [first]
@@ -114,8 +117,11 @@ class SpanningServerLaunch:
         return ""
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Wait until all parts are up. Raises the EngineError of the part that fails first: the others wait for it."""
-        calls, waits = EngineCallLog(), []
+        """Wait until all parts are up. Raises the EngineError of the part that fails first: the
+        others wait for it.
+        """
+        calls = EngineCallLog()
+        waits = []
         for part in self.started_parts:
             told = progress if part is self.parts[0] else None
             waits.append(
@@ -127,6 +133,9 @@ class SpanningServerLaunch:
         for part, found in zip(self.started_parts, waits, strict=True):
             error = found.exception() if found in finished else None
             if isinstance(error, EngineError):
-                words = f"{self.name} is on {len(self.parts)} machines, and {part.name} did not start: {error}"
+                words = (
+                    f"{self.name} is on {len(self.parts)} machines, and {part.name} did not"
+                    f" start: {error}"
+                )
                 raise type(error)(words) from error
         return next(found for found in waits if found in finished).result()

@@ -1,4 +1,6 @@
-"""Continuous batching over a `LocalModel`: a group's prompt is read once, finished samples leave, waiting ones join."""
+"""Continuous batching over a `LocalModel`: a group's prompt is read once, finished samples leave,
+waiting ones join.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
 
 
 class BatchGenerator:
-    """The decoding loop. One thread calls it. Rows times columns of the cache never pass `max_num_batched_tokens`."""
+    """The decoding loop. One thread calls it. Rows times columns of the cache never
+    pass `max_num_batched_tokens`.
+    """
 
     def __init__(self, model: LocalModel, max_num_seqs: int, max_num_batched_tokens: int) -> None:
         self.model = model
@@ -54,7 +58,8 @@ class BatchGenerator:
 
     def check_request(self, request: GenerateRequest) -> None:
         """Raises ValueError naming what this engine cannot do."""
-        params, num_prompt = request.params, len(request.prompt_ids)
+        params = request.params
+        num_prompt = len(request.prompt_ids)
         if num_prompt == 0 or not request.seeds or params.max_new_tokens < 0:
             raise ValueError(
                 "a request needs at least one prompt token, one seed and max_new_tokens >= 0."
@@ -63,10 +68,8 @@ class BatchGenerator:
             request.num_given < 1 or params.temperature != 1 or request.routes_dir
         ):
             raise ValueError(SCORING_RULE)
-        total, room = (
-            num_prompt + params.max_new_tokens,
-            min(self.model.max_positions, self.max_num_batched_tokens),
-        )
+        total = num_prompt + params.max_new_tokens
+        room = min(self.model.max_positions, self.max_num_batched_tokens)
         if total > room:
             name = (
                 "max_position_embeddings"
@@ -74,8 +77,8 @@ class BatchGenerator:
                 else "max_num_batched_tokens"
             )
             raise ValueError(
-                f"a prompt of {num_prompt} tokens and max_new_tokens {params.max_new_tokens} make {total}, but"
-                f" {name} is {room}; shorten the prompt or the response."
+                f"a prompt of {num_prompt} tokens and max_new_tokens {params.max_new_tokens} make"
+                f" {total}, but {name} is {room}; shorten the prompt or the response."
             )
         if min(request.prompt_ids) < 0 or max(request.prompt_ids) >= self.model.vocab_size:
             raise ValueError(
@@ -83,7 +86,8 @@ class BatchGenerator:
             )
         if not 0 <= request.num_given < num_prompt:
             raise ValueError(
-                f"num_given ({request.num_given}) must be below the number of prompt tokens, {num_prompt}."
+                f"num_given ({request.num_given}) must be below the number of prompt"
+                f" tokens, {num_prompt}."
             )
         if min(request.seeds) < 0 or max(request.seeds) >= 1 << 63:
             raise ValueError("seeds must lie in [0, 2^63).")
@@ -123,7 +127,9 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def abort_samples(self, samples: Sequence[PendingSample] | None = None) -> list[PendingSample]:
-        """End the given (None: all) unfinished samples with reason "abort" and what they have so far."""
+        """End the given (None: all) unfinished samples with reason "abort" and what
+        they have so far.
+        """
         chosen = None if samples is None else set(map(id, samples))
         rows = [
             row
@@ -146,7 +152,9 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def retract_samples(self) -> None:
-        """Put all samples back into the queue with the tokens they have; the cache is read anew when they go on."""
+        """Put all samples back into the queue with the tokens they have; the cache is read anew
+        when they go on.
+        """
         running = self._remove_rows(
             list(range(len(self._running_samples))), [None] * len(self._running_samples)
         )
@@ -158,8 +166,9 @@ class BatchGenerator:
         )
 
     def set_policy_version(self, version: int) -> None:
-        """The weights are others now. Running samples go on with the keys and values that they have; what was read for
-        samples without a token is read anew."""
+        """The weights are others now. Running samples go on with the keys and values that they
+        have; what was read for samples without a token is read anew.
+        """
         self.policy_version = version
         for row, member in enumerate(self._running_samples):
             member.record_version(
@@ -179,7 +188,9 @@ class BatchGenerator:
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values. Any thread may ask: copying a deque is one step of the interpreter."""
+        """Memory of keys and values. Any thread may ask: copying a deque is one step of
+        the interpreter.
+        """
         return count_storage_bytes(
             [
                 self._cache_slots.cache,
@@ -221,7 +232,9 @@ class BatchGenerator:
         self._prefilled_batches = deque(batch for batch in self._prefilled_batches if batch.groups)
 
     def _admit_waiting_samples(self) -> list[PendingSample]:
-        """Fill free rows from the queue. Returns those that finished at once (a first token that ends them)."""
+        """Fill free rows from the queue. Returns those that finished at once (a first token
+        that ends them).
+        """
         finished: list[PendingSample] = []
         while len(self._running_samples) < self.max_num_seqs and (
             self._prefilled_batches or self._has_waiting_prompts
@@ -255,10 +268,8 @@ class BatchGenerator:
             log_probs = self.model.score_tokens(ids, first.num_given, _LOGITS_TOKENS).tolist()
             for member in group.waiting_samples:
                 member.record_version(self.policy_version, 0)
-                member.token_ids, member.log_probs = (
-                    group.context_ids[-first.num_given :],
-                    list(log_probs),
-                )
+                member.token_ids = group.context_ids[-first.num_given :]
+                member.log_probs = list(log_probs)
                 member.finish_reason = "length"
                 finished.append(member)
         return finished
@@ -282,7 +293,8 @@ class BatchGenerator:
             ):
                 break
             chosen.append(self._waiting_groups.popleft())
-            longest, num_tokens = max(longest, length), num_tokens + length
+            longest = max(longest, length)
+            num_tokens = num_tokens + length
             num_samples += len(group.waiting_samples)
         device = self.model.device
         padded = [group.context_ids + [0] * (longest - len(group.context_ids)) for group in chosen]
@@ -364,7 +376,8 @@ class BatchGenerator:
         self._reserve_slots(num_rows, columns)
         slots = self._cache_slots
         columns = min(round_up_columns(columns), slots.num_columns)
-        rows, ages = slots.row_numbers[:num_rows], slots.ages[:num_rows]
+        rows = slots.row_numbers[:num_rows]
+        ages = slots.ages[:num_rows]
         is_hidden = slots.column_numbers[:columns] > ages.unsqueeze(1)
         mask = torch.zeros(
             num_rows, 1, 1, columns, dtype=self.model.dtype, device=self.model.device
@@ -376,11 +389,13 @@ class BatchGenerator:
 
     def _draw_tokens(self, first_row: int, logits: Tensor) -> list[PendingSample]:
         """Draw a token for rows `first_row` and on, keep it, and let those leave that it ends."""
-        slots, last = self._cache_slots, len(self._running_samples)
+        slots = self._cache_slots
+        last = len(self._running_samples)
         span = slice(first_row, last)
         slots.ages[span] += 1
         slots.host_ages[span] += 1
-        rows, ages = slots.row_numbers[span], slots.ages[span]
+        rows = slots.row_numbers[span]
+        ages = slots.ages[span]
         num_drawn = ages - slots.prompt_lengths[span]
         tokens, log_probs = self._row_sampling.sample_rows(
             span, logits, slots.stop_ids[span], slots.seeds[span], num_drawn
@@ -400,7 +415,9 @@ class BatchGenerator:
     def _remove_rows(
         self, rows: list[int], reasons: Sequence[FinishReason | None]
     ) -> list[PendingSample]:
-        """Take rows out: their samples get their tokens, and the last running rows move into the gaps."""
+        """Take rows out: their samples get their tokens, and the last running rows move
+        into the gaps.
+        """
         if not rows:
             return []
         slots = self._cache_slots

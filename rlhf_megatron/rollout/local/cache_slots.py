@@ -1,7 +1,8 @@
-"""Samples on their way through the generator, and the rows of those that run as static tensors: cache, tokens drawn so
-far, and what sampling needs to know of each.
+"""Samples on their way through the generator, and the rows of those that run as static tensors:
+cache, tokens drawn so far, and what sampling needs to know of each.
 
-A token's column is its position in the whole sequence, prompt included. Rows 0 .. n-1 are in use, without gaps.
+A token's column is its position in the whole sequence, prompt included. Rows 0 .. n-1 are in
+use, without gaps.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ def round_up_columns(num_columns: int) -> int:
 
 
 class CacheSlots:
-    """`ages[i]`: tokens of row i that lie in the cache; its newest token, `tokens[i, ages[i]]`, does not yet."""
+    """`ages[i]`: tokens of row i that lie in the cache; its newest token,
+    `tokens[i, ages[i]]`, does not yet.
+    """
 
     def __init__(
         self, model: LocalModel, num_rows: int, num_columns: int, num_stop_ids: int = 1
@@ -99,8 +102,9 @@ class CacheSlots:
         seeds: Sequence[int],
         stop_ids: Sequence[tuple[int, ...]],
     ) -> None:
-        """Fill rows `first_row` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N, P, Hk, D] and of
-        `routes` [N, P, layers, experts]."""
+        """Fill rows `first_row` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N,
+        P, Hk, D] and of `routes` [N, P, layers, experts].
+        """
         device = self.model.device
         rows = slice(first_row, first_row + len(sources))
         columns = min(keys_values.shape[3], self.num_columns)
@@ -117,7 +121,8 @@ class CacheSlots:
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
         """Overwrite rows `targets` with rows `sources`; `num_columns` of the cache are in use."""
         device = self.model.device
-        source, target = torch.tensor(sources, device=device), torch.tensor(targets, device=device)
+        source = torch.tensor(sources, device=device)
+        target = torch.tensor(targets, device=device)
         self.cache[:, :, target, :num_columns] = self.cache[:, :, source, :num_columns]
         self.routes[target, :num_columns] = self.routes[source, :num_columns]
         self.tokens[target, : num_columns + 1] = self.tokens[source, : num_columns + 1]
@@ -191,8 +196,8 @@ class PendingSample:
         )
 
     def record_routes(self, routes: Tensor) -> None:
-        """Note the experts that the tokens read so far met: [tokens, layers, experts]. Tokens that are read anew,
-        after new weights came, keep those that they met when the response was drawn.
+        """Note the experts that the tokens read so far met: [tokens, layers, experts]. Tokens that
+        are read anew, after new weights came, keep those that they met when the response was drawn.
         """
         if self.routes_dir:
             self.routes.append(routes[sum(map(len, self.routes)) :].to("cpu", copy=True))

@@ -1,7 +1,9 @@
 """The decode loop in its own thread. HTTP handlers hand it requests and calls and get futures back.
 
-Closed: the requests of one generate call are decoded together and with nothing else, in a cache that holds no trace of
-earlier ones. What a call returns then depends on its requests, the weights and the settings alone, to the bit."""
+Closed: the requests of one generate call are decoded together and with nothing else, in a cache
+that holds no trace of earlier ones. What a call returns then depends on its requests, the weights
+and the settings alone, to the bit.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ class _DecodeJob:
 
 
 class DecodeService:
-    """All methods but `submit_generate`, `run_in_decode_loop` and `close` run in the loop's thread: reach them through `run_in_decode_loop`."""
+    """All methods but `submit_generate`, `run_in_decode_loop` and `close` run in the loop's thread:
+    reach them through `run_in_decode_loop`.
+    """
 
     def __init__(
         self, generator: BatchGenerator, weights: WeightReceiver, is_isolated: bool = False
@@ -80,8 +84,9 @@ class DecodeService:
     def submit_generate(
         self, requests: Sequence[GenerateRequest], call_name: str = ""
     ) -> tuple[_DecodeJob, Future[None]]:
-        """Returns the job, whose `future` has the samples, and the future of its admission (ValueError, StaleError).
-        `call_name`: for `abort_calls`."""
+        """Returns the job, whose `future` has the samples, and the future of its admission
+        (ValueError, StaleError). `call_name`: for `abort_calls`.
+        """
         job = _DecodeJob(requests, call_name)
         return job, self.run_in_decode_loop(lambda: self._accept_job(job))
 
@@ -141,7 +146,9 @@ class DecodeService:
         self._deliver_samples(self.generator.abort_samples(members))
 
     def abort_calls(self, call_names: Collection[str] = ()) -> None:
-        """End all samples, also of requests that came during a pause; with `call_names` those of these calls."""
+        """End all samples, also of requests that came during a pause; with `call_names` those
+        of these calls.
+        """
         if call_names:
             self._abort_named_calls(set(call_names))
             return
@@ -172,8 +179,9 @@ class DecodeService:
         self._deliver_samples(self.generator.abort_samples())
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:
-        """Pauses as `Engine.pause` says. A second pause treats what waits since the first one began as its mode says;
-        requests that came during the pause go on waiting in any mode."""
+        """Pauses as `Engine.pause` says. A second pause treats what waits since the first one began
+        as its mode says; requests that came during the pause go on waiting in any mode.
+        """
         self.pause_mode = mode
         if mode == "abort":
             self._abort_all_jobs()
@@ -191,7 +199,9 @@ class DecodeService:
             self.generator.retract_samples()
 
     def begin_weight_update(self, version: int, is_full_resync: bool) -> None:
-        """Opens a sync. What was paused in place goes on with a cache of the old weights, as that mode asks for."""
+        """Opens a sync. What was paused in place goes on with a cache of the old weights, as that
+        mode asks for.
+        """
         self.weights.begin_sync(version, is_full_resync)
         self._retract_unless_in_place()
 
@@ -201,7 +211,9 @@ class DecodeService:
         segments: Sequence[LentSegment] | None = None,
         exchange: BucketExchange | None = None,
     ) -> None:
-        """`segments`: where the bucket lies; `exchange`: how it is sent; without either it is in its file."""
+        """`segments`: where the bucket lies; `exchange`: how it is sent; without either it
+        is in its file.
+        """
         with self._fail_jobs_if_sync_fails():
             self.weights.load_bucket(manifest, segments, exchange)
 
@@ -214,8 +226,9 @@ class DecodeService:
 
     @contextmanager
     def _fail_jobs_if_sync_fails(self) -> Iterator[None]:
-        """When the open sync fails in the block, requests that wait for its end fail with the reason. An error of a
-        bucket or commit that belongs to no open sync is its caller's alone."""
+        """When the open sync fails in the block, requests that wait for its end fail with the
+        reason. An error of a bucket or commit that belongs to no open sync is its caller's alone.
+        """
         was_open = self.weights.is_sync_open
         try:
             yield
@@ -225,7 +238,9 @@ class DecodeService:
             raise
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Frees memory; what runs waits until the cache is back and a full sync has brought weights."""
+        """Frees memory; what runs waits until the cache is back and a full sync has
+        brought weights.
+        """
         if "weights" in memory_parts:
             self._retract_unless_in_place()
             self.weights.release_memory()
@@ -236,15 +251,15 @@ class DecodeService:
         release_unused_memory(self.generator.model.device)
 
     def _restart_jobs(self) -> None:
-        """Closed: what runs goes back to its prompts. If it went on, its last bits would tell of the interruption."""
+        """Closed: what runs goes back to its prompts. If it went on, its last bits would tell of
+        the interruption.
+        """
         jobs = list({id(job): job for job in self._job_by_sample.values()}.values())
         self._job_by_sample.clear()
         self.generator.abort_samples()
         for job in jobs:
-            job.sample_groups, job.num_unfinished = (
-                [],
-                sum(len(request.seeds) for request in job.requests),
-            )
+            job.sample_groups = []
+            job.num_unfinished = sum(len(request.seeds) for request in job.requests)
         self._queued_jobs.extendleft(reversed(jobs))
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:

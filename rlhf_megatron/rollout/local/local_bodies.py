@@ -1,5 +1,6 @@
-"""Requests and samples as JSON, on both ends of the local engine's HTTP interface. The docstring of a body is its form
-in words, for messages."""
+"""Requests and samples as JSON, on both ends of the local engine's HTTP interface. The docstring of
+a body is its form in words, for messages.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ T = TypeVar("T")
 
 
 def _make_strict_struct(dataclass_type: type, **field_types: Any) -> Any:
-    """A dataclass as a form that refuses unknown fields. `types`: of fields that have such a form themselves."""
+    """A dataclass as a form that refuses unknown fields. `types`: of fields that have such a
+    form themselves.
+    """
     hints = get_type_hints(dataclass_type) | field_types
     members = [
         (f.name, hints[f.name], *(() if f.default is MISSING else (f.default,)))
@@ -48,14 +51,17 @@ class VerbBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class GenerateBody(VerbBody):
-    """{"requests": [{"prompt_ids": [...], "seeds": [...], "params": {"max_new_tokens": N, ...}}], "name": "..."}"""
+    """{"requests": [{"prompt_ids": [...], "seeds": [...], "params": {"max_new_tokens": N, ...}}],
+    "name": "..."}
+    """
 
     requests: list[_RequestBody]  # type: ignore[valid-type]
     name: str = ""
 
     def to_requests(self) -> list[GenerateRequest]:
         """The requests as what they are."""
-        as_dict, given = msgspec.structs.asdict, cast("list[Any]", self.requests)
+        as_dict = msgspec.structs.asdict
+        given = cast("list[Any]", self.requests)
         return [
             GenerateRequest(**as_dict(r) | {"params": SamplingParams(**as_dict(r.params))})
             for r in given
@@ -81,7 +87,9 @@ class BeginUpdateBody(CommitUpdateBody):
 
 
 class LentBucketBody(VerbBody):
-    """{"manifest": {...}, "memory": [{"start": N, "memory": {"device": "...", "handle": "...", ...}}]}"""
+    """{"manifest": {...}, "memory": [{"start": N, "memory": {"device": "...", "handle":
+    "...", ...}}]}
+    """
 
     manifest: msgspec.Raw
     memory: tuple[LentSegment, ...]
@@ -92,7 +100,9 @@ class LentBucketBody(VerbBody):
 
 
 class ExchangedBucketBody(VerbBody):
-    """{"manifest": {...}, "exchange": {"link": "...", "num_senders": N, "messages": [[{"source": N, ...}]]}}"""
+    """{"manifest": {...}, "exchange": {"link": "...", "num_senders": N, "messages":
+    [[{"source": N, ...}]]}}
+    """
 
     manifest: msgspec.Raw
     exchange: BucketExchange
@@ -154,5 +164,6 @@ def decode_samples(data: bytes) -> list[list[GeneratedSample]]:
 
 
 def _convert_to_columns(sample: GeneratedSample) -> GeneratedSample:
-    ids, log_probs = np.array(sample.token_ids, np.int32), np.array(sample.log_probs, np.float64)
+    ids = np.array(sample.token_ids, np.int32)
+    log_probs = np.array(sample.log_probs, np.float64)
     return replace(sample, token_ids=TokenColumn(ids), log_probs=TokenColumn(log_probs))

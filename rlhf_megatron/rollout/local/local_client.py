@@ -48,7 +48,9 @@ class LocalGenerationQuery(GenerationQuery):
 
 
 class LocalEngine:
-    """Thread-safe client of `rollout.local.local_server`. `admin_timeout_s`: deadline of every verb but `generate`."""
+    """Thread-safe client of `rollout.local.local_server`. `admin_timeout_s`: deadline of every verb
+    but `generate`.
+    """
 
     def __init__(self, address: EngineAddress, admin_timeout_s: float = 120.0) -> None:
         self.address = address
@@ -77,7 +79,10 @@ class LocalEngine:
                     LocalGenerationQuery(self.address, tuple(requests), timeout_s, left, name)
                 )
         except TimeoutError as error:
-            words = f"{self.address.name} ({self.address.url}/generate): no connection within {timeout_s:g} s."
+            words = (
+                f"{self.address.name} ({self.address.url}/generate): no connection within"
+                f" {timeout_s:g} s."
+            )
             raise EngineTimeoutError(words) from error
         except EngineError as error:
             if local_bodies.STALE_ANSWER in str(error):
@@ -114,14 +119,18 @@ class LocalEngine:
     def join_link(
         self, invitation: LinkInvitation, sender: str, num_senders: int, timeout_s: float
     ) -> None:
-        """Make the engine the last rank of a group with the ranks of a copy. Returns when all have joined."""
+        """Make the engine the last rank of a group with the ranks of a copy. Returns when
+        all have joined.
+        """
         body = {"invitation": invitation, "sender": sender, "num_senders": num_senders}
         self._http.post("/join_link", msgspec.json.encode(body).decode(), timeout_s)
 
     def receive_weights(
         self, manifest: BucketManifest, exchange: BucketExchange, timeout_s: float
     ) -> None:
-        """Load weights as `update_weights` does, from what the ranks of that copy send meanwhile."""
+        """Load weights as `update_weights` does, from what the ranks of that
+        copy send meanwhile.
+        """
         body = {"manifest": msgspec.Raw(manifest.encode_json().encode()), "exchange": exchange}
         self._http.post("/take_weights", msgspec.json.encode(body).decode(), timeout_s)
 
@@ -148,8 +157,9 @@ class LocalEngine:
         self._http.get("/health", timeout_s)
 
     def fetch_server_info(self) -> dict[str, Any]:
-        """The server's description of itself: kind, dtype, device, limits, capabilities, version, stale, stale_reason,
-        pause_mode, released parts, memory."""
+        """The server's description of itself: kind, dtype, device, limits, capabilities, version,
+        stale, stale_reason, pause_mode, released parts, memory.
+        """
         return self._http.get("/info", self._admin_timeout_s)
 
     def get_served_version(self) -> int | None:

@@ -1,4 +1,6 @@
-"""Start bundled servers: their arguments, token and ready files, and the port that the kernel gives each."""
+"""Start bundled servers: their arguments, token and ready files, and the port that the
+kernel gives each.
+"""
 
 from __future__ import annotations
 
@@ -30,9 +32,11 @@ from rlhf_megatron.rollout.sglang.sglang_environment import VISIBLE_DEVICES
 def assign_local_devices(
     num_engines: int, visible_devices: Sequence[str], num_trainer_devices: int, is_shared: bool
 ) -> list[dict[str, str]]:
-    """Per server the environment that gives it one of a machine's `visible_devices` devices: in turns those that the trainer's
-    ranks, who have the first, leave free; theirs where they leave none or all take turns (`is_shared`). It sees theirs
-    behind its own: it opens memory that they share."""
+    """Per server the environment that gives it one of a machine's `visible_devices` devices: in
+    turns those that the trainer's ranks, who have the first, leave free; theirs where they leave
+    none or all take turns (`is_shared`). It sees theirs behind its own: it opens memory
+    that they share.
+    """
     of_ranks = list(visible_devices[:num_trainer_devices])
     free = ([] if is_shared else list(visible_devices[num_trainer_devices:])) or of_ranks
     if not free:
@@ -61,8 +65,9 @@ def start_local_engines(
 ) -> EngineServers:
     """Start `num_engines` bundled servers and wait until all are healthy.
 
-    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a server (e.g. with
-    CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no server is left running then.
+    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a
+    server (e.g. with CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no
+    server is left running then.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -113,10 +118,12 @@ class _LocalServerLaunch:
     def take_seat(self, seat: ServerSeat) -> None:
         if seat.address != LOOPBACK and not self.transfer_dir.is_dir():
             raise EngineError(
-                f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
-                f" ({self.transfer_dir}) is not; set rollout.transfer_dir to a directory that all machines see."
+                f"{self.name} was given a place on {seat.address}, where the run's transfer"
+                f" directory ({self.transfer_dir}) is not; set rollout.transfer_dir to a directory"
+                " that all machines see."
             )
-        self.host, self.env = seat.address, {**self.env, **seat.env}
+        self.host = seat.address
+        self.env = {**self.env, **seat.env}
 
     def get_rendezvous_address(self) -> str:
         return ""

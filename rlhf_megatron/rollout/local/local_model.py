@@ -1,12 +1,13 @@
-"""A transformers causal LM behind the two forward passes that the generator needs, with attention over the generator's
-own key-value cache.
+"""A transformers causal LM behind the two forward passes that the generator needs, with attention
+over the generator's own key-value cache.
 
-A forward pass carries a `PrefillAttention` or a `DecodeAttention` object through the model's keyword arguments to each layer, which
-takes its keys and values in and attends. So no cache class of transformers is involved and transformers builds no
-mask.
+A forward pass carries a `PrefillAttention` or a `DecodeAttention` object through the model's
+keyword arguments to each layer, which takes its keys and values in and attends. So no cache class
+of transformers is involved and transformers builds no mask.
 
-Shapes: N rows, P prompt columns, S cache columns, Hq / Hk query / key heads, D head size, Dv that of values: D, or less
-in latent attention, whose values take the first part of their places in the cache.
+Shapes: N rows, P prompt columns, S cache columns, Hq / Hk query / key heads, D head size, Dv that
+of values: D, or less in latent attention, whose values take the first part of their
+places in the cache.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class AttentionLimits:
     def add_sink_key(
         self, key: Tensor, value: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a key of zeros, whose logit the mask makes the sink. key, value [N, H, K, *]; mask [*, Hq, P, K], or
-        [*, Hk, Hq / Hk, K] where query heads stand for rows."""
+        """Add a key of zeros, whose logit the mask makes the sink. key, value [N, H, K, *]; mask
+        [*, Hq, P, K], or [*, Hk, Hq / Hk, K] where query heads stand for rows.
+        """
         if self.sinks is None:
             return key, value, mask
         sinks = self.sinks.to(mask.dtype).view(mask.shape[1], -1, 1).expand(*mask.shape[:-1], 1)
@@ -54,7 +56,9 @@ class AttentionLimits:
 
 @dataclass
 class PrefillAttention:
-    """Whole prompts, right-padded: causal attention needs no mask, and what stands behind a prompt is never read."""
+    """Whole prompts, right-padded: causal attention needs no mask, and what stands behind a prompt
+    is never read.
+    """
 
     keys_values: Tensor  # [2, layers, N, P, Hk, D], filled layer by layer
 
@@ -72,7 +76,8 @@ class PrefillAttention:
         self.keys_values[1, layer, ..., : value.shape[-1]] = value.transpose(1, 2)
         repeats = query.shape[1] // key.shape[1]
         if repeats > 1:
-            key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)
+            key = key.repeat_interleave(repeats, 1)
+            value = value.repeat_interleave(repeats, 1)
         if limits.window or limits.sinks is not None:
             places = torch.arange(query.shape[2], device=query.device)
             before = places[:, None] - places
@@ -111,17 +116,18 @@ class DecodeAttention:
         limits: AttentionLimits,
     ) -> Tensor:
         """query [N, Hq, 1, D], key [N, Hk, 1, D], value [N, Hk, 1, Dv] -> [N, 1, Hq, Dv]."""
-        keys, values = (
-            self.keys_values[0, layer],
-            self.keys_values[1, layer, ..., : value.shape[-1]],
-        )
+        keys = self.keys_values[0, layer]
+        values = self.keys_values[1, layer, ..., : value.shape[-1]]
         keys[self.rows, self.positions] = key.squeeze(2)
         values[self.rows, self.positions] = value.squeeze(2)
         num_rows, num_heads, _, head_size = query.shape
         num_key_heads = key.shape[1]
-        # The query heads that share a key head take the place of the query length: no key is repeated.
+        # The query heads that share a key head take the place of the query length: no
+        # key is repeated.
         grouped = query.reshape(num_rows, num_key_heads, num_heads // num_key_heads, head_size)
-        keys, values, mask = keys.transpose(1, 2), values.transpose(1, 2), self.mask
+        keys = keys.transpose(1, 2)
+        values = values.transpose(1, 2)
+        mask = self.mask
         if limits.window:
             columns = torch.arange(keys.shape[2], device=keys.device)
             is_hidden = columns <= self.positions[:, None] - limits.window
@@ -166,7 +172,9 @@ def install_rollout_attention(model: Any) -> None:
 
 
 class LocalModel:
-    """Weights and forward passes. `module` is the transformers model; its parameters are read at every call."""
+    """Weights and forward passes. `module` is the transformers model; its parameters are read
+    at every call.
+    """
 
     def __init__(self, module: Any) -> None:
         config = module.config.get_text_config()
@@ -183,24 +191,27 @@ class LocalModel:
         self._picked_experts: list[
             Tensor
         ] = []  # of a forward pass: the experts of its tokens in each layer that has any
-        self.num_expert_layers, self.top_k = (
-            self._hook_expert_layers(),
-            int(getattr(config, "num_experts_per_tok", 0) or 0),
-        )
+        self.num_expert_layers = self._hook_expert_layers()
+        self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self._lm_head = module.get_output_embeddings()
         first = next(module.parameters())
-        self.device, self.dtype = first.device, first.dtype
+        self.device = first.device
+        self.dtype = first.dtype
         expected = self._compute_stock_logits()
         install_rollout_attention(module)
         self._check_logits(expected)
 
     def make_cache(self, num_rows: int, num_columns: int) -> Tensor:
-        """[2, layers, rows, columns, key heads, head size] of zeros (never NaN, so that a masked column adds 0)."""
+        """[2, layers, rows, columns, key heads, head size] of zeros (never NaN, so that a masked
+        column adds 0).
+        """
         shape = (2, self.num_layers, num_rows, num_columns, self.num_key_heads, self.head_size)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def make_routes(self, num_rows: int, num_columns: int) -> Tensor:
-        """[rows, columns, layers with experts, experts of a token]: which experts the tokens in the cache met."""
+        """[rows, columns, layers with experts, experts of a token]: which experts the tokens in
+        the cache met.
+        """
         shape = (
             num_rows,
             num_columns,
@@ -210,8 +221,9 @@ class LocalModel:
         return torch.zeros(shape, dtype=torch.int16, device=self.device)
 
     def prefill_prompts(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Right-padded prompts [N, P] of `lengths` [N] -> logits of each last position [N, V], keys and values,
-        routes."""
+        """Right-padded prompts [N, P] of `lengths` [N] -> logits of each last position [N, V], keys
+        and values, routes.
+        """
         num_rows, num_columns = token_ids.shape
         state = PrefillAttention(self.make_cache(num_rows, num_columns))
         positions = torch.arange(num_columns, device=self.device).expand(num_rows, -1)
@@ -224,7 +236,9 @@ class LocalModel:
         )
 
     def score_tokens(self, token_ids: Tensor, num_given: int, num_tokens_at_once: int) -> Tensor:
-        """Log-probs [num_given] float32 of the last of these tokens [T]; logits of `num_tokens_at_once` are kept at a time."""
+        """Log-probs [num_given] float32 of the last of these tokens [T]; logits of
+        `num_tokens_at_once` are kept at a time.
+        """
         num_tokens = len(token_ids)
         state = PrefillAttention(self.make_cache(1, num_tokens))
         positions = torch.arange(num_tokens, device=self.device)[None]
@@ -243,7 +257,9 @@ class LocalModel:
         return torch.cat(found)
 
     def decode_tokens(self, token_ids: Tensor, state: DecodeAttention) -> tuple[Tensor, Tensor]:
-        """One more token a row: [N] ids at `state.positions` -> logits [N, V], routes [N, layers, experts]."""
+        """One more token a row: [N] ids at `state.positions` -> logits [N, V], routes [N,
+        layers, experts].
+        """
         hidden = self._run_forward(token_ids.unsqueeze(1), state.positions.unsqueeze(1), state)
         return self._lm_head(hidden.squeeze(1)), self._collect_routes(len(token_ids), 1)[:, 0]
 
@@ -284,7 +300,9 @@ class LocalModel:
 
     @torch.inference_mode()
     def _check_logits(self, expected_logits: Tensor) -> None:
-        """Refuse a family whose head is more than a matrix (soft-capped or scaled logits) before it samples a token."""
+        """Refuse a family whose head is more than a matrix (soft-capped or scaled logits) before it
+        samples a token.
+        """
         ids = self._make_probe_ids()
         logits, *_ = self.prefill_prompts(ids, torch.tensor([ids.shape[1]], device=self.device))
         tolerance = 1e-3 if self.dtype == torch.float32 else 0.1
@@ -292,8 +310,9 @@ class LocalModel:
         difference = ((logits.float() - expected_logits).abs().max() / scale).item()
         if difference > tolerance:  # NaN passes: weights that are not there yet
             raise ValueError(
-                f"the local engine's logits differ from transformers' by {difference:.3g} (relative; at most"
-                f" {tolerance}) for {type(self.module).__name__}: its attention or head is not supported; use SGLang."
+                f"the local engine's logits differ from transformers' by {difference:.3g}"
+                f" (relative; at most {tolerance}) for {type(self.module).__name__}: its attention"
+                " or head is not supported; use SGLang."
             )
 
     def _make_probe_ids(self) -> Tensor:
@@ -301,7 +320,8 @@ class LocalModel:
 
 
 def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) -> LocalModel:
-    """Loads a Hugging Face directory. `load_weights` False: random weights, to be replaced by the first weight sync.
+    """Loads a Hugging Face directory. `load_weights` False: random weights, to be replaced by the
+    first weight sync.
 
     Raises ValueError when the directory lacks files, or a tensor is missing or has another shape.
     """
@@ -358,7 +378,9 @@ def _read_model_config(path: Path) -> Any:
 
 
 def _set_latent_norm_epsilon(module: Any) -> Any:
-    """transformers gives the norms inside of latent attention 1e-6, whatever rms_norm_eps says; SGLang does not."""
+    """transformers gives the norms inside of latent attention 1e-6, whatever rms_norm_eps says;
+    SGLang does not.
+    """
     for name, norm in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
             norm.variance_epsilon = module.config.rms_norm_eps
@@ -368,8 +390,8 @@ def _set_latent_norm_epsilon(module: Any) -> Any:
 def release_unused_memory(device: torch.device) -> None:
     """Hand what is free to the device and to the kernel, so that other processes can have it.
 
-    glibc keeps freed tensors of less than 32 MiB in its heap: without the trim a released model of small tensors stays
-    in the process to the last byte.
+    glibc keeps freed tensors of less than 32 MiB in its heap: without the trim a released model of
+    small tensors stays in the process to the last byte.
     """
     empty_device_cache(device)
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's alone

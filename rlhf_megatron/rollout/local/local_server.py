@@ -1,10 +1,11 @@
 """The bundled inference server: HTTP in the main thread, decoding in another.
 
-    python -m rlhf_megatron.rollout.local.local_server --model DIR --port 0 --ready-file F --token-file T --transfer-dir D
+    python -m rlhf_megatron.rollout.local.local_server --model DIR --port 0 --ready-file F
+        --token-file T --transfer-dir D
 
-Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is {"error": "..."} with
-400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too large), 503 (STALE, memory released,
-shutting down) or 500.
+Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is
+{"error": "..."} with 400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too
+large), 503 (STALE, memory released, shutting down) or 500.
 """
 
 from __future__ import annotations
@@ -68,8 +69,9 @@ def _make_error_response(status: int, message: str) -> web.Response:
 
 
 class MalformedRequestFilter(logging.Filter):
-    """Makes a line of aiohttp's traceback of a request that is no HTTP, and of those of a minute one: whoever can
-    connect can send them, and what was sent may hold a key."""
+    """Makes a line of aiohttp's traceback of a request that is no HTTP, and of those of a minute
+    one: whoever can connect can send them, and what was sent may hold a key.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,18 +85,18 @@ class MalformedRequestFilter(logging.Filter):
         if time.monotonic() < self._next_s:
             self._num_dropped += 1
             return False
-        record.msg, record.args = (
-            "refused a request that is no HTTP; %d more before it",
-            (self._num_dropped,),
-        )
+        record.msg = "refused a request that is no HTTP; %d more before it"
+        record.args = (self._num_dropped,)
         record.exc_info = record.exc_text = None
-        self._num_dropped, self._next_s = 0, time.monotonic() + _LOG_INTERVAL_S
+        self._num_dropped = 0
+        self._next_s = time.monotonic() + _LOG_INTERVAL_S
         return True
 
 
 def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
-    """Whether a browser may have sent it for a page of another site: one that it names as the origin, or one whose name
-    was made to lead to the loopback address."""
+    """Whether a browser may have sent it for a page of another site: one that it names as the
+    origin, or one whose name was made to lead to the loopback address.
+    """
     try:
         host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
     except ValueError:
@@ -105,7 +107,8 @@ def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
 def _make_request_guard(token: str, is_loopback: bool) -> Any:
     @web.middleware
     async def guard_request(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
-        given, wanted = request.headers.get("Authorization", ""), f"Bearer {token}"
+        given = request.headers.get("Authorization", "")
+        wanted = f"Bearer {token}"
         if is_from_web_page(request, is_loopback):
             return _make_error_response(
                 403, "web pages are not served; call this server by its loopback address."
@@ -232,7 +235,8 @@ class EngineVerbHandlers:
         return await self._run_in_decode_loop(lambda: None)
 
     async def handle_info(self, request: web.Request) -> web.Response:
-        weights, generator = self.service.weights, self.service.generator
+        weights = self.service.weights
+        generator = self.service.generator
         released = {"weights": weights.is_released, "kv_cache": generator.is_cache_released}
         state = {
             "version": None if weights.stale_reason else weights.version,
@@ -302,7 +306,10 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--deterministic",
         action="store_true",
-        help="decode each generate call by itself with deterministic algorithms: the same bits whatever else runs",
+        help=(
+            "decode each generate call by itself with deterministic algorithms: the same bits"
+            " whatever else runs"
+        ),
     )
     parser.add_argument(
         "--parent-pid", type=int, help="exit when this process, our parent, is gone"
@@ -310,7 +317,8 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     args = parser.parse_args(argv)
     if args.host not in LOOPBACK_NAMES and not args.allow_remote:
         parser.error(
-            f"--host {args.host} is reachable from other machines; add --allow-remote if that is meant."
+            f"--host {args.host} is reachable from other machines; add --allow-remote if"
+            " that is meant."
         )
     return args
 
@@ -323,13 +331,14 @@ def _build_service(args: argparse.Namespace) -> tuple[DecodeService, dict[str, A
 
     load_plugins(args.plugin)
     if args.deterministic:
-        # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a few hundred numbers,
-        # each in one thread block, in the same order every time.
+        # On CUDA torch lists no deterministic cumsum and would raise. Ours sum rows of at most a
+        # few hundred numbers, each in one thread block, in the same order every time.
         make_deterministic(warn_only=args.device != "cpu")
     is_loaded = args.load_weights == "true"
     if is_loaded and args.quantization is not None:
         raise ValueError(
-            f"--quantization {args.quantization} is of weight syncs; use --load-weights false with it."
+            f"--quantization {args.quantization} is of weight syncs; use --load-weights"
+            " false with it."
         )
     model = load_local_model(args.model, args.dtype, args.device, is_loaded)
     generator = BatchGenerator(model, args.max_num_seqs, args.max_num_batched_tokens)
@@ -371,7 +380,8 @@ async def _serve_until_stopped(
         await site.start()
     except OSError as error:
         raise ValueError(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}); --port 0 takes a free one."
+            f"cannot listen on {args.host}:{args.port} ({error.strerror}); --port 0 takes"
+            " a free one."
         ) from error
     port = runner.addresses[0][1]
     logger.info("listening on %s:%d", args.host, port)

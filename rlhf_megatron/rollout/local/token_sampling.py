@@ -1,11 +1,14 @@
-"""Sampling from softmax(logits / temperature) with random numbers that are a pure function of (seed, token position).
+"""Sampling from softmax(logits / temperature) with random numbers that are a pure function of
+(seed, token position).
 
-One uniform number a token and the inverse of the cumulative distribution: what a sample draws does not depend on its
-neighbours in the batch. What top-k, top-p and min-p leave out, in which order, and of what distribution the returned
-log-probs are, is as in SGLang's `pytorch` sampling backend (sglang/srt/layers/sampler.py, 0.5.21): log(softmax(logits /
-temperature)) of all tokens, -inf added to stop tokens before min_new_tokens.
+One uniform number a token and the inverse of the cumulative distribution: what a sample draws does
+not depend on its neighbours in the batch. What top-k, top-p and min-p leave out, in which order,
+and of what distribution the returned log-probs are, is as in SGLang's `pytorch` sampling backend
+(sglang/srt/layers/sampler.py, 0.5.21): log(softmax(logits / temperature)) of all tokens, -inf added
+to stop tokens before min_new_tokens.
 
-Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens, T most likely tokens."""
+Legend: N rows, V vocabulary, K blocks, W block width, S stop tokens, T most likely tokens.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,9 @@ def _mix_bits(values_N: Tensor) -> Tensor:
 
 
 def draw_uniforms(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
-    """[N] float64 in [0, 1): SplitMix64 (Steele et al. 2014), a stream a seed, read at `positions_N` (both int64)."""
+    """[N] float64 in [0, 1): SplitMix64 (Steele et al. 2014), a stream a seed, read at
+    `positions_N` (both int64).
+    """
     bits_N = _mix_bits(_mix_bits(seeds_N * _GOLDEN + _MIX1) + (positions_N + 1) * _GOLDEN)
     return (bits_N >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
 
@@ -50,8 +55,8 @@ def _invert_cumulative(cumulative_NM: Tensor, target_N1: Tensor) -> Tensor:
 def draw_tokens(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
     """[N] int64: the inverse of the cumulative distribution at `uniforms_N`.
 
-    Sums run in float64, over blocks of the vocabulary first and then inside of one, so that rare tokens of a large
-    vocabulary keep their probability. Rows need not sum to one exactly.
+    Sums run in float64, over blocks of the vocabulary first and then inside of one, so that rare
+    tokens of a large vocabulary keep their probability. Rows need not sum to one exactly.
     """
     num_rows, vocab = probs_NV.shape
     uniforms_N1 = uniforms_N.unsqueeze(-1)
@@ -74,7 +79,9 @@ def draw_tokens(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ProbabilityCuts:
-    """Which tokens rows leave out of the draw. A row that leaves out none keeps its probabilities to the bit."""
+    """Which tokens rows leave out of the draw. A row that leaves out none keeps its
+    probabilities to the bit.
+    """
 
     top_k_N: Tensor  # int64; _OFF: off
     top_p_N: Tensor  # float64; inf: off, since a sum that ends a little above 1 must not cut
@@ -104,10 +111,11 @@ class ProbabilityCuts:
     def zero_cut_probs(self, probs_NV: Tensor) -> Tensor:
         """The probabilities with zeros where a token is left out; not rescaled.
 
-        In order of probability (equal ones: the lower id first) a token stays when fewer than top_k stand before it,
-        their sum over the whole vocabulary is at most top_p, and it has at least min_p times the largest probability.
-        The most likely one always stays. SGLang sums in float32: sets may differ where a sum meets top_p to 1e-6, and a
-        row without top-p loses its least likely tokens there when its sum is rounded to more than 1.
+        In order of probability (equal ones: the lower id first) a token stays when fewer than top_k
+        stand before it, their sum over the whole vocabulary is at most top_p, and it has at least
+        min_p times the largest probability. The most likely one always stays. SGLang sums in
+        float32: sets may differ where a sum meets top_p to 1e-6, and a row without top-p loses its
+        least likely tokens there when its sum is rounded to more than 1.
         """
         vocab = probs_NV.shape[-1]
         keep_NV, is_short_N = self._find_kept_tokens(probs_NV, min(_NUM_TOP_TOKENS, vocab))
@@ -117,11 +125,11 @@ class ProbabilityCuts:
         return probs_NV.masked_fill(~(keep_NV | self.is_off_N.unsqueeze(-1)), 0.0)
 
     def _find_kept_tokens(self, probs_NV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-        """Return which tokens stay [N, V], found among the `num_top` most likely, and the rows for which these are
-        too few [N].
+        """Return which tokens stay [N, V], found among the `num_top` most likely, and the rows for
+        which these are too few [N].
 
-        All three conditions hold up to a rank and no further, and its probability is the threshold: the largest values
-        do, and no large vocabulary has to be sorted.
+        All three conditions hold up to a rank and no further, and its probability is the threshold:
+        the largest values do, and no large vocabulary has to be sorted.
         """
         top_NT = probs_NV.topk(num_top).values
         before_NT = top_NT.cumsum(-1, dtype=torch.float64) - top_NT
@@ -159,9 +167,11 @@ def sample_tokens(
     positions_N: Tensor,
     cuts: ProbabilityCuts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [N] int64 and their log-probs [N] float32 under softmax(logits / temperature), `cuts` or not.
+    """Tokens [N] int64 and their log-probs [N] float32 under softmax(logits / temperature),
+    `cuts` or not.
 
-    `temperatures_N`: float32 above 0; None: all are 1. `greedy_N`: bool, rows that take the most likely token; None:
+    `temperatures_N`: float32 above 0; None: all are 1. `greedy_N`: bool, rows that take the most
+    likely token; None:
     no row does. Greedy rows have temperature 1 in `temperatures_N`.
     """
     scaled_NV = logits_NV.float()
@@ -210,7 +220,9 @@ class RowSampling:
         seeds_N: Tensor,
         positions_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`sample_rows` for some of the rows, whose tensors are given; `positions_N`: tokens that each has drawn."""
+        """`sample_rows` for some of the rows, whose tensors are given; `positions_N`: tokens that
+        each has drawn.
+        """
         if self.min_new_tokens_N is not None:
             logits_NV = mask_stop_tokens(
                 logits_NV, stop_ids_NS, positions_N < self.min_new_tokens_N[rows]
@@ -239,12 +251,14 @@ def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
         raise ValueError(f"min_p ({params.min_p}) must be from 0 (off) to 1.")
     if not 0 <= params.min_new_tokens <= params.max_new_tokens:
         raise ValueError(
-            f"min_new_tokens ({params.min_new_tokens}) must be from 0 to max_new_tokens ({params.max_new_tokens})."
+            f"min_new_tokens ({params.min_new_tokens}) must be from 0 to"
+            f" max_new_tokens ({params.max_new_tokens})."
         )
     stops = set(params.stop_token_ids)
     if unknown := sorted(stop for stop in stops if not 0 <= stop < vocab_size):
         raise ValueError(
-            f"stop_token_ids ({unknown}) must be from 0 to {vocab_size - 1}: the model's vocabulary."
+            f"stop_token_ids ({unknown}) must be from 0 to {vocab_size - 1}: the"
+            " model's vocabulary."
         )
     if params.min_new_tokens and len(stops) == vocab_size:
         raise ValueError("min_new_tokens leaves nothing to draw: every token is in stop_token_ids.")

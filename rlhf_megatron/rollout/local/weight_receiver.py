@@ -1,9 +1,10 @@
 """The receiving side of a weight sync: a transaction over the parameters of the served model.
 
-A bucket is checked as a whole (file, names, shapes, dtypes) before a single byte is written, and after that its digests
-are compared with those of what stands in the parameters. Under FP8 that is blocks and scales; a `commit` makes of
-them the numbers that they stand for, with which the model computes. From `begin` until a `commit` that saw all of every
-parameter the engine is STALE, and it stays so after any failure.
+A bucket is checked as a whole (file, names, shapes, dtypes) before a single byte is written, and
+after that its digests are compared with those of what stands in the parameters. Under FP8 that is
+blocks and scales; a `commit` makes of them the numbers that they stand for, with which the model
+computes. From `begin` until a `commit` that saw all of every parameter the engine is STALE, and it
+stays so after any failure.
 """
 
 from __future__ import annotations
@@ -70,9 +71,11 @@ class ParameterSlice:
 
 
 def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]]:
-    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk each has three.
+    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk
+    each has three.
 
-    Of GPT-OSS, whose files do not tell experts apart either, an expert has an entry of each tensor, biases too.
+    Of GPT-OSS, whose files do not tell experts apart either, an expert has an entry of each
+    tensor, biases too.
     """
     kind = getattr(getattr(module, "config", None), "model_type", "")
     block, gate, up, down = _EXPERT_NAMES_ON_DISK.get(kind, _DEFAULT_EXPERT_NAMES)
@@ -91,7 +94,8 @@ def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]
         if found is None:
             yield name.replace(".mlp.gate.", f".{block}.gate."), ParameterSlice(parameter)
             continue
-        rows, half = parameter.shape[1], parameter.shape[1] // 2
+        rows = parameter.shape[1]
+        half = parameter.shape[1] // 2
         matrices = (
             {gate: (0, half), up: (half, rows)} if found[2] == "gate_up_proj" else {down: (0, rows)}
         )
@@ -104,7 +108,8 @@ def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]
 
 
 class WeightReceiver:
-    """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and their version.
+    """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and
+    their version.
 
     They are fit to serve when `stale_reason` is None.
     """
@@ -153,12 +158,14 @@ class WeightReceiver:
         self.links = EngineRankLinks()
 
     def begin_sync(self, version: int, is_full_resync: bool) -> None:
-        """Raises ValueError when `version` is not above the one that stands, or memory is released."""
+        """Raises ValueError when `version` is not above the one that stands,
+        or memory is released.
+        """
         lowest = -1 if self.version is None else self.version - int(is_full_resync)
         if version <= lowest or version < 0:
             raise ValueError(
-                f"version {version} must be above {lowest} (versions only rise); full_resync allows the same version"
-                " again."
+                f"version {version} must be above {lowest} (versions only rise); full_resync"
+                " allows the same version again."
             )
         if self.is_released:
             raise ValueError(
@@ -169,7 +176,9 @@ class WeightReceiver:
         self.stale_reason = f"a weight sync to version {version} is under way"
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
-        """Joins a link with a copy of the trainer. Raises RuntimeError where one does not come in time."""
+        """Joins a link with a copy of the trainer. Raises RuntimeError where one does
+        not come in time.
+        """
         self.links.join_link(invitation, sender, num_senders, 0, self._device)
 
     @property
@@ -182,10 +191,11 @@ class WeightReceiver:
         segments: Sequence[LentSegment] | None = None,
         exchange: BucketExchange | None = None,
     ) -> None:
-        """Check a bucket, in its file, in `segments` or as it comes by the `exchange`, and copy it into the parameters.
-        It may be overwritten then.
+        """Check a bucket, in its file, in `segments` or as it comes by the `exchange`, and copy it
+        into the parameters. It may be overwritten then.
 
-        Raises ValueError. The sync has failed then, but for a bucket of another sync, which changes nothing.
+        Raises ValueError. The sync has failed then, but for a bucket of another sync, which
+        changes nothing.
         """
         if manifest.version != self._open_version:
             raise ValueError(
@@ -241,11 +251,14 @@ class WeightReceiver:
             raise ValueError(f"{manifest.label}, file {manifest.file!r}: {words}") from error
 
     def _find_target_tensor(self, manifest: BucketManifest, entry: TensorEntry) -> Tensor:
-        """Return an entry's place in the model. Raises ValueError for an entry that does not fit."""
+        """Return an entry's place in the model. Raises ValueError for an entry
+        that does not fit.
+        """
         where = f"{manifest.label}, tensor {entry.name!r}"
         if entry.name not in self._slice_by_name:
             raise ValueError(
-                f"{where}: the engine's model has no parameter of that name (a tied head is not sent)."
+                f"{where}: the engine's model has no parameter of that name (a tied head"
+                " is not sent)."
             )
         part = self._slice_by_name[entry.name]
         if (
@@ -254,31 +267,38 @@ class WeightReceiver:
         ):
             raise ValueError(
                 f"{where}: sent as {entry.dtype} {entry.shape}, but the engine holds"
-                f" {str(part.parameter.dtype).removeprefix('torch.')} {self._shape_by_name[entry.name]}."
+                f" {str(part.parameter.dtype).removeprefix('torch.')}"
+                f" {self._shape_by_name[entry.name]}."
             )
         if entry.offset % DTYPE_BYTES[entry.dtype]:
             raise ValueError(
-                f"{where}: offset {entry.offset} is not a multiple of {DTYPE_BYTES[entry.dtype]} bytes."
+                f"{where}: offset {entry.offset} is not a multiple of"
+                f" {DTYPE_BYTES[entry.dtype]} bytes."
             )
         return part.tensor.narrow(*astuple(entry.span))
 
     def _require_sent_digest(
         self, manifest: BucketManifest, entry: TensorEntry, target: Tensor
     ) -> None:
-        where, span = f"{manifest.label}, tensor {entry.name!r}", entry.span
+        where = f"{manifest.label}, tensor {entry.name!r}"
+        span = entry.span
         found = digest_tensor_part(target, entry.shape, span.dim, span.start)
         if format_digest(found) != entry.digest:
             raise ValueError(
-                f"{where}: digest {format_digest(found)} of what stands after loading, {entry.digest} in the manifest."
+                f"{where}: digest {format_digest(found)} of what stands after loading,"
+                f" {entry.digest} in the manifest."
             )
         before = self._digest_by_span.setdefault(entry.name, {}).setdefault(span, found)
         if before != found:
             raise ValueError(
-                f"{where}: sent twice in this sync, the first time with digest {format_digest(before)}."
+                f"{where}: sent twice in this sync, the first time with"
+                f" digest {format_digest(before)}."
             )
 
     def commit_sync(self, version: int) -> None:
-        """Raises ValueError when `version` is not the open one, or a parameter never came (the sync failed)."""
+        """Raises ValueError when `version` is not the open one, or a parameter never came
+        (the sync failed).
+        """
         if self._open_version is None and self.stale_reason is None and version == self.version:
             return  # the answer to the first call was lost
         if version != self._open_version:
@@ -294,12 +314,12 @@ class WeightReceiver:
             self._fail_sync(problem)
             raise ValueError(f"commit of version {version}: {problem}")
         for name, part in self._dequantised_by_name.items():
-            blocks, scales = (
-                self._slice_by_name[name].tensor,
-                self._slice_by_name[name + SCALE].tensor,
-            )
+            blocks = self._slice_by_name[name].tensor
+            scales = self._slice_by_name[name + SCALE].tensor
             part.tensor.copy_(dequantise_fp8(blocks, scales, FP8_BLOCK, part.tensor.dtype))
-        self.version, self._open_version, self.stale_reason = version, None, None
+        self.version = version
+        self._open_version = None
+        self.stale_reason = None
 
     def _has_arrived_whole(self, name: str) -> bool:
         spans = self._digest_by_span.get(name, {})
@@ -309,11 +329,13 @@ class WeightReceiver:
         self.stale_reason = (
             f"the weight sync to version {self._open_version} failed ({reason.rstrip('.')})"
         )
-        self._open_version, self._digest_by_span = None, {}
+        self._open_version = None
+        self._digest_by_span = {}
 
     def compute_digests(self) -> dict[str, str]:
-        """Digests of what stands in the model: those that were taken in the last sync, when it was written; else they
-        are taken now. Raises ValueError while memory is released."""
+        """Digests of what stands in the model: those that were taken in the last sync, when it was
+        written; else they are taken now. Raises ValueError while memory is released.
+        """
         if self.is_released:
             raise ValueError("the weights' memory is released; there is nothing to digest.")
         return {
@@ -327,7 +349,9 @@ class WeightReceiver:
 
     @property
     def is_sync_open(self) -> bool:
-        """Whether a sync is under way: `begin_sync` was called, and neither a commit nor a failure came since."""
+        """Whether a sync is under way: `begin_sync` was called, and neither a commit nor a
+        failure came since.
+        """
         return self._open_version is not None
 
     @property
@@ -339,7 +363,8 @@ class WeightReceiver:
         """Free the parameters' memory."""
         for parameter, _ in self._parameters:
             parameter.data = parameter.data.new_empty(0)
-        self._open_version, self._digest_by_span = None, {}
+        self._open_version = None
+        self._digest_by_span = {}
         self.is_released = True
         self.stale_reason = (
             "its memory is released (weights); resume_memory and a full weight sync must come first"

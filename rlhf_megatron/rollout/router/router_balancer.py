@@ -1,7 +1,9 @@
-"""`rollout.router: sglang`: a balancer that leaves the choice of the engine to sglang-router, and the router's client.
+"""`rollout.router: sglang`: a balancer that leaves the choice of the engine to sglang-router, and
+the router's client.
 
-The router's workers are at every moment of sending exactly the engines that serve. It does not say which engine it
-gave a request to: what fails is asked for again, and the supervisor examines all that serve.
+The router's workers are at every moment of sending exactly the engines that serve. It does not say
+which engine it gave a request to: what fails is asked for again, and the supervisor examines
+all that serve.
 """
 
 from __future__ import annotations
@@ -98,8 +100,9 @@ class RouterGenerationQuery(SGLangGenerationQuery):
 class RouterClient:
     """`generate_async` through sglang-router, and who its workers are. Thread-safe.
 
-    A sample is a request of its own: the router reads one set of sampling parameters a request, and a group's samples
-    need a seed each. A routing key, the same for all of a group, keeps them on one worker.
+    A sample is a request of its own: the router reads one set of sampling parameters a request, and
+    a group's samples need a seed each. A routing key, the same for all of a group, keeps them
+    on one worker.
     """
 
     def __init__(self, address: EngineAddress) -> None:
@@ -117,8 +120,9 @@ class RouterClient:
         *,
         version: int | None,
     ) -> SampleGroups:
-        """Generates as `Engine.generate_async` does: all samples or an EngineError. `version`: that the engines
-        serve."""
+        """Generates as `Engine.generate_async` does: all samples or an EngineError. `version`: that
+        the engines serve.
+        """
         where = f"router ({self.address.url}/generate)"
         if self._is_closed:
             raise RouterError(f"{where}: the client is closed.")
@@ -177,7 +181,9 @@ class RouterClient:
         version: int | None,
         call_name: str,
     ) -> SampleGroups:
-        """All samples at once. When one fails the others are given up: the group is asked for again as a whole."""
+        """All samples at once. When one fails the others are given up: the group is asked for
+        again as a whole.
+        """
         tasks = []
         names = iter(list_sample_names(call_name) if call_name else [])
         for request in requests:
@@ -240,14 +246,18 @@ class RouterClient:
 
 
 def make_single_sample_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:
-    """Returns the body of a request for one sample: the router takes no lists of sampling parameters."""
+    """Returns the body of a request for one sample: the router takes no lists of
+    sampling parameters.
+    """
     body = make_generate_body([request], version)
     lists = [name for name in ("input_ids", "sampling_params", "logprob_start_len") if name in body]
     return body | {name: body[name][0] for name in lists}
 
 
 class SGLangRouterBalancer:
-    """A `RequestBalancer` that owns the router's process, and starts it again when it ends or hangs."""
+    """A `RequestBalancer` that owns the router's process, and starts it again when it
+    ends or hangs.
+    """
 
     def __init__(
         self,
@@ -354,7 +364,8 @@ class SGLangRouterBalancer:
         if self._router_client is not None:
             self._router_client.close()
         self._router_client = client = RouterClient(address)
-        self._confirmed_workers, self._worker_keys = {}, {}
+        self._confirmed_workers = {}
+        self._worker_keys = {}
         self._illness = ""
         self._server_watch = ServerWatch(
             "router",
@@ -374,8 +385,9 @@ class SGLangRouterBalancer:
         words = self._illness or self.router_process.describe_exit() or ""
         if self.num_restarts >= self._max_restarts:
             raise EngineError(
-                f"sglang-router ended again, rollout.max_engine_restarts ({self._max_restarts}) is used up: {words};"
-                " see its log, or remove rollout.router: the run spreads requests itself."
+                f"sglang-router ended again, rollout.max_engine_restarts ({self._max_restarts}) is"
+                f" used up: {words}; see its log, or remove rollout.router: the run spreads"
+                " requests itself."
             )
         self.num_restarts += 1
         logger.warning(

@@ -1,4 +1,6 @@
-"""Stock sglang-router as a child: its arguments, ports and key. Awaited until it answers, stopped on every exit."""
+"""Stock sglang-router as a child: its arguments, ports and key. Awaited until it answers, stopped
+on every exit.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,9 @@ from rlhf_megatron.rollout.sglang.sglang_launch import PORT_ATTEMPTS, make_pytho
 
 logger = logging.getLogger(__name__)
 
-OLDEST_ROUTER, FIRST_UNTESTED_ROUTER = (
-    "0.3.2",
-    "0.4",
-)  # its verbs and options are not promised from one minor version to the next
+# its verbs and options are not promised from one minor version to the next
+OLDEST_ROUTER = "0.3.2"
+FIRST_UNTESTED_ROUTER = "0.4"
 WORKER_STARTUP_S = 10  # an engine that is handed to it answers already
 _POLL_TIMEOUT_S = 5.0
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang-router'))"
@@ -55,10 +56,11 @@ class RouterProcess:
     address: EngineAddress | None = None
 
     def start_router(self) -> EngineAddress:
-        """A new process with another port and key; the log so far is kept under a number. Blocks until it answers.
+        """A new process with another port and key; the log so far is kept under a number. Blocks
+        until it answers.
 
-        A port that another process took meanwhile is tried again with another. Raises EngineError with the end of its
-        log; it does not run then.
+        A port that another process took meanwhile is tried again with another. Raises EngineError
+        with the end of its log; it does not run then.
         """
         self.stop_router()
         log = self.folder / "router.log"
@@ -90,7 +92,10 @@ class RouterProcess:
         """How it ended; None while it runs."""
         if self.process is None or self.process.exit_code is None:
             return None
-        return f"it exited with code {self.process.exit_code}; the end of {self.process.log}:\n{self.process.read_log_tail(3)}"
+        return (
+            f"it exited with code {self.process.exit_code}; the end of"
+            f" {self.process.log}:\n{self.process.read_log_tail(3)}"
+        )
 
     def kill_router(self) -> None:
         if self.process is not None:
@@ -107,11 +112,10 @@ class RouterProcess:
         return self.address
 
     def _launch_process(self, log: Path) -> ServerProcess:
-        token, api_key = write_token_file(self.folder / "router.token"), secrets.token_hex(32)
-        port, metrics_port = (
-            self.port_allocator.reserve_ports(),
-            self.port_allocator.reserve_ports(),
-        )
+        token = write_token_file(self.folder / "router.token")
+        api_key = secrets.token_hex(32)
+        port = self.port_allocator.reserve_ports()
+        metrics_port = self.port_allocator.reserve_ports()
         self.address = EngineAddress(
             "router", "sglang", f"http://127.0.0.1:{port}", token, api_key=api_key
         )
@@ -120,7 +124,8 @@ class RouterProcess:
             "\n".join(make_router_arguments(port, metrics_port, token, api_key)),
         )
         env = {
-            "HF_ENDPOINT": "http://127.0.0.1:9",  # or it looks on the network for a tokenizer that nobody needs
+            # or it looks on the network for a tokenizer that nobody needs
+            "HF_ENDPOINT": "http://127.0.0.1:9",
             **self.server_env,
             "PYTHONPATH": make_python_path(self.server_env),
         }
@@ -136,9 +141,10 @@ class RouterProcess:
 
 
 def make_router_arguments(port: int, metrics_port: int, token: str, api_key: str) -> list[str]:
-    """Arguments of sglang-router. It only picks the worker of a group: the supervisor says who serves, and the
-    fleet asks again for what failed, and counts it. `token`: to change its workers; `api_key`: to generate, which it
-    passes on to them."""
+    """Arguments of sglang-router. It only picks the worker of a group: the supervisor says who
+    serves, and the fleet asks again for what failed, and counts it. `token`: to change its workers;
+    `api_key`: to generate, which it passes on to them.
+    """
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
         *(
@@ -148,8 +154,8 @@ def make_router_arguments(port: int, metrics_port: int, token: str, api_key: str
             str(metrics_port),
         ),  # by default on all addresses
         *("--api-key", api_key, "--control-plane-api-keys", f"run:run:admin:{token}"),
-        # By key, not by prefix: groups that begin with the same template would all go to one worker, and be torn apart
-        # where that gets too much.
+        # By key, not by prefix: groups that begin with the same template would all go to one
+        # worker, and be torn apart where that gets too much.
         *("--policy", "manual", "--assignment-mode", "min_load", "--max-idle-secs", "600"),
         *("--disable-retries", "--disable-circuit-breaker", "--disable-health-check"),
         *(
@@ -171,8 +177,8 @@ def make_router_arguments(port: int, metrics_port: int, token: str, api_key: str
 def prepare_router(
     python: str | None, env: Mapping[str, str], run_dir: Path | str, startup_timeout_s: float
 ) -> RouterProcess:
-    """Prepare a router without starting it. Its log, key and arguments lie in `run_dir`/engines. `python` None: this
-    interpreter.
+    """Prepare a router without starting it. Its log, key and arguments lie in `run_dir`/engines.
+    `python` None: this interpreter.
 
     Raises ValueError with the fix: no sglang-router in that environment, or another version of it.
     """
@@ -188,12 +194,13 @@ def check_router(python: str | None, env: Mapping[str, str]) -> None:
     """Is it in that environment, and of a version that is known. Raises ValueError with the fix."""
     python = find_interpreter(python)
     absent = (
-        f"rollout.router (sglang) needs sglang-router, which is not installed for {python} (rollout.sglang.python);"
-        f" install it there (pip install --no-deps 'sglang-router>={OLDEST_ROUTER},<{FIRST_UNTESTED_ROUTER}'), {_OTHERWISE}"
+        f"rollout.router (sglang) needs sglang-router, which is not installed for {python}"
+        " (rollout.sglang.python); install it there (pip install --no-deps"
+        f" 'sglang-router>={OLDEST_ROUTER},<{FIRST_UNTESTED_ROUTER}'), {_OTHERWISE}"
     )
     version = run_in_interpreter(python, _VERSION_CODE, make_search_paths_absolute(env), absent)
     if not Version(OLDEST_ROUTER) <= Version(version) < Version(FIRST_UNTESTED_ROUTER):
         raise ValueError(
-            f"sglang-router in {python} is {version}, which must be {OLDEST_ROUTER} or newer and below {FIRST_UNTESTED_ROUTER}; install such"
-            f" a one there, {_OTHERWISE}"
+            f"sglang-router in {python} is {version}, which must be {OLDEST_ROUTER} or newer and"
+            f" below {FIRST_UNTESTED_ROUTER}; install such a one there, {_OTHERWISE}"
         )

@@ -1,8 +1,10 @@
-"""Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken, given back as they
-can go on serving. They are never killed nor started again.
+"""Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken,
+given back as they can go on serving. They are never killed nor started again.
 
-A server is for one run at a time. Nothing keeps another one away, but samples of weights that another run has brought
-are told by the name of their version (`samples.version_name`), and a weight update that is open is not joined."""
+A server is for one run at a time. Nothing keeps another one away, but samples of weights that
+another run has brought are told by the name of their version (`samples.version_name`), and a weight
+update that is open is not joined.
+"""
 
 from __future__ import annotations
 
@@ -87,13 +89,12 @@ class ServerDescription:
 
 
 def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> ServerDescription:
-    """Ask the server and compare. Raises EngineError where it is none, or does not let the run in; what does not fit is
-    in `problems`."""
+    """Ask the server and compare. Raises EngineError where it is none, or does not let the run in;
+    what does not fit is in `problems`.
+    """
     http = HttpClient(address, address.api_key or address.token)
-    info, model = (
-        _fetch_info(http, "/server_info", "tp_size"),
-        _fetch_info(http, "/model_info", "model_path"),
-    )
+    info = _fetch_info(http, "/server_info", "tp_size")
+    model = _fetch_info(http, "/model_info", "model_path")
     problems: list[str] = []
     warnings: list[str] = []
     try:
@@ -122,8 +123,9 @@ def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> 
     is_seeded = info.get("enable_deterministic_inference") is True
     if not is_seeded and not requirements.is_deterministic:
         warnings.append(
-            "it ignores the seed of a sample, since it was started without --enable-deterministic-inference: samples of"
-            " a group differ, but a run does not repeat."
+            "it ignores the seed of a sample, since it was started without"
+            " --enable-deterministic-inference: samples of a group differ, but a run does"
+            " not repeat."
         )
     if (
         address.url.startswith("http:")
@@ -137,8 +139,9 @@ def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> 
         info.get("enable_dp_attention") is True and not is_seeded and not has_loader
     ):  # see loader.draw_apart
         problems.append(
-            "its ranks under DP attention draw with the same random numbers, so that samples of a group would be the"
-            f" same; start it with --custom-weight-loader {LOAD_FORMAT} or --enable-deterministic-inference"
+            "its ranks under DP attention draw with the same random numbers, so that samples of a"
+            f" group would be the same; start it with --custom-weight-loader {LOAD_FORMAT}"
+            " or --enable-deterministic-inference"
         )
     return ServerDescription(
         tp_size=int(info["tp_size"]),
@@ -151,15 +154,17 @@ def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> 
 
 def describe_dtype_problem(dtype: str, requirements: ServerRequirements) -> str:
     return (
-        f"its weights are {dtype}, but rollout.dtype (or model.dtype) is {requirements.dtype}; start it with --dtype"
-        f" {requirements.dtype}, or set rollout.dtype"
+        f"its weights are {dtype}, but rollout.dtype (or model.dtype) is {requirements.dtype};"
+        f" start it with --dtype {requirements.dtype}, or set rollout.dtype"
     )
 
 
 def find_model_problems(
     server_config: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
-    """Yields the problem where `server_config`, by the names of config.json, is another model than the run's."""
+    """Yields the problem where `server_config`, by the names of config.json, is another model
+    than the run's.
+    """
     ours = read_json_or_empty(requirements.model_path / "config.json")
     names = [name for name in server_config if name in ours and name not in IGNORED_CONFIG_KEYS]
     different = [
@@ -172,7 +177,10 @@ def find_model_problems(
             f"{name} {_shorten_text(server_config[name])} instead of {_shorten_text(ours[name])}"
             for name in different
         )
-        yield f"it serves another model than model.path ({requirements.model_path}): {parts}; start it with that model"
+        yield (
+            f"it serves another model than model.path ({requirements.model_path}): {parts}; start"
+            " it with that model"
+        )
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
@@ -213,8 +221,8 @@ def _fetch_info(http: HttpClient, path: str, required_key: str) -> dict[str, Any
         ) from error
     if not isinstance(answer, dict) or required_key not in answer:
         raise EngineError(
-            f"{url} is not an SGLang server: its {path} says {_shorten_text(answer)}; correct the address (a router is not a"
-            " server either: name the servers behind it)."
+            f"{url} is not an SGLang server: its {path} says {_shorten_text(answer)}; correct the"
+            " address (a router is not a server either: name the servers behind it)."
         )
     return answer
 
@@ -224,10 +232,14 @@ def _find_served_model_problems(
 ) -> Iterator[str]:
     """Compares what the server tells, and its own config.json where that can be read here."""
     ours = read_json_or_empty(requirements.model_path / "config.json")
-    theirs, wanted = model_info.get("architectures"), ours.get("architectures")
+    theirs = model_info.get("architectures")
+    wanted = ours.get("architectures")
     if theirs and wanted and set(theirs).isdisjoint(wanted):
         names = f"{', '.join(theirs)} instead of {', '.join(wanted)}"
-        yield f"it serves another model than model.path ({requirements.model_path}): {names}; start it with that model"
+        yield (
+            f"it serves another model than model.path ({requirements.model_path}): {names}; start"
+            " it with that model"
+        )
         return
     readable = read_json_or_empty(Path(str(model_info["model_path"])) / "config.json")
     yield from find_model_problems(
@@ -238,7 +250,9 @@ def _find_served_model_problems(
 def _find_tokenizer_problems(
     server_info: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
-    """A server that was started with --skip-tokenizer-init has none; else its end-of-sequence tokens end samples."""
+    """A server that was started with --skip-tokenizer-init has none; else its end-of-sequence
+    tokens end samples.
+    """
     if server_info.get("skip_tokenizer_init"):
         return
     path = Path(str(server_info.get("tokenizer_path")))
@@ -248,8 +262,9 @@ def _find_tokenizer_problems(
     )
     if theirs and ours and theirs.get("model") != ours.get("model"):
         yield (
-            f"it has another tokenizer ({path}) than the run ({requirements.tokenizer_path}); start it with"
-            f" --tokenizer-path {requirements.tokenizer_path}, or with --skip-tokenizer-init"
+            f"it has another tokenizer ({path}) than the run ({requirements.tokenizer_path});"
+            f" start it with --tokenizer-path {requirements.tokenizer_path}, or"
+            " with --skip-tokenizer-init"
         )
 
 
@@ -259,23 +274,24 @@ def _find_settings_problems(
     if requirements.is_deterministic:
         if server_info.get("device") == "cpu":
             yield (
-                "trainer.deterministic needs batch-invariant kernels, which SGLang has not on a CPU; set"
-                " trainer.deterministic: false"
+                "trainer.deterministic needs batch-invariant kernels, which SGLang has not on a"
+                " CPU; set trainer.deterministic: false"
             )
         elif server_info.get("enable_deterministic_inference") is not True:
             yield "trainer.deterministic is set; start it with --enable-deterministic-inference"
     room = server_info.get("max_total_num_tokens")
     if isinstance(room, int) and room < requirements.max_sample_tokens:
         yield (
-            f"its key-value cache has room for {room} tokens, the longest sample has {requirements.max_sample_tokens}"
-            " (data.max_prompt_length + max_response_length); start it with more (--mem-fraction-static,"
-            " --max-total-tokens), or lower them"
+            f"its key-value cache has room for {room} tokens, the longest sample has"
+            f" {requirements.max_sample_tokens} (data.max_prompt_length + max_response_length);"
+            " start it with more (--mem-fraction-static, --max-total-tokens), or lower them"
         )
     longest = server_info.get("context_length")
     if isinstance(longest, int) and longest < requirements.max_sample_tokens:
         yield (
-            f"its --context-length is {longest}, the longest sample has {requirements.max_sample_tokens} tokens"
-            " (data.max_prompt_length + max_response_length); start it with more, or lower them"
+            f"its --context-length is {longest}, the longest sample has"
+            f" {requirements.max_sample_tokens} tokens (data.max_prompt_length +"
+            " max_response_length); start it with more, or lower them"
         )
 
 
@@ -285,8 +301,11 @@ def _shorten_text(value: object) -> str:
 
 
 def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRequirements]:
-    """The running servers of a run, and what they must fit. Raises ValueError for a key file that will not do."""
-    sglang, model = setup.rollout.sglang, setup.model
+    """The running servers of a run, and what they must fit. Raises ValueError for a key file
+    that will not do.
+    """
+    sglang = setup.rollout.sglang
+    model = setup.model
     api_key = read_key_file(sglang.api_key_file, "rollout.sglang.api_key_file")
     admin_key = read_key_file(sglang.admin_api_key_file, "rollout.sglang.admin_api_key_file")
     tokenizer_path = Path(model.tokenizer_path or model.path)
@@ -300,8 +319,8 @@ def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRe
 def make_endpoint_addresses(
     endpoints: Sequence[str], api_key: str, admin_key: str
 ) -> list[EngineAddress]:
-    """Make the addresses without asking the servers. Without an admin key that of `--api-key` serves for all, as on
-    the server.
+    """Make the addresses without asking the servers. Without an admin key that of `--api-key`
+    serves for all, as on the server.
     """
     token = admin_key or api_key
     return [
@@ -319,7 +338,9 @@ def make_endpoint_addresses(
 def inspect_all_servers(
     addresses: Sequence[EngineAddress], requirements: ServerRequirements
 ) -> list[ServerDescription]:
-    """Changes nothing on the servers. Raises EngineError with everything that is wrong, of all of them."""
+    """Changes nothing on the servers. Raises EngineError with everything that is wrong,
+    of all of them.
+    """
     with ThreadPoolExecutor(len(addresses)) as threads:
         futures = [threads.submit(inspect_server, address, requirements) for address in addresses]
     problems: list[str] = []
@@ -337,7 +358,9 @@ def inspect_all_servers(
 
 
 class AttachedEngines:
-    """A context manager: all servers are given back when it ends. See `fleet.process.EngineServers`."""
+    """A context manager: all servers are given back when it ends.
+    See `fleet.process.EngineServers`.
+    """
 
     processes: tuple[ServerProcess, ...] = ()  # the servers are not this run's
 
@@ -363,7 +386,8 @@ class AttachedEngines:
 
     def stop(self) -> None:
         """Give all back. Safe to call twice; does not raise where a server is gone."""
-        addresses, self.addresses = self.addresses, ()
+        addresses = self.addresses
+        self.addresses = ()
         for address in addresses:
             _release_server(address)
 
@@ -411,17 +435,20 @@ def _explain_missing_loader(description: ServerDescription, transfer_dir: Path) 
     if description.lists_loader:
         return (
             "its weight loader does not answer, since it cannot reach the transfer directory"
-            f" ({transfer_dir}); set rollout.transfer_dir to the RLHF_MEGATRON_TRANSFER_DIR that it was started with,"
-            " and run both as one user. Weights go by SGLang's own update calls, and a probe follows each sync"
+            f" ({transfer_dir}); set rollout.transfer_dir to the RLHF_MEGATRON_TRANSFER_DIR that"
+            " it was started with, and run both as one user. Weights go by SGLang's own update"
+            " calls, and a probe follows each sync"
         )
     return (
-        "it was started without --custom-weight-loader: weights go by SGLang's own update calls, and a probe follows"
-        " each sync instead of digests of what stands in it"
+        "it was started without --custom-weight-loader: weights go by SGLang's own update calls,"
+        " and a probe follows each sync instead of digests of what stands in it"
     )
 
 
 def _recover_server(address: EngineAddress) -> None:
-    """Out of what a run that was killed has left: requests, an open weight update, a pause. Raises EngineError."""
+    """Out of what a run that was killed has left: requests, an open weight update, a pause.
+    Raises EngineError.
+    """
     http = HttpClient(address)
     try:
         http.post("/abort_request", {"abort_all": True}, _VERB_TIMEOUT_S)
@@ -442,13 +469,15 @@ def _recover_server(address: EngineAddress) -> None:
         if " answered 401" not in str(error) and " answered 403" not in str(error):
             raise
         raise EngineError(
-            f"rollout.endpoints: {address.url} refuses the admin key; name a file that holds its --admin-api-key in"
-            " rollout.sglang.admin_api_key_file (readable by you alone)."
+            f"rollout.endpoints: {address.url} refuses the admin key; name a file that holds its"
+            " --admin-api-key in rollout.sglang.admin_api_key_file (readable by you alone)."
         ) from error
 
 
 def _try_begin_update(http: HttpClient) -> bool:
-    """False: a weight update is open, by a run that works or one that was killed. True: none was, but one is now."""
+    """False: a weight update is open, by a run that works or one that was killed. True: none was,
+    but one is now.
+    """
     try:
         http.post("/begin_weight_update", {}, _VERB_TIMEOUT_S)
     except EngineRequestError as error:
@@ -459,7 +488,9 @@ def _try_begin_update(http: HttpClient) -> bool:
 
 
 def _end_open_update(http: HttpClient, timeout_s: float) -> None:
-    """Close the weight update that is open, if one is. What stands in the server then is part of two policies."""
+    """Close the weight update that is open, if one is. What stands in the server then is part
+    of two policies.
+    """
     try:
         http.post("/end_weight_update", {}, timeout_s)
     except EngineRequestError as error:

@@ -17,8 +17,9 @@ INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 def make_loopback_environment(
     env: Mapping[str, str], inherited_env: Mapping[str, str], is_one_machine: bool
 ) -> dict[str, str]:
-    """Environment that makes the ranks of a server listen to this machine only; not where others must reach them, and
-    not over what somebody has set."""
+    """Environment that makes the ranks of a server listen to this machine only; not where others
+    must reach them, and not over what somebody has set.
+    """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {
         name: "lo"
@@ -28,8 +29,9 @@ def make_loopback_environment(
 
 
 class RendezvousFiles:
-    """The file in which the ranks of each server find one another. SGLang's own way is a TCP store, which torch
-    binds to all addresses of the machine, at a port that another process can have taken.
+    """The file in which the ranks of each server find one another. SGLang's own way is a TCP store,
+    which torch binds to all addresses of the machine, at a port that another process
+    can have taken.
     """
 
     def __init__(self) -> None:
@@ -50,7 +52,9 @@ class RendezvousFiles:
 
 
 class PortAllocator:
-    """Free loopback ports below the range from which the kernel gives out ports by itself; none twice. Thread-safe."""
+    """Free loopback ports below the range from which the kernel gives out ports by itself; none
+    twice. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -62,7 +66,9 @@ class PortAllocator:
         return PortAllocator, ()
 
     def reserve_ports(self, num_ports: int = 1) -> int:
-        """Return the first of so many in a row. Raises EngineError when none of a thousand will do."""
+        """Return the first of so many in a row. Raises EngineError when none of a
+        thousand will do.
+        """
         with self._lock:
             for first in range(self._next_port, self._next_port + 1000):
                 try:
@@ -74,5 +80,6 @@ class PortAllocator:
                 self._next_port = first + num_ports
                 return first
         raise EngineError(
-            f"no free port on 127.0.0.1 in {self._next_port}..{self._next_port + 999}; end what uses them."
+            f"no free port on 127.0.0.1 in {self._next_port}..{self._next_port + 999}; end"
+            " what uses them."
         )

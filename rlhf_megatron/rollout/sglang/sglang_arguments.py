@@ -1,8 +1,8 @@
-"""Arguments of an SGLang server: what the installed version takes, the user's ones checked against that, and how they
-are told to it.
+"""Arguments of an SGLang server: what the installed version takes, the user's ones checked against
+that, and how they are told to it.
 
-SGLang reads a settings file, which keeps values off the command line, but only plain ones: what its file cannot say
-(switches, some lists) goes on the command line.
+SGLang reads a settings file, which keeps values off the command line, but only plain ones: what its
+file cannot say (switches, some lists) goes on the command line.
 """
 
 from __future__ import annotations
@@ -26,7 +26,10 @@ RUN_ARGUMENTS = {  # what the run itself must know or set, and what to do instea
     "custom-weight-loader": "weight syncs go through the run's own",
     "weight-version": "it is the policy version",
     "nccl-port": "the ranks of a server meet in a file",
-    "dist-init-addr": "the ranks of a server meet in a file, or at the first of the machines that nnodes says it spans",
+    "dist-init-addr": (
+        "the ranks of a server meet in a file, or at the first of the machines that nnodes"
+        " says it spans"
+    ),
     "node-rank": "nnodes says how many machines a server spans, and the run counts them",
     "ssl-certfile": "servers are asked over http on 127.0.0.1",
     "ssl-keyfile": "servers are asked over http on 127.0.0.1",
@@ -110,7 +113,8 @@ class CheckedArguments:
 def check_arguments(
     arguments: Mapping[str, object], options: Sequence[ServerOption], version: str
 ) -> CheckedArguments:
-    """The user's arguments, each known, given once, not the run's own, and of a type that SGLang takes.
+    """The user's arguments, each known, given once, not the run's own, and of a type
+    that SGLang takes.
 
     null asks for nothing. Raises ValueError with the value, the rule and the fix.
     """
@@ -140,7 +144,8 @@ def check_arguments(
         option = by_name[name]
         if option.name in RUN_ARGUMENTS:
             raise ValueError(
-                f"rollout.sglang.args.{key} is set by the run: {RUN_ARGUMENTS[option.name]}; remove it."
+                f"rollout.sglang.args.{key} is set by the run:"
+                f" {RUN_ARGUMENTS[option.name]}; remove it."
             )
         if option.name in values:
             raise ValueError(
@@ -207,7 +212,8 @@ def _check_single_value(key: str, value: object, option: ServerOption, version: 
             json.loads(value)
         except ValueError as error:
             raise ValueError(
-                f"{key} ({value!r}) must be JSON for sglang {version} ({error}); write it as a mapping or a list."
+                f"{key} ({value!r}) must be JSON for sglang {version} ({error}); write it as a"
+                " mapping or a list."
             ) from error
     if option.choices is not None and str(value) not in option.choices:
         near = difflib.get_close_matches(str(value), option.choices, n=1)

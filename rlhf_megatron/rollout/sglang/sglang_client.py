@@ -1,7 +1,9 @@
-"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update session endpoints).
+"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update
+session endpoints).
 
-The server itself would serve half-updated weights. So this client keeps the state: from `begin_update` until a commit
-that the server's loader confirmed as complete, the engine is STALE, stays paused, and `generate` is refused.
+The server itself would serve half-updated weights. So this client keeps the state: from
+`begin_update` until a commit that the server's loader confirmed as complete, the engine is STALE,
+stays paused, and `generate` is refused.
 """
 
 from __future__ import annotations
@@ -90,7 +92,8 @@ class SGLangGenerationQuery(GenerationQuery):
 class SGLangEngine:
     """An `Engine`. Weights go through the server's custom-weight-loader hook.
 
-    Only one client of a server, the controller's, may generate, pause and open syncs; others deliver buckets.
+    Only one client of a server, the controller's, may generate, pause and open syncs; others
+    deliver buckets.
     """
 
     def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
@@ -127,7 +130,8 @@ class SGLangEngine:
         missing = [path for path in REQUIRED_PATHS if path not in paths]
         if missing:
             raise EngineError(
-                f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang 0.5.21 or newer."
+                f"{self.address.name} ({self.address.url}) has no {', '.join(missing)}; use sglang"
+                " 0.5.21 or newer."
             )
 
     def generate(
@@ -185,7 +189,9 @@ class SGLangEngine:
         self._halt_decoding(mode)
 
     def resume_decoding(self) -> None:
-        """A STALE engine stays halted: what waits in it must not go on with half of the new weights."""
+        """A STALE engine stays halted: what waits in it must not go on with half of
+        the new weights.
+        """
         self._pause_mode = None
         self._continue_if_servable()
 
@@ -193,13 +199,16 @@ class SGLangEngine:
         last = self._last_version
         if last is not None and (version < last or (version == last and not is_full_resync)):
             raise EngineError(
-                f"{self.address.name}: version {version} is not above {last}, the last one it served."
+                f"{self.address.name}: version {version} is not above {last}, the last"
+                " one it served."
             )
         if "weights" in self._released_parts:
             raise EngineError(
-                f"{self.address.name}: its weights are released; resume_memory must come before a weight sync."
+                f"{self.address.name}: its weights are released; resume_memory must come before a"
+                " weight sync."
             )
-        self._served_version, self._open_sync_version = None, version
+        self._served_version = None
+        self._open_sync_version = version
         self._stale_reason = f"a weight sync to version {version} is under way"
         if self._pause_mode != "in_place":
             self._halt_decoding("retract")
@@ -240,12 +249,16 @@ class SGLangEngine:
         self._flush_prefix_cache()
         self._remove_receipts()
         self._stale_reason = None
-        self._served_version, self._last_version, self._open_sync_version = version, version, None
+        self._served_version = version
+        self._last_version = version
+        self._open_sync_version = None
         self._continue_if_servable()
 
     def get_weight_digests(self) -> dict[str, str] | None:
-        """Digests by the receipts of the running sync, else of the last one; None without the run's loader, and where
-        the engine quantises weights. A tensor that does not stand whole has words in place of its digest."""
+        """Digests by the receipts of the running sync, else of the last one; None without the run's
+        loader, and where the engine quantises weights. A tensor that does not stand whole has words
+        in place of its digest.
+        """
         return self._committed_digests if self._open_sync_version is None else self._read_digests()
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
@@ -253,7 +266,8 @@ class SGLangEngine:
             "retract"
         )  # the server ends itself when it is asked to while it decodes
         if "weights" in memory_parts:
-            self._served_version, self._open_sync_version = None, None
+            self._served_version = None
+            self._open_sync_version = None
             self._stale_reason = "its memory is released"
         tags = [
             tag
@@ -281,8 +295,10 @@ class SGLangEngine:
         return None
 
     def check_health(self, timeout_s: float) -> None:
-        """While halted the scheduler is asked for its state, since it generates nothing then. The same where seeds
-        count: SGLang's own question is greedy, and in the batch of others it would change what their seeds draw."""
+        """While halted the scheduler is asked for its state, since it generates nothing then. The
+        same where seeds count: SGLang's own question is greedy, and in the batch of others it would
+        change what their seeds draw.
+        """
         if self._halt_mode is None and self._limits is None:
             self._limits = fetch_limits_blocking(self._serving_http, timeout_s)
         generates = (
@@ -299,7 +315,9 @@ class SGLangEngine:
         pass
 
     async def _learn_limits(self, timeout_s: float) -> ServerLimits:
-        """The server answers the question only while it decodes. One call asks, others wait for it."""
+        """The server answers the question only while it decodes.
+        One call asks, others wait for it.
+        """
         if self._limits is None:
             async with asyncio.timeout(timeout_s), self._limits_lock:
                 if self._limits is None:
@@ -313,11 +331,14 @@ class SGLangEngine:
             )
         if self._released_parts:
             raise EngineError(
-                f"{self.address.name} has no key-value cache: it was released; resume_memory brings it."
+                f"{self.address.name} has no key-value cache: it was released;"
+                " resume_memory brings it."
             )
 
     def _halt_decoding(self, mode: PauseMode) -> None:
-        """Stop decoding, whatever `pause_decoding` said. What comes from now on waits at the gate."""
+        """Stop decoding, whatever `pause_decoding` said.
+        What comes from now on waits at the gate.
+        """
         self._generate_gate.close_gate()
         if mode == "abort":
             self._abort_all_requests()
@@ -336,8 +357,9 @@ class SGLangEngine:
         self._await_abort_processing()
 
     def _await_abort_processing(self) -> None:
-        """Ask what all ranks answer: under DP attention an abort takes another way than requests do, and would end some
-        that come after it."""
+        """Ask what all ranks answer: under DP attention an abort takes another way than requests
+        do, and would end some that come after it.
+        """
         self._admin_http.get("/server_info", ADMIN_TIMEOUT_S)
 
     def _await_running_requests(self) -> None:
@@ -350,8 +372,10 @@ class SGLangEngine:
             self._abort_all_requests()  # one that had passed the gate may have come after the abort
 
     def _flush_prefix_cache(self) -> None:
-        """Empty the prefix cache. The server refuses while something is paused in place, which keeps its part of it;
-        that part has the name of the version before, so nobody else gets it (`make_generate_body`)."""
+        """Empty the prefix cache. The server refuses while something is paused in place, which
+        keeps its part of it; that part has the name of the version before, so nobody else gets
+        it (`make_generate_body`).
+        """
         try:
             self._admin_http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
         except EngineRequestError:
@@ -372,7 +396,8 @@ class SGLangEngine:
         except EngineError as error:
             if self._open_sync_version is not None:
                 self._stale_reason = f"the weight sync failed ({str(error).rstrip('.')})"
-                self._served_version, self._open_sync_version = None, None
+                self._served_version = None
+                self._open_sync_version = None
             raise
 
     def _read_digests(self) -> dict[str, str] | None:
@@ -384,7 +409,10 @@ class SGLangEngine:
         if found.incomparable_by_key:
             name, why = next(iter(found.incomparable_by_key.items()))
             logger.warning(
-                "%s: what stands in it cannot be compared with what was sent, so it is probed: %s: %s",
+                (
+                    "%s: what stands in it cannot be compared with what was sent, so it is"
+                    " probed: %s: %s"
+                ),
                 *(self.address.name, name, why),
             )
             return None

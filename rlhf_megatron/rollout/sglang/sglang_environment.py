@@ -1,8 +1,8 @@
-"""The environment that servers start in: its interpreter and sglang's version, what the trainer forbids, which GPUs
-each server takes. Imports no torch.
+"""The environment that servers start in: its interpreter and sglang's version, what the trainer
+forbids, which GPUs each server takes. Imports no torch.
 
-Servers see all devices that the run sees, and count from `base-gpu-id`: a device has one number in trainer and engine,
-and an engine can open memory that a trainer rank shares.
+Servers see all devices that the run sees, and count from `base-gpu-id`: a device has one number in
+trainer and engine, and an engine can open memory that a trainer rank shares.
 """
 
 from __future__ import annotations
@@ -45,7 +45,10 @@ BASE_GPU_ID = "base-gpu-id"
 
 OLDEST_SGLANG = "0.5.21"  # the first with the weight-update session endpoints
 TESTED_VERSIONS = ("0.5.21",)  # what the tests ran on
-_DP_SIZE_REASON = "copies of the model in one server are not all reached by a weight sync (ranks of enable-dp-attention are)"
+_DP_SIZE_REASON = (
+    "copies of the model in one server are not all reached by a weight sync (ranks of"
+    " enable-dp-attention are)"
+)
 DP_HEAD = "enable-dp-lm-head"
 DP_ATTENTION = (
     "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
@@ -91,7 +94,10 @@ ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
 OPTIONS_CACHE_DIR = Path(
     ".cache"
 )  # the list of arguments takes the server's interpreter seconds; kept here by version
-_INSTALL_ADVICE = "install it there (`make sglang-cpu` on a machine without a GPU, else pip install 'rlhf-megatron[sglang]')"
+_INSTALL_ADVICE = (
+    "install it there (`make sglang-cpu` on a machine without a GPU, else pip"
+    " install 'rlhf-megatron[sglang]')"
+)
 _INTERPRETER_TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
 RELEASE_GRAPHS_VARIABLE = (
@@ -129,7 +135,8 @@ def assign_gpus(
     num_engines: int,
     machine_gpus: MachineGpus,
 ) -> list[dict[str, object]]:
-    """Per server the arguments that give it devices; empty where the user says which, or where there are none.
+    """Per server the arguments that give it devices; empty where the user says which, or where
+    there are none.
 
     Raises ValueError where there are too few.
     """
@@ -168,11 +175,15 @@ def _explain_too_few_gpus(
     num_trainer_gpus: int,
     visible_devices: str | None,
 ) -> str:
-    needed = f"rollout.num_engines ({num_engines}) x tp-size ({gpus_per_engine}) = {num_engines * gpus_per_engine} GPUs"
+    needed = (
+        f"rollout.num_engines ({num_engines}) x tp-size ({gpus_per_engine}) ="
+        f" {num_engines * gpus_per_engine} GPUs"
+    )
     if visible_devices is not None:
         return (
-            f"{needed} are more than rollout.sglang.env.{VISIBLE_DEVICES} ({visible_devices}) names; name as many, or lower either (or"
-            " set rollout.sglang.args.base_gpu_id for servers that share devices)."
+            f"{needed} are more than rollout.sglang.env.{VISIBLE_DEVICES} ({visible_devices})"
+            " names; name as many, or lower either (or set rollout.sglang.args.base_gpu_id for"
+            " servers that share devices)."
         )
     of_trainer = (
         f" beside the trainer's {num_trainer_gpus} (trainer.n_gpus_per_node)"
@@ -181,13 +192,15 @@ def _explain_too_few_gpus(
     )
     shared = " let both take turns (rollout.colocated: true)," if num_trainer_gpus else ""
     return (
-        f"{needed} are needed{of_trainer}, but {num_visible} are visible; lower either,{shared} or name the devices in"
-        f" rollout.sglang.env.{VISIBLE_DEVICES}."
+        f"{needed} are needed{of_trainer}, but {num_visible} are visible; lower either,{shared} or"
+        f" name the devices in rollout.sglang.env.{VISIBLE_DEVICES}."
     )
 
 
 def check_sglang_version(version: str, location: str) -> str | None:
-    """Returns None, or a warning about a version that no test has seen. `location`: where it is. Raises ValueError."""
+    """Returns None, or a warning about a version that no test has seen. `location`: where it is.
+    Raises ValueError.
+    """
     try:
         found = Version(version)
     except InvalidVersion:
@@ -196,20 +209,21 @@ def check_sglang_version(version: str, location: str) -> str | None:
         ) from None
     if found < Version(OLDEST_SGLANG):
         raise ValueError(
-            f"sglang in {location} is {version}, but {OLDEST_SGLANG} or newer is needed (weight-update sessions); upgrade it"
-            " there."
+            f"sglang in {location} is {version}, but {OLDEST_SGLANG} or newer is needed"
+            " (weight-update sessions); upgrade it there."
         )
     if found > max(map(Version, TESTED_VERSIONS)):
         return (
-            f"sglang in {location} is {version}, which is newer than what was tested ({', '.join(TESTED_VERSIONS)}); what it can do"
-            " is asked, not taken for granted."
+            f"sglang in {location} is {version}, which is newer than what was tested"
+            f" ({', '.join(TESTED_VERSIONS)}); what it can do is asked, not taken for granted."
         )
     return None
 
 
 def find_unfit_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str, object, str, str]]:
-    """(argument, its value, why that cannot be, the fix) for each that stands against training. `arguments`: by name,
-    with dashes or underscores."""
+    """(argument, its value, why that cannot be, the fix) for each that stands against training.
+    `arguments`: by name, with dashes or underscores.
+    """
     plain = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, (allowed, why, fix) in ARGUMENT_LIMITS.items():
         value = plain.get(name)
@@ -240,11 +254,12 @@ def check_sglang_environment(
     num_engines: int = 1,
     machine_gpus: MachineGpus | None = None,
 ) -> SGLangEnvironment:
-    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server. `is_deterministic`: of the
-    trainer, and `machine_gpus` add to the arguments what the servers need for it.
+    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server.
+    `is_deterministic`: of the trainer, and `machine_gpus` add to the arguments what the
+    servers need for it.
 
-    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that it does not know or
-    that cannot be, one that `is_deterministic` forbids, too few GPUs.
+    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that
+    it does not know or that cannot be, one that `is_deterministic` forbids, too few GPUs.
     """
     machine_gpus = machine_gpus or MachineGpus()
     found = find_interpreter(python)
@@ -264,8 +279,9 @@ def check_sglang_environment(
         count := _read_whole_number(of_user.value_by_option, "nnodes")
     ) > 1 and not machine_gpus.is_placed_by_launcher:
         raise ValueError(
-            f"rollout.sglang.args.nnodes ({count}) needs several machines, which only the engines of a run under"
-            " torchrun or Ray have; remove it, or start such a server by hand and name it in rollout.endpoints."
+            f"rollout.sglang.args.nnodes ({count}) needs several machines, which only the engines"
+            " of a run under torchrun or Ray have; remove it, or start such a server by hand and"
+            " name it in rollout.endpoints."
         )
     added: dict[str, object] = {}
     if is_deterministic:
@@ -286,7 +302,8 @@ def check_sglang_environment(
 
 
 def check_nccl_versions(python: str | None, env: Mapping[str, str]) -> None:
-    """Compare torch and NCCL of the servers' environment with this one's, for a communicator of ranks and servers.
+    """Compare torch and NCCL of the servers' environment with this one's, for a communicator of
+    ranks and servers.
 
     Warns of a difference. Raises ValueError where NCCL differs in more than a patch release.
     """
@@ -299,11 +316,14 @@ def check_nccl_versions(python: str | None, env: Mapping[str, str]) -> None:
     torch, nccl = run_in_interpreter(
         theirs, _NCCL_CODE, make_search_paths_absolute(env), f"{theirs} has no torch"
     ).split()
-    said = f"{theirs} has torch {torch} with NCCL {nccl}, this environment torch {own_torch} with NCCL {own_nccl}"
+    said = (
+        f"{theirs} has torch {torch} with NCCL {nccl}, this environment torch {own_torch} with"
+        f" NCCL {own_nccl}"
+    )
     if "none" not in (own_nccl, nccl) and own_nccl.split(".")[:2] != nccl.split(".")[:2]:
         raise ValueError(
-            f"rollout.weight_transport (process_group) puts ranks and servers into one NCCL communicator: {said}."
-            " Install the same torch in both, or use tensor or disk."
+            "rollout.weight_transport (process_group) puts ranks and servers into one NCCL"
+            f" communicator: {said}. Install the same torch in both, or use tensor or disk."
         )
     if (own_torch, own_nccl) != (torch, nccl):
         logger.warning("%s; process_group is tested with equal versions.", said)
@@ -312,7 +332,9 @@ def check_nccl_versions(python: str | None, env: Mapping[str, str]) -> None:
 def find_refused_arguments(
     section: SGLangConfig, is_deterministic: bool, is_shared: bool
 ) -> Iterator[tuple[str, str]]:
-    """(full key, what is wrong) of what no version of SGLang may be told in training; `is_shared`: it is colocated."""
+    """(full key, what is wrong) of what no version of SGLang may be told in training; `is_shared`:
+    it is colocated.
+    """
     aliases = {other: names[0] for names in SIZES_OF_SGLANG for other in names}
     names = {aliases.get(plain := name.replace("_", "-"), plain): name for name in section.args}
     values: dict[str, object] = {name: section.args[key] for name, key in names.items()}
@@ -340,7 +362,9 @@ def find_refused_arguments(
 
 
 def _find_size_problems(value_by_argument: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (argument, what is wrong) of sizes with which SGLang would not start, or which it would ignore."""
+    """Yield (argument, what is wrong) of sizes with which SGLang would not start, or which
+    it would ignore.
+    """
     sizes = dict.fromkeys(("tp-size", "ep-size", "dp-size", "moe-dense-tp-size"), 1)
     for name in sizes:
         if (value := value_by_argument.get(name)) is not None:
@@ -348,7 +372,8 @@ def _find_size_problems(value_by_argument: Mapping[str, object]) -> Iterator[tup
                 yield name, "must be a whole number from 1"
                 return
             sizes[name] = int(str(value))
-    tp, is_dp = sizes["tp-size"], value_by_argument.get(DP_ATTENTION) is True
+    tp = sizes["tp-size"]
+    is_dp = value_by_argument.get(DP_ATTENTION) is True
     for name in ("ep-size", "dp-size") if is_dp else ("ep-size",):
         if tp % sizes[name]:
             yield (
@@ -360,33 +385,42 @@ def _find_size_problems(value_by_argument: Mapping[str, object]) -> Iterator[tup
     if is_dp and sizes["dp-size"] == 1:
         yield (
             DP_ATTENTION,
-            "needs dp-size, the number of groups of ranks that serve requests of their own, above 1",
+            (
+                "needs dp-size, the number of groups of ranks that serve requests of their"
+                " own, above 1"
+            ),
         )
     if value_by_argument.get(DP_HEAD) is True and not is_dp:
         yield DP_HEAD, f"needs {DP_ATTENTION}; set it, with dp-size, or leave this out"
 
 
 def find_interpreter(python: str | None) -> str:
-    """The interpreter, relative paths taken from the working directory. Raises ValueError where it is missing."""
+    """The interpreter, relative paths taken from the working directory. Raises ValueError where
+    it is missing.
+    """
     if python is None:
         if importlib.util.find_spec("sglang") is None:
             raise ValueError(
                 "rollout.engine (sglang) needs sglang in this environment; install it (pip install"
-                " 'rlhf-megatron[sglang]'), name the interpreter of another environment in rollout.sglang.python"
-                " (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
+                " 'rlhf-megatron[sglang]'), name the interpreter of another environment in"
+                " rollout.sglang.python (`make sglang-cpu` makes .venv-sglang/bin/python), or set"
+                " rollout.engine: local."
             )
         return sys.executable
     found = shutil.which(python)
     if found is None:
         raise ValueError(
-            f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an environment that has"
-            " sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or set rollout.engine: local."
+            f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an"
+            " environment that has sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or"
+            " set rollout.engine: local."
         )
     return os.path.abspath(found)  # links are kept: a virtual environment is known by the link
 
 
 def make_search_paths_absolute(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns `env` with an absolute PYTHONPATH: not every process of a server stays in this directory."""
+    """Returns `env` with an absolute PYTHONPATH: not every process of a server stays in
+    this directory.
+    """
     paths = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(":") if path]
     return {**env, "PYTHONPATH": ":".join(paths)} if paths else dict(env)
 
@@ -394,19 +428,22 @@ def make_search_paths_absolute(env: Mapping[str, str]) -> dict[str, str]:
 def make_deterministic_arguments(
     arguments: Mapping[str, object], env: Mapping[str, str]
 ) -> dict[str, object]:
-    """Arguments that keep a sample from depending on what is decoded beside it. `arguments`: canonical.
+    """Arguments that keep a sample from depending on what is decoded beside it.
+    `arguments`: canonical.
 
     Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
     """
     if runs_on_cpu(arguments, env):
         raise ValueError(
-            "trainer.deterministic needs batch-invariant kernels of rollout.engine sglang, which it has not on a CPU;"
-            " use rollout.engine: local there, or set trainer.deterministic: false."
+            "trainer.deterministic needs batch-invariant kernels of rollout.engine sglang, which"
+            " it has not on a CPU; use rollout.engine: local there, or set"
+            " trainer.deterministic: false."
         )
     if arguments.get(DETERMINISTIC, True) is not True:
         raise ValueError(
-            "trainer.deterministic needs rollout.sglang.args.enable_deterministic_inference, which is set to"
-            f" {arguments[DETERMINISTIC]!r}; remove it, or set trainer.deterministic: false."
+            "trainer.deterministic needs rollout.sglang.args.enable_deterministic_inference, which"
+            f" is set to {arguments[DETERMINISTIC]!r}; remove it, or set"
+            " trainer.deterministic: false."
         )
     return {DETERMINISTIC: True}
 
@@ -414,13 +451,16 @@ def make_deterministic_arguments(
 def make_colocation_arguments(
     arguments: Mapping[str, object], env: Mapping[str, str]
 ) -> dict[str, object]:
-    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical; `env`: of the run, and
-    over it what the user gives servers. Raises ValueError where one of them stands against it."""
+    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical;
+    `env`: of the run, and over it what the user gives servers. Raises ValueError where one of them
+    stands against it.
+    """
     for name in ALLOCATOR_SETTINGS:
         if "expandable_segments:true" in env.get(name, "").lower():
             raise ValueError(
-                f"{name} ({env[name]}) must not have expandable_segments with rollout.colocated: engines can neither"
-                " open the trainer's memory then nor give theirs back; take it out, or set rollout.colocated: false."
+                f"{name} ({env[name]}) must not have expandable_segments with rollout.colocated:"
+                " engines can neither open the trainer's memory then nor give theirs back; take it"
+                " out, or set rollout.colocated: false."
             )
     if arguments.get(MEMORY_SAVER, True) is not True:
         raise ValueError(
@@ -452,8 +492,8 @@ def _load_known_options(
 
 
 def run_in_interpreter(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
-    """Return what that interpreter prints when it runs `code`. Raises ValueError with `problem` and the last line of
-    the error.
+    """Return what that interpreter prints when it runs `code`. Raises ValueError with `problem` and
+    the last line of the error.
     """
     try:
         done = subprocess.run(

@@ -1,5 +1,7 @@
-"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all children. A server
-that does not start is reported with its own error and what to do. `make_shell_command` starts one by hand."""
+"""Stock SGLang servers: started with a settings file each, awaited until healthy, stopped with all
+children. A server that does not start is reported with its own error and what to do.
+`make_shell_command` starts one by hand.
+"""
 
 from __future__ import annotations
 
@@ -56,18 +58,29 @@ _ERROR_LINE = re.compile(
 _ERRORS_SHOWN = 3
 _ADVICE_BY_ERROR = (
     (
-        r"leave no GPU memory for the KV cache|Not enough memory\. Please try to increase --mem-fraction-static",
-        "weights and key-value cache do not fit into rollout.sglang.args.mem_fraction_static of a device: raise it, use"
-        " a larger tp_size, or give the servers devices of their own.",
+        (
+            r"leave no GPU memory for the KV cache|Not enough memory\. Please try to"
+            r" increase --mem-fraction-static"
+        ),
+        (
+            "weights and key-value cache do not fit into rollout.sglang.args.mem_fraction_static of"
+            " a device: raise it, use a larger tp_size, or give the servers devices of their own."
+        ),
     ),
     (
         r"OutOfMemoryError|out of memory\b|can't allocate memory|exit code: -9\b",
-        "a device, or the machine, is full: see what else uses it (a trainer on the same devices keeps what it holds"
-        " without rollout.colocated), use a larger tp_size, or lower rollout.sglang.args.mem_fraction_static.",
+        (
+            "a device, or the machine, is full: see what else uses it (a trainer on the same"
+            " devices keeps what it holds without rollout.colocated), use a larger tp_size, or"
+            " lower rollout.sglang.args.mem_fraction_static."
+        ),
     ),
     (
         r"Model architectures \[.*\] are not supported",
-        "this sglang does not serve the model of model.path: use another version, or rollout.engine: local.",
+        (
+            "this sglang does not serve the model of model.path: use another version, or"
+            " rollout.engine: local."
+        ),
     ),
     (
         r"No module named '(triton|sgl_kernel|flashinfer)",
@@ -99,8 +112,9 @@ SETTINGS_FILE = "engine-key.yaml"
 
 
 def extract_server_errors(log_text: str) -> str:
-    """The last different error lines of a server's log, which the noise of its end can have pushed out of the tail, and
-    what to do about the cause that they tell. "" where there is none."""
+    """The last different error lines of a server's log, which the noise of its end can have pushed
+    out of the tail, and what to do about the cause that they tell. "" where there is none.
+    """
     found = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log_text)))
     lines = found[-_ERRORS_SHOWN:]
     if not lines:
@@ -135,10 +149,11 @@ def start_sglang_engines(
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
-    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set here. `python` None:
-    this interpreter. `machine_gpus`: the GPUs that servers can have. `is_one_machine`: all ranks that send weights are on
-    this machine. `shared_key`: of all servers; None: a fresh one each. Keys go through the settings file, which only this user
-    can read. Raises ValueError for what a
+    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set
+    here. `python` None:
+    this interpreter. `machine_gpus`: the GPUs that servers can have. `is_one_machine`: all ranks
+    that send weights are on this machine. `shared_key`: of all servers; None: a fresh one each.
+    Keys go through the settings file, which only this user can read. Raises ValueError for what a
     user can fix before a start, EngineError with the server's own error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
@@ -153,7 +168,8 @@ def start_sglang_engines(
     )
     _log_environment_warnings(installed)
     settings = make_server_settings(installed, model_path, dtype, quantization)
-    ports, meeting_place = PortAllocator(), RendezvousFiles()
+    ports = PortAllocator()
+    meeting_place = RendezvousFiles()
     launches: list[ServerLaunch] = []
     for index, devices in enumerate(installed.device_arguments):
         parts = [
@@ -184,8 +200,9 @@ def _log_environment_warnings(environment: SGLangEnvironment) -> None:
         logger.warning("%s", environment.warning)
     if not environment.arguments.value_by_option.get(DETERMINISTIC, False):
         logger.warning(
-            "sglang ignores the seed of a sample without rollout.sglang.args.enable_deterministic_inference: samples of"
-            " a group differ, but a run does not repeat."
+            "sglang ignores the seed of a sample without"
+            " rollout.sglang.args.enable_deterministic_inference: samples of a group differ, but a"
+            " run does not repeat."
         )
 
 
@@ -195,8 +212,9 @@ def make_server_settings(
     dtype: str,
     quantization: str | None = None,
 ) -> dict[str, object]:
-    """Contents of each server's settings file: what the run asks for, and over it what the user does. Raises ValueError
-    where both change the model's configuration."""
+    """Contents of each server's settings file: what the run asks for, and over it what the user
+    does. Raises ValueError where both change the model's configuration.
+    """
     own = {
         "model-path": str(Path(model_path).absolute()),
         "host": "127.0.0.1",
@@ -209,8 +227,9 @@ def make_server_settings(
     if quantization is not None:
         if MODEL_OVERRIDE in of_user:
             raise ValueError(
-                f"rollout.sglang.args.{MODEL_OVERRIDE} ({of_user[MODEL_OVERRIDE]!r}) cannot be set beside rollout.quantization"
-                f" ({quantization}), which needs it; remove one, or change config.json of model.path."
+                f"rollout.sglang.args.{MODEL_OVERRIDE} ({of_user[MODEL_OVERRIDE]!r}) cannot be set"
+                f" beside rollout.quantization ({quantization}), which needs it; remove one, or"
+                " change config.json of model.path."
             )
         blocks = {"weight_block_size": FP8_BLOCK, "activation_scheme": "dynamic", "fmt": "e4m3"}
         own[MODEL_OVERRIDE] = json.dumps(
@@ -266,9 +285,9 @@ class SGLangServerLaunch:
             return
         if self.is_engine and not self.transfer_dir.is_dir():
             raise EngineError(
-                f"{self.name} was given a place on {seat.address}, where the run's transfer directory"
-                f" ({self.transfer_dir}) is not: receipts of weight syncs go through it; set rollout.transfer_dir to a"
-                " directory that all machines see."
+                f"{self.name} was given a place on {seat.address}, where the run's transfer"
+                f" directory ({self.transfer_dir}) is not: receipts of weight syncs go through it;"
+                " set rollout.transfer_dir to a directory that all machines see."
             )
         self.interface_env = {}
         if interface := find_interface_towards(seat.address):
@@ -306,32 +325,42 @@ class SGLangServerLaunch:
         )
 
     def _make_part_arguments(self) -> dict[str, object]:
-        """Return the arguments of a part of a server that spans machines, whose first part listens for the others, and
-        of a server with DP attention, whose ranks would listen near the port of HTTP, where others of the run are."""
+        """Return the arguments of a part of a server that spans machines, whose first part listens
+        for the others, and of a server with DP attention, whose ranks would listen near the port of
+        HTTP, where others of the run are.
+        """
         if (
             self.num_parts == 1
             and self.environment.arguments.value_by_option.get(DP_ATTENTION) is not True
         ):
             return {}
         if self.part_index == 0:
-            self.rendezvous_address = f"{self.host if self.num_parts > 1 else LOOPBACK}:{self.port_allocator.reserve_ports(_NUM_RENDEZVOUS_PORTS)}"
+            self.rendezvous_address = (
+                f"{self.host if self.num_parts > 1 else LOOPBACK}:"
+                f"{self.port_allocator.reserve_ports(_NUM_RENDEZVOUS_PORTS)}"
+            )
         own = {"node-rank": self.part_index, "dist-init-addr": self.rendezvous_address}
         return own | ({"host": LOOPBACK} if self.part_index else {})
 
     def _make_rendezvous_environment(self, port: int) -> dict[str, str]:
-        """Return the environment of its ranks, who would take the address of the route to the internet for messages."""
+        """Return the environment of its ranks, who would take the address of the route to the
+        internet for messages.
+        """
         if self.num_parts == 1:
             return self.rendezvous_files.make_environment(self.name, port)
         host, _, number = self.rendezvous_address.rpartition(":")
         return {"MASTER_ADDR": host, "MASTER_PORT": number, "SGLANG_HOST_IP": self.host}
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Waits until it answers and says that it can do what is needed. Takes another port where one was lost."""
+        """Waits until it answers and says that it can do what is needed. Takes another port
+        where one was lost.
+        """
         try:
             return self._wait_with_port_retries(deadline, progress)
         finally:
             assert self.process is not None
-            self.process.hide_token_in_log()  # SGLang writes its arguments into the log as it starts, the keys among them
+            # SGLang writes its arguments into the log as it starts, the keys among them
+            self.process.hide_token_in_log()
 
     def _wait_with_port_retries(
         self, deadline: float, progress: StartProgress | None
@@ -389,8 +418,10 @@ def make_shell_command(
     transfer_dir: Path,
     port: int,
 ) -> str:
-    """Lines for a shell: a key in a file of mode 0600 (a command line can be seen by all users of the machine), then
-    the server itself, in the foreground. A run on this machine attaches with that key file."""
+    """Lines for a shell: a key in a file of mode 0600 (a command line can be seen by all users of
+    the machine), then the server itself, in the foreground. A run on this machine attaches with
+    that key file.
+    """
     given = {**make_server_settings(environment, model_path, dtype, quantization), "port": port}
     words = [environment.python, "-m", "sglang.launch_server", "--config", SETTINGS_FILE]
     for name, value in given.items():
@@ -402,9 +433,15 @@ def make_shell_command(
     }
     return "\n".join(
         [
-            f"(umask 077; {shlex.quote(environment.python)} -c 'import secrets; print(secrets.token_hex(32))' \\",
+            (
+                f"(umask 077; {shlex.quote(environment.python)} -c 'import secrets;"
+                " print(secrets.token_hex(32))' \\"
+            ),
             f" > {KEY_FILE}",
-            f' printf "api-key: %s\\nadmin-api-key: %s\\n" "$(cat {KEY_FILE})" "$(cat {KEY_FILE})" > {SETTINGS_FILE})',
+            (
+                f' printf "api-key: %s\\nadmin-api-key: %s\\n" "$(cat {KEY_FILE})" "$(cat'
+                f' {KEY_FILE})" > {SETTINGS_FILE})'
+            ),
             f'{INIT_METHOD}="file://$(mktemp -u)" \\',
             *(f"{name}={shlex.quote(value)} \\" for name, value in variables.items()),
             shlex.join([*words, *environment.arguments.command_words]),

@@ -1,5 +1,7 @@
-"""Requests to a stock SGLang server and its answers, in the words of `rollout.engine`. Refused is what would end the
-server, or bring other log-probs than asked for; an answer is checked field by field."""
+"""Requests to a stock SGLang server and its answers, in the words of `rollout.engine`. Refused is
+what would end the server, or bring other log-probs than asked for; an answer is checked
+field by field.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,10 @@ _IMPOSSIBLE_TOKEN = (1 << 31) - 1
 def make_generate_body(
     requests: Sequence[GenerateRequest], version: int | None, call_name: str = ""
 ) -> dict[str, Any]:
-    """One entry a sample: SGLang's own `n` would give all samples of a group one seed. `version`: of the weights; the
-    prefix cache is looked up under it, so that no keys of other weights are found. `call_name`: of the call."""
+    """One entry a sample: SGLang's own `n` would give all samples of a group one seed. `version`:
+    of the weights; the prefix cache is looked up under it, so that no keys of other weights are
+    found. `call_name`: of the call.
+    """
     is_scored = any(request.params.max_new_tokens == 0 for request in requests)
     return {
         **({"rid": list_sample_names(call_name)} if call_name else {}),
@@ -77,8 +81,9 @@ def make_generate_body(
 
 
 def _get_first_scored_position(request: GenerateRequest) -> int:
-    """The first token for which the server tells "the log-prob of what was read", which lacks that one's own; -1: it
-    tells none."""
+    """The first token for which the server tells "the log-prob of what was read", which lacks that
+    one's own; -1: it tells none.
+    """
     return (
         len(request.prompt_ids) - request.num_given - 1
         if request.params.max_new_tokens == 0
@@ -87,9 +92,10 @@ def _get_first_scored_position(request: GenerateRequest) -> int:
 
 
 def _make_sampling_settings(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """`sampling_seed` counts only on servers started with --enable-deterministic-inference. `min_new_tokens` is left
-    out: it is refused before. A batch of nothing but `top_k` 1 gets log-probs of temperature 1 from SGLang, so that cut
-    is made with `top_p`."""
+    """`sampling_seed` counts only on servers started with --enable-deterministic-inference.
+    `min_new_tokens` is left out: it is refused before. A batch of nothing but `top_k` 1 gets
+    log-probs of temperature 1 from SGLang, so that cut is made with `top_p`.
+    """
     is_greedy = params.temperature == 0
     is_single = params.top_k == 1 and not is_greedy
     return {
@@ -107,8 +113,10 @@ def _make_sampling_settings(params: SamplingParams, seed: int) -> dict[str, Any]
 def parse_sample_groups(
     data: bytes, requests: Sequence[GenerateRequest], version_prefix: str = ""
 ) -> list[list[GeneratedSample]]:
-    """The samples of each request, of the JSON that a server sent. `version_prefix`: `get_version_prefix` of the process that brought
-    the weights; "": this one. Raises ValueError naming the sample, the field and what stands there."""
+    """The samples of each request, of the JSON that a server sent. `version_prefix`:
+    `get_version_prefix` of the process that brought the weights; "": this one. Raises ValueError
+    naming the sample, the field and what stands there.
+    """
     num_samples = sum(len(request.seeds) for request in requests)
     try:
         answers = _ANSWER_DECODER.decode(data)
@@ -151,7 +159,9 @@ Rows = TypeVar("Rows")  # [[log-prob, token id, null], ...]: bytes of JSON, or r
 
 
 class _MetaInfoAnswer(msgspec.Struct, Generic[Rows]):
-    """Some answers to aborted requests lack the counts, and the list of tokens where there is none."""
+    """Some answers to aborted requests lack the counts,
+    and the list of tokens where there is none.
+    """
 
     finish_reason: _FinishReasonAnswer
     output_token_logprobs: Rows = None  # type: ignore[assignment]
@@ -177,11 +187,15 @@ _ANSWER_DECODER = msgspec.json.Decoder(list[_SampleAnswer[msgspec.Raw]])
 def _read_token_columns(
     rows: msgspec.Raw | list[_TokenAnswer] | None,
 ) -> tuple[list[int], array[int], array[float]] | None:
-    """Token ids, as a list too, and log-probs; None where the server sent nothing. Rows are read as one flat list:
-    those of a long response cost more as lists of their own than their numbers do."""
+    """Token ids, as a list too, and log-probs; None where the server sent nothing. Rows are read as
+    one flat list:
+    those of a long response cost more as lists of their own than their numbers do.
+    """
     if isinstance(rows, msgspec.Raw):
         flat = msgspec.json.decode(b"[%b]" % bytes(rows).translate(None, b"[]"))
-        log_probs, ids, texts = flat[::3], flat[1::3], flat[2::3]
+        log_probs = flat[::3]
+        ids = flat[1::3]
+        texts = flat[2::3]
         if len(log_probs) == texts.count(None):
             with suppress(TypeError, OverflowError):
                 return ids, array("i", ids), array("d", log_probs)
@@ -201,17 +215,14 @@ def _read_scored_tokens(
     meta: _MetaInfoAnswer[Any], request: GenerateRequest
 ) -> tuple[list[int], array[int], array[float]]:
     """Token ids, as a list too, and log-probs of the tokens that were given."""
-    rows, wanted = (
-        (meta.input_token_logprobs or [])[-request.num_given :],
-        request.prompt_ids[-request.num_given :],
-    )
-    ids, values = (
-        [token for _, token, _ in rows],
-        [value for value, _, _ in rows if value is not None],
-    )
+    rows = (meta.input_token_logprobs or [])[-request.num_given :]
+    wanted = request.prompt_ids[-request.num_given :]
+    ids = [token for _, token, _ in rows]
+    values = [value for value, _, _ in rows if value is not None]
     if tuple(ids) != tuple(wanted) or len(values) != len(ids):
         raise ValueError(
-            f"meta_info.input_token_logprobs tells of {len(values)} of {len(wanted)} tokens to score."
+            f"meta_info.input_token_logprobs tells of {len(values)} of {len(wanted)}"
+            " tokens to score."
         )
     return ids, array("i", ids), array("d", values)
 
@@ -228,7 +239,8 @@ def _parse_sample(
     reason = meta.finish_reason.type
     if meta.finish_reason.matched == _NAN_REASON:
         raise ValueError(
-            f"meta_info.finish_reason.matched is {_NAN_REASON!r}: the model's output is not a number."
+            f"meta_info.finish_reason.matched is {_NAN_REASON!r}: the model's output is"
+            " not a number."
         )
     is_scored = request.params.max_new_tokens == 0 and reason != "abort"
     found = (
@@ -248,7 +260,8 @@ def _parse_sample(
         )
     if reason != "abort" and not is_scored and meta.completion_tokens != len(ids):
         raise ValueError(
-            f"meta_info.output_token_logprobs has {len(ids)} entries, completion_tokens is {meta.completion_tokens!r}."
+            f"meta_info.output_token_logprobs has {len(ids)} entries, completion_tokens"
+            f" is {meta.completion_tokens!r}."
         )
     if answer.output_ids is not None and not is_scored and answer.output_ids[: len(ids)] != ids:
         raise ValueError("output_ids and meta_info.output_token_logprobs name different tokens.")
@@ -274,15 +287,17 @@ def _parse_sample(
 def _write_sample_routes(
     meta: _MetaInfoAnswer[Any], request: GenerateRequest, num_tokens: int
 ) -> str:
-    """The file with the experts that the tokens met. Layers without experts are zeros, and rows of tokens that SGLang
-    lost sight of: both are no routes to whoever reads the file. Aborted samples have none: they are asked for again,
-    and what the server says of them may be of other tokens than it sends."""
+    """The file with the experts that the tokens met. Layers without experts are zeros, and rows of
+    tokens that SGLang lost sight of: both are no routes to whoever reads the file. Aborted samples
+    have none: they are asked for again, and what the server says of them may be of other tokens
+    than it sends.
+    """
     if not request.routes_dir or meta.finish_reason.type == "abort":
         return ""
     if meta.routed_experts is None:
         raise ValueError(
-            "meta_info.routed_experts is missing; start the server with --enable-return-routed-experts"
-            " (rollout.sglang.args.enable_return_routed_experts)."
+            "meta_info.routed_experts is missing; start the server with"
+            " --enable-return-routed-experts (rollout.sglang.args.enable_return_routed_experts)."
         )
     ids = np.frombuffer(base64.b64decode(meta.routed_experts, validate=True), dtype="<i4")
     num_read = len(request.prompt_ids) + num_tokens - 1
@@ -293,8 +308,10 @@ def _write_sample_routes(
 
 
 def make_version_name(version: int) -> str:
-    """The name under which this process tells a server the version of its weights: no other process says the same, so
-    that samples of weights which another run has brought are not taken for those of this one."""
+    """The name under which this process tells a server the version of its weights: no other process
+    says the same, so that samples of weights which another run has brought are not taken for
+    those of this one.
+    """
     return f"{get_version_prefix()}{version}"
 
 
@@ -317,8 +334,9 @@ def _parse_version(text: Any, version_prefix: str) -> int:
 def _parse_version_spans(
     raw_spans: Sequence[_VersionSpanAnswer], num_tokens: int, version_prefix: str
 ) -> tuple[VersionSpan, ...]:
-    """SGLang can say more tokens of aborted samples than it sends: the last span is cut. (): servers that do not say,
-    or no tokens."""
+    """SGLang can say more tokens of aborted samples than it sends: the last span is cut. ():
+    servers that do not say, or no tokens.
+    """
     spans: list[VersionSpan] = []
     end = 0
     for span in raw_spans:
@@ -359,8 +377,9 @@ class ServerLimits:
             for token in (min(request.prompt_ids), max(request.prompt_ids)):
                 if not 0 <= token < self.vocab_size:
                     return (
-                        f"token {token} of the prompt is not in the vocabulary of the engine's model (0 .."
-                        f" {self.vocab_size - 1}); prompts must be made with its tokenizer."
+                        f"token {token} of the prompt is not in the vocabulary of the engine's"
+                        f" model (0 .. {self.vocab_size - 1}); prompts must be made with"
+                        " its tokenizer."
                     )
         if params.max_new_tokens < 0:
             return f"max_new_tokens is {params.max_new_tokens}; it must be at least 0."
@@ -370,8 +389,9 @@ class ServerLimits:
             return SCORING_RULE
         if params.min_new_tokens > 0:
             return (
-                f"min_new_tokens is {params.min_new_tokens}: SGLang bars stop tokens with the tokenizer, which a server"
-                " that takes token ids does not load. Leave it at 0, or use the local engine."
+                f"min_new_tokens is {params.min_new_tokens}: SGLang bars stop tokens with the"
+                " tokenizer, which a server that takes token ids does not load. Leave it at 0, or"
+                " use the local engine."
             )
         if params.min_p > 0 and params.temperature > 0 and self.is_deterministic:
             return (
@@ -394,8 +414,9 @@ def fetch_limits_blocking(http: HttpClient, timeout_s: float) -> ServerLimits:
 
 
 def fetch_max_running_samples(http: HttpClient, timeout_s: float) -> int | None:
-    """Samples that the server decodes at once, over its data-parallel ranks; None: it does not say. Raises
-    EngineError."""
+    """Samples that the server decodes at once, over its data-parallel ranks; None: it does not say.
+    Raises EngineError.
+    """
     info = http.get("/server_info", timeout_s)
     states = info.get("internal_states") if isinstance(info, dict) else None
     found: list[Any] = [
@@ -407,7 +428,9 @@ def fetch_max_running_samples(http: HttpClient, timeout_s: float) -> int | None:
 
 
 async def _probe_vocab_size(http: HttpClient, timeout_s: float) -> int | None:
-    """Learn the vocabulary's size from the refusal of a token that no model has: no endpoint tells it."""
+    """Learn the vocabulary's size from the refusal of a token that no model has: no
+    endpoint tells it.
+    """
     body = {
         "input_ids": [[0]],
         "sampling_params": {"max_new_tokens": 1},

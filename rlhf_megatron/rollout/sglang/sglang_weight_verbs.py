@@ -1,7 +1,9 @@
-"""A weight sync as said to an SGLang server: the verbs, and the receipts by which its ranks tell what stands in them.
+"""A weight sync as said to an SGLang server: the verbs, and the receipts by which its ranks tell
+what stands in them.
 
-Each rank tells of the parts that it holds (`server.loader`); a receipt is the JSON of one rank. Ranks that hold the
-same part must agree, parts must cover the tensor once, and their digests add up to the digest of what stands.
+Each rank tells of the parts that it holds (`server.loader`); a receipt is the JSON of one rank.
+Ranks that hold the same part must agree, parts must cover the tensor once, and their digests add up
+to the digest of what stands.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ class PartDigest:
 
 @dataclass(frozen=True)
 class LoadedWeights:
-    """The state of some tensors in an engine, by `TensorEntry.key`: of each, or of each part that was sent."""
+    """The state of some tensors in an engine, by `TensorEntry.key`: of each, or of each part
+    that was sent.
+    """
 
     digest_by_key: dict[str, str] = field(default_factory=dict)  # of those that stand
     fault_by_key: dict[str, str] = field(
@@ -122,11 +126,11 @@ def check_loaded_bucket(
     receipts: Sequence[Receipt],
     compare_with_bucket: Callable[[], Sequence[Receipt]] | None = None,
 ) -> LoadedWeights:
-    """Checks what stands of a bucket that was just delivered. Raises EngineError naming the tensors that are not as
-    sent.
+    """Checks what stands of a bucket that was just delivered. Raises EngineError naming the tensors
+    that are not as sent.
 
-    `compare_with_bucket` sends the bucket's order "compare", while its bytes still lie there, and returns the receipts: they tell
-    which ranks hold something else than the bytes.
+    `compare_with_bucket` sends the bucket's order "compare", while its bytes still lie there, and
+    returns the receipts: they tell which ranks hold something else than the bytes.
     """
     found = combine_bucket_receipts(receipts)
     wrong: dict[str, str] = {}
@@ -146,7 +150,8 @@ def check_loaded_bucket(
     for key, ranks in _find_differing_ranks(compare_with_bucket).items():
         if key in wrong:
             wrong[key] += (
-                f"; {_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values than the bucket"
+                f"; {_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} other values"
+                " than the bucket"
             )
     shown = "; ".join(
         f"tensor {key!r}: {words}" for key, words in list(wrong.items())[:_TENSORS_SHOWN]
@@ -210,7 +215,10 @@ def _describe_disagreement(
         }  # one rank alone: what it has made of a matrix is not of that matrix
         return f"{_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} different values for {where}"
     odd = {part.rank for part in part_digests if part.digest != most}
-    return f"{_format_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks that hold it as well"
+    return (
+        f"{_format_ranks(odd)} hold{'s' * (len(odd) == 1)} other values for {where} than the ranks"
+        " that hold it as well"
+    )
 
 
 def _describe_gap(
@@ -263,7 +271,10 @@ def _describe_other_dtype(receipts: Sequence[Receipt], key: str) -> str:
     if not found:
         return ""
     *_, sent = receipts[0]["tensors"][key]
-    return f" (it stands as {found.pop()} and was sent as {sent}: rollout.dtype must be the engine's dtype)"
+    return (
+        f" (it stands as {found.pop()} and was sent as {sent}: rollout.dtype must be the"
+        " engine's dtype)"
+    )
 
 
 def _find_differing_ranks(
@@ -302,9 +313,12 @@ class SGLangWeightVerbs:
         lend_segments: Callable[[], LentSegments] = lambda: (),
         is_lent_once: bool = False,
     ) -> list[Receipt]:
-        """Have every rank read a bucket and load it: from its file, or from the device memory that `lend_segments` tells, each
-        time anew unless it `is_lent_once`. Raises EngineError too where it does not stand as it was sent."""
-        order, what = manifest.encode_json(), manifest.label
+        """Have every rank read a bucket and load it: from its file, or from the device memory that
+        `lend_segments` tells, each time anew unless it `is_lent_once`. Raises EngineError too where
+        it does not stand as it was sent.
+        """
+        order = manifest.encode_json()
+        what = manifest.label
         receipts = self.send_order({"manifest": order}, what, lend_segments())
         compare = (
             None
@@ -315,14 +329,17 @@ class SGLangWeightVerbs:
         return receipts
 
     def digest_bucket(self, manifest: BucketManifest) -> list[Receipt]:
-        """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as `load_bucket` does."""
+        """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as
+        `load_bucket` does.
+        """
         receipts = self.send_order({"digest": manifest.encode_json()}, manifest.label)
         check_loaded_bucket(self.address.name, manifest, receipts)
         return receipts
 
     def receive_exchange(self, manifest: BucketManifest, exchange: BucketExchange) -> list[Receipt]:
-        """Have every rank take what the senders, which must be at it, send it of a bucket, and load it; checked as
-        `load_bucket` does."""
+        """Have every rank take what the senders, which must be at it, send it of a bucket, and load
+        it; checked as `load_bucket` does.
+        """
         receipts = self.send_order(
             {"manifest": manifest.encode_json(), "exchange": exchange}, manifest.label
         )
@@ -330,8 +347,8 @@ class SGLangWeightVerbs:
         return receipts
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
-        """Make the engine's ranks those after the senders. Returns when they have joined, so the senders must be
-        joining, too.
+        """Make the engine's ranks those after the senders. Returns when they have joined, so the
+        senders must be joining, too.
         """
         order = {"join": invitation, "sender": sender, "num_senders": num_senders}
         self.send_order(order, f"process group {invitation.name}")
@@ -394,13 +411,15 @@ class SGLangWeightVerbs:
         self._post_or_raise(_UPDATE_FROM_TENSOR_PATH, body, manifest.label)
 
     def load_directory(self, directory: Path) -> None:
-        """A whole model directory, which the server can read, also where it was started with load-format dummy."""
+        """A whole model directory, which the server can read, also where it was started with
+        load-format dummy.
+        """
         body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
         self._post_or_raise("/update_weights_from_disk", body, f"weights of {directory.name}")
 
     def join_process_group(self, invitation: LinkInvitation) -> None:
-        """Make the engine's ranks the ranks after 0 of that group. Returns when they have joined, so this side must
-        be joining, too.
+        """Make the engine's ranks the ranks after 0 of that group. Returns when they have joined,
+        so this side must be joining, too.
         """
         body = {
             "master_address": invitation.address,
@@ -448,6 +467,7 @@ class SGLangWeightVerbs:
         receipt: Receipt = json.loads(path.read_text())
         if receipt["error"]:
             raise EngineError(
-                f"{self.address.name} tp rank {rank}, {operation}: {receipt['error']} The engine is STALE."
+                f"{self.address.name} tp rank {rank}, {operation}: {receipt['error']} The"
+                " engine is STALE."
             )
         return receipt

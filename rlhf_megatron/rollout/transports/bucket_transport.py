@@ -37,8 +37,8 @@ class BucketTransport:
     num_reading_ranks: int = 1  # ranks of the engine that open device memory
 
     def prepare_sync(self, device_ids: Collection[str] = ("",)) -> None:
-        """Prepare, once, before the first bucket of a sync. `device_ids`: what `device.get_shareable_device_id` says of
-        those whose memory would be opened.
+        """Prepare, once, before the first bucket of a sync. `device_ids`: what
+        `device.get_shareable_device_id` says of those whose memory would be opened.
         """
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
@@ -48,7 +48,9 @@ class BucketTransport:
     def lend_bucket(
         self, manifest: BucketManifest, bucket: Tensor, segments_by_reader: LentSegments
     ) -> DeliveryTraffic:
-        """Deliver a bucket of which parts lie in memory of other ranks' devices: `segments_by_reader`, by reader."""
+        """Deliver a bucket of which parts lie in memory of other ranks' devices:
+        `segments_by_reader`, by reader.
+        """
         raise NotImplementedError
 
 
@@ -59,5 +61,7 @@ def sum_receipt_traffic(receipts: Sequence[Receipt]) -> DeliveryTraffic:
 
 
 def estimate_traffic_without_receipts(manifest: BucketManifest, num_ranks: int) -> DeliveryTraffic:
-    """The traffic to ranks that write no receipts: all of it goes to each, and stands in them once at least."""
+    """The traffic to ranks that write no receipts: all of it goes to each, and stands in them
+    once at least.
+    """
     return DeliveryTraffic(manifest.tensor_bytes * num_ranks, manifest.tensor_bytes)

@@ -1,8 +1,10 @@
-"""rollout.weight_transport disk: buckets as safetensors files, and the checkpoint directory that they make together.
+"""rollout.weight_transport disk: buckets as safetensors files, and the checkpoint directory that
+they make together.
 
-While a sync runs, the files lie in the transfer directory itself, where engines read each as it appears. When all
-senders have ended, `assemble_weight_checkpoint` moves them into a directory of that version and writes index and
-configuration: transformers, and engines without the run's loader, load it as any model directory.
+While a sync runs, the files lie in the transfer directory itself, where engines read each as it
+appears. When all senders have ended, `assemble_weight_checkpoint` moves them into a directory of
+that version and writes index and configuration: transformers, and engines without the run's loader,
+load it as any model directory.
 """
 
 from __future__ import annotations
@@ -45,8 +47,10 @@ _VERSION = re.compile(r"version-(\d+)")
 
 
 class SafetensorsFileBuffers(BucketBuffers):
-    """Buffers whose buckets are written into a file each before they are delivered. The buckets must have no gaps
-    between their tensors (`plan_buckets`). The files stay for `assemble_weight_checkpoint`."""
+    """Buffers whose buckets are written into a file each before they are delivered. The buckets
+    must have no gaps between their tensors (`plan_buckets`). The files stay
+    for `assemble_weight_checkpoint`.
+    """
 
     def __init__(
         self,
@@ -56,8 +60,9 @@ class SafetensorsFileBuffers(BucketBuffers):
         num_buckets: int,
         deliver_bucket: DeliverBucket,
     ) -> None:
-        """`sender` names the files; `buffer_bytes`: bytes of the largest bucket. A file that cannot be written, because the
-        disk is full for one, is a ValueError of the delivery."""
+        """`sender` names the files; `buffer_bytes`: bytes of the largest bucket. A file that cannot
+        be written, because the disk is full for one, is a ValueError of the delivery.
+        """
         self._directory = directory
         self._file_stem = f"{_PREFIX}{sender.replace(' ', '-')}"
         for path in directory.glob(f"{self._file_stem}-*"):
@@ -79,7 +84,9 @@ class SafetensorsFileBuffers(BucketBuffers):
 
 
 class SGLangDiskTransport(BucketTransport):
-    """Has stock SGLang read each file. An engine without the run's loader gets all at the end (`load_checkpoint_into_engines`)."""
+    """Has stock SGLang read each file. An engine without the run's loader gets all at the
+    end (`load_checkpoint_into_engines`).
+    """
 
     bucket_memory: BucketMemory = "files"
 
@@ -138,12 +145,14 @@ def assemble_weight_checkpoint(
     hf_config: Mapping[str, Any],
     companions_dir: Path | None,
 ) -> Path:
-    """Move the files of all senders into a model directory of their own inside `directory`. Call when all have ended.
+    """Move the files of all senders into a model directory of their own inside `directory`. Call
+    when all have ended.
 
-    `tensor_names`: Hugging Face tensors that were sent. Raises ValueError where the files do not hold just these, or the disk
-    is full.
+    `tensor_names`: Hugging Face tensors that were sent. Raises ValueError where the files do not
+    hold just these, or the disk is full.
     """
-    target, aside = directory / f"version-{version}", directory / f".version-{version}"
+    target = directory / f"version-{version}"
+    aside = directory / f".version-{version}"
     files = {
         path.name: _read_tensor_specs(path)
         for path in sorted(directory.glob(f"{_PREFIX}*.safetensors"))
@@ -154,8 +163,9 @@ def assemble_weight_checkpoint(
             name for name in found if found.count(name) > 1
         ]
         raise ValueError(
-            f"the weight files in {directory} are not those of the {len(tensor_names)} tensors that were sent: {wrong[:5]}. Do"
-            " other runs, or machines without a common file system, use rollout.transfer_dir?"
+            f"the weight files in {directory} are not those of the {len(tensor_names)} tensors"
+            f" that were sent: {wrong[:5]}. Do other runs, or machines without a common file"
+            " system, use rollout.transfer_dir?"
         )
     shutil.rmtree(aside, ignore_errors=True)
 
@@ -196,7 +206,9 @@ def _read_tensor_specs(path: Path) -> list[TensorSpec]:
 
 
 def _write_bucket_file(path: Path, header: bytes, bucket_bytes: Tensor) -> None:
-    """Write a file that appears under its name when it is whole. Raises ValueError where there is no room."""
+    """Write a file that appears under its name when it is whole. Raises ValueError where
+    there is no room.
+    """
     aside = path.with_suffix(".partial")
 
     def write_and_rename() -> None:
@@ -222,6 +234,7 @@ def _explain_full_disk(target_path: Path, write_files: Callable[[], None]) -> No
             raise
         free = shutil.disk_usage(target_path.parent).free
         raise ValueError(
-            f"no room for weights at {target_path}: {error.strerror}, {free} bytes are free. Free some (two versions of the"
-            " weights are kept during a sync), or set rollout.transfer_dir to a larger file system."
+            f"no room for weights at {target_path}: {error.strerror}, {free} bytes are free. Free"
+            " some (two versions of the weights are kept during a sync), or set"
+            " rollout.transfer_dir to a larger file system."
         ) from error

@@ -1,8 +1,8 @@
-"""rollout.weight_transport process_group, shard to shard: the ranks of a copy and those of an engine are one process
-group, in which each sends to each just what that one takes.
+"""rollout.weight_transport process_group, shard to shard: the ranks of a copy and those of an
+engine are one process group, in which each sends to each just what that one takes.
 
-Copies cannot block one another: an engine works on one request at a time, and all ranks of the copy that made it send
-meanwhile, in threads that wait for nothing but this engine.
+Copies cannot block one another: an engine works on one request at a time, and all ranks of the copy
+that made it send meanwhile, in threads that wait for nothing but this engine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,9 @@ class EngineLinkVerbs(Protocol):
 
 
 class LinkTransport(BucketTransport):
-    """A link with an engine, on every rank of the copy that serves it. It stays for the next sync."""
+    """A link with an engine, on every rank of the copy that serves it.
+    It stays for the next sync.
+    """
 
     bucket_memory: BucketMemory = "device_memory"
 
@@ -83,7 +85,8 @@ class LinkTransport(BucketTransport):
         self._link_verbs = link_verbs
         self._world = world
         self._process_groups = process_groups
-        self._copy_rank, self._num_senders = world.copy_group.rank(), world.copy_group.size()
+        self._copy_rank = world.copy_group.rank()
+        self._num_senders = world.copy_group.size()
         self._send_rounds = SendRounds(())
         self._engine_dtype = ""
 
@@ -118,7 +121,8 @@ class LinkTransport(BucketTransport):
         if link is None or link.name != invitation.name:
             link = EngineLink(invitation, self._copy_rank, JOIN_TIMEOUT_S)
             self._process_groups.store_group(self._address, link)
-        sender, what = str(self._world.coordinates), f"process group {invitation.name}"
+        sender = str(self._world.coordinates)
+        what = f"process group {invitation.name}"
         joined = link
 
         def join_and_greet() -> None:
@@ -156,21 +160,22 @@ class LinkTransport(BucketTransport):
 
     def set_send_rounds(self, rounds: SendRounds, engine_dtype: str) -> None:
         """Set the plan of all ranks of the copy. `engine_dtype`: the engine's."""
-        self._send_rounds, self._engine_dtype = rounds, engine_dtype
+        self._send_rounds = rounds
+        self._engine_dtype = engine_dtype
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
-        """`bucket`: this rank's. On the first rank returns when the engine has loaded what all sent, on the others when
-        it has taken what this one did."""
+        """`bucket`: this rank's. On the first rank returns when the engine has loaded what all
+        sent, on the others when it has taken what this one did.
+        """
         link = self._process_groups.find_group(self._address)
         if link is None:
             raise EngineError(
-                f"{self.engine_name}: {self._world.coordinates} has no process group with it any more."
+                f"{self.engine_name}: {self._world.coordinates} has no process group with"
+                " it any more."
             )
-        now, roster, kept = (
-            self._list_round_buckets(manifest.bucket),
-            self._process_groups.roster_by_group[link.name],
-            link,
-        )
+        now = self._list_round_buckets(manifest.bucket)
+        roster = self._process_groups.roster_by_group[link.name]
+        kept = link
 
         def receive_in_engine() -> DeliveryTraffic:
             return self._link_verbs.receive_exchange(
@@ -220,7 +225,9 @@ class LinkTransport(BucketTransport):
         local_action: Callable[[], None],
         timeout_s: float,
     ) -> T | None:
-        """Make this rank's part while, on the first rank, the engine is asked; returns its answer there."""
+        """Make this rank's part while, on the first rank, the engine is asked; returns
+        its answer there.
+        """
         if self._copy_rank == 0:
             return self._process_groups.run_on_both_sides(
                 self.engine_name, operation, engine_request, local_action, timeout_s

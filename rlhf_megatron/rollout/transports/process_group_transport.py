@@ -1,8 +1,10 @@
-"""rollout.weight_transport process_group, whole tensors: buckets as broadcasts, in a torch process group of one sender
-(rank 0) and the ranks of one engine, for engines that take no parts of tensors (those that do: `links`).
+"""rollout.weight_transport process_group, whole tensors: buckets as broadcasts, in a torch process
+group of one sender (rank 0) and the ranks of one engine, for engines that take no parts of tensors
+(those that do: `links`).
 
-Two senders cannot block one another: an engine works on one request at a time, whose sender broadcasts all the while in
-a thread that waits for nothing but this engine."""
+Two senders cannot block one another: an engine works on one request at a time, whose sender
+broadcasts all the while in a thread that waits for nothing but this engine.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ _OTHER_SIDE_TIMEOUT_S = 2.0  # for the side that has not failed to say its part
 
 
 class EngineProcessGroups:
-    """The process groups of this rank by engine, kept from sync to sync; and its mapped files. Thread-safe."""
+    """The process groups of this rank by engine, kept from sync to sync; and its mapped
+    files. Thread-safe.
+    """
 
     def __init__(self) -> None:
         self.file_pool = MappedFilePool()
@@ -59,7 +63,9 @@ class EngineProcessGroups:
         self._lock = threading.Lock()
 
     def find_group(self, address: EngineAddress) -> EngineLink | None:
-        """Returns the group with this server, or None: an engine that was started again has another address."""
+        """Returns the group with this server, or None: an engine that was started again has
+        another address.
+        """
         with self._lock:
             kept, group = self._group_by_engine.get(address.name, (None, None))
             if kept == address:
@@ -73,7 +79,9 @@ class EngineProcessGroups:
         group: EngineLink,
         leave_on_engine: Callable[[], None] | None = None,
     ) -> None:
-        """`leave_on_engine`: has the server end its part; None: another rank does. One that was kept before goes."""
+        """`leave_on_engine`: has the server end its part; None: another rank does. One that was
+        kept before goes.
+        """
         self.drop_group(address.name)
         with self._lock:
             self._group_by_engine[address.name] = (address, group)
@@ -81,8 +89,10 @@ class EngineProcessGroups:
                 self._leave_by_group[group.name] = leave_on_engine
 
     def drop_group(self, engine_name: str) -> Callable[[], None]:
-        """Drops the group of an engine where something failed: the next sync makes a new one. Returns what has the
-        server end its part. One that is gone already, or hangs, does not matter."""
+        """Drops the group of an engine where something failed: the next sync makes a new one.
+        Returns what has the server end its part. One that is gone already, or hangs,
+        does not matter.
+        """
         with self._lock:
             _, group = self._group_by_engine.pop(engine_name, (None, None))
             leave = self._leave_by_group.pop(group.name, None) if group is not None else None
@@ -117,13 +127,13 @@ class EngineProcessGroups:
         local_action: Callable[[], None],
         timeout_s: float,
     ) -> T:
-        """Ask an engine and do this side's part at once; returns the answer. Raises EngineError when one fails or the
-        deadline passes; the group is given up then, on both sides, so that neither waits for the other."""
+        """Ask an engine and do this side's part at once; returns the answer. Raises EngineError
+        when one fails or the deadline passes; the group is given up then, on both sides, so that
+        neither waits for the other.
+        """
         calls = EngineCallLog()
-        asked, done = (
-            calls.start_in_thread(engine_name, "request", engine_request),
-            calls.start_in_thread(engine_name, "group", local_action),
-        )
+        asked = calls.start_in_thread(engine_name, "request", engine_request)
+        done = calls.start_in_thread(engine_name, "group", local_action)
         both: tuple[Future[Any], ...] = (asked, done)
         finished, running = wait(both, timeout_s, FIRST_EXCEPTION)
         if not running and all(future.exception() is None for future in finished):
@@ -145,7 +155,9 @@ class EngineProcessGroups:
 def open_engine_group(
     address: EngineAddress, sender: str, num_ranks: int, backend: str, timeout_s: float
 ) -> EngineLink:
-    """A new group with an engine, to be joined. Raises EngineError where this host cannot listen."""
+    """A new group with an engine, to be joined.
+    Raises EngineError where this host cannot listen.
+    """
     name = f"weights-{uuid.uuid4().hex[:12]}-{sender.replace(' ', '-')}-{address.name}"
     own = ""
     try:
@@ -153,14 +165,16 @@ def open_engine_group(
         return EngineLink.make_inviting_link(name, own, num_ranks, backend, timeout_s)
     except OSError as error:
         raise EngineError(
-            f"{address.name}: no process group for weights: {sender} cannot listen on {own or 'any address'}"
-            f" towards {address.url}: {error}; see to its network, or use another rollout.weight_transport."
+            f"{address.name}: no process group for weights: {sender} cannot listen on"
+            f" {own or 'any address'} towards {address.url}: {error}; see to its network, or use"
+            " another rollout.weight_transport."
         ) from error
 
 
 class ProcessGroupTransport(BucketTransport):
-    """Broadcasts to stock SGLang, with or without the run's loader (receipts come with it only). The group stays for
-    the next sync."""
+    """Broadcasts to stock SGLang, with or without the run's loader (receipts come with it only).
+    The group stays for the next sync.
+    """
 
     bucket_memory: BucketMemory = "device_memory"
 
@@ -200,7 +214,8 @@ class ProcessGroupTransport(BucketTransport):
             group,
             lambda: self._weight_verbs.leave_process_group(group.name, LEAVE_TIMEOUT_S),
         )
-        place, what = group.invitation, f"process group {group.name}"
+        place = group.invitation
+        what = f"process group {group.name}"
         self._process_groups.run_on_both_sides(
             self.engine_name,
             what,

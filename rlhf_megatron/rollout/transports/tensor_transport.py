@@ -1,5 +1,7 @@
-"""rollout.weight_transport tensor: buckets in memory of the same host. Mapped files, which engines read, or device
-memory, which they open; an engine without the run's loader gets the bytes inside the request."""
+"""rollout.weight_transport tensor: buckets in memory of the same host. Mapped files, which engines
+read, or device memory, which they open; an engine without the run's loader gets the bytes
+inside the request.
+"""
 
 from __future__ import annotations
 
@@ -41,13 +43,17 @@ DISK_FULL_ERRNOS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM)
 
 
 class MappedFilePool:
-    """Memory-mapped files of one rank, kept from sync to sync: fresh pages cost several times what a copy does."""
+    """Memory-mapped files of one rank, kept from sync to sync: fresh pages cost several times
+    what a copy does.
+    """
 
     def __init__(self) -> None:
         self._tensor_by_path: dict[Path, Tensor] = {}
 
     def map_files(self, paths: Sequence[Path], num_bytes: int) -> list[Tensor]:
-        """One for each path, [num_bytes] uint8; all others go. Raises ValueError when the directory has no room."""
+        """One for each path, [num_bytes] uint8; all others go. Raises ValueError when the
+        directory has no room.
+        """
         for path in set(self._tensor_by_path) - set(paths):
             self._unmap_file(path)
         for path in paths:
@@ -78,10 +84,13 @@ class SharedMemoryBuffers(BucketBuffers):
         deliver_bucket: DeliverBucket,
         file_pool: MappedFilePool | None = None,
     ) -> None:
-        """`sender` names the files; `buffer_bytes`: bytes of the largest bucket. `file_pool`: where the files stay afterwards;
-        None: they disappear with `close`. Raises ValueError when the directory has no room."""
+        """`sender` names the files; `buffer_bytes`: bytes of the largest bucket. `file_pool`: where
+        the files stay afterwards; None: they disappear with `close`. Raises ValueError when the
+        directory has no room.
+        """
         self._file_paths = _list_buffer_paths(directory, sender, num_buckets)
-        self._file_pool, self._keeps_files = file_pool or MappedFilePool(), file_pool is not None
+        self._file_pool = file_pool or MappedFilePool()
+        self._keeps_files = file_pool is not None
         try:
             super().__init__(
                 self._file_pool.map_files(self._file_paths, max(buffer_bytes, 1)), deliver_bucket
@@ -109,7 +118,9 @@ def _list_buffer_paths(directory: Path, sender: str, num_buckets: int) -> list[P
 def attach_shared_buffers(
     directory: Path, sender: str, start_byte: int, num_bytes: int, num_buckets: int
 ) -> list[Tensor]:
-    """Bytes start .. start + num_bytes - 1 of each buffer that another rank has opened as SharedMemoryBuffers."""
+    """Bytes start .. start + num_bytes - 1 of each buffer that another rank has opened
+    as SharedMemoryBuffers.
+    """
     parts = []
     for path in _list_buffer_paths(directory, sender, num_buckets):
         descriptor = os.open(path, os.O_RDWR | os.O_NOFOLLOW)
@@ -140,7 +151,9 @@ class FileBucketTransport(BucketTransport):
 
 
 class LocalTensorTransport(FileBucketTransport):
-    """Gives the bundled server each bucket as device memory, where it sees the senders' devices, or as a file."""
+    """Gives the bundled server each bucket as device memory, where it sees the senders'
+    devices, or as a file.
+    """
 
     def __init__(self, engine: LocalEngine) -> None:
         super().__init__(engine, "shared_memory")
@@ -215,8 +228,9 @@ class SGLangTensorTransport(BucketTransport):
 
 @contextlib.contextmanager
 def decline_if_unreachable(lent_segments: LentSegments) -> Iterator[None]:
-    """Around a request: an engine that has died opens nothing of it any more. One that answers has closed what it
-    opened, and one that is late may open it yet."""
+    """Around a request: an engine that has died opens nothing of it any more. One that answers has
+    closed what it opened, and one that is late may open it yet.
+    """
     try:
         yield
     except EngineUnreachableError:
@@ -232,7 +246,9 @@ def decline_lent_segments(lent_segments: LentSegments) -> None:
 
 
 def _map_new_file(path: Path, num_bytes: int) -> Tensor:
-    """[num_bytes] uint8, mapped and allocated: a full file system is an error now, not a SIGBUS while copying."""
+    """[num_bytes] uint8, mapped and allocated: a full file system is an error now, not a SIGBUS
+    while copying.
+    """
     path.unlink(missing_ok=True)  # left behind by a process that was killed
     descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
     try:
@@ -244,7 +260,8 @@ def _map_new_file(path: Path, num_bytes: int) -> Tensor:
             raise
         raise ValueError(
             f"no room for a weight buffer of {num_bytes} bytes at {path}: {error.strerror}. Lower"
-            " rollout.update_weights_bucket_megabytes or set rollout.transfer_dir to a larger file system."
+            " rollout.update_weights_bucket_megabytes or set rollout.transfer_dir to a larger"
+            " file system."
         ) from error
     finally:
         os.close(descriptor)

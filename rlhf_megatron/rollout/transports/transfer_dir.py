@@ -1,7 +1,8 @@
-"""The directory through which buckets travel on one host: made by the controller, removed at the end of a run.
+"""The directory through which buckets travel on one host: made by the controller, removed at
+the end of a run.
 
-A run that was killed leaves its directory behind, in memory. Each holds a lock that its owner keeps while it lives, so
-the next run tells an abandoned directory from a live one and removes it.
+A run that was killed leaves its directory behind, in memory. Each holds a lock that its owner keeps
+while it lives, so the next run tells an abandoned directory from a live one and removes it.
 """
 
 from __future__ import annotations
@@ -39,13 +40,17 @@ class TransferDirectory:
 
 
 def get_default_parent() -> Path:
-    """The parent of transfer directories unless the user says otherwise, as long as there is room."""
+    """The parent of transfer directories unless the user says otherwise,
+    as long as there is room.
+    """
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def make_transfer_directory(parent: str | Path | None, num_bytes: int) -> TransferDirectory:
-    """A fresh directory under `parent`; None: /dev/shm where `num_bytes` (of all senders' buffers) are free, else the
-    temporary directory. Abandoned directories of earlier runs are removed. Raises ValueError when there is no room."""
+    """A fresh directory under `parent`; None: /dev/shm where `num_bytes` (of all senders' buffers)
+    are free, else the temporary directory. Abandoned directories of earlier runs are removed.
+    Raises ValueError when there is no room.
+    """
     candidates = (
         [Path(parent)] if parent is not None else [_SHARED_MEMORY, Path(tempfile.gettempdir())]
     )
@@ -63,15 +68,16 @@ def make_transfer_directory(parent: str | Path | None, num_bytes: int) -> Transf
         or "not a writable directory"
     )
     raise ValueError(
-        f"weight buffers need {num_bytes} bytes in {' or '.join(map(str, candidates))}: {found}. Set"
-        " rollout.transfer_dir to a directory with room; where rollout.weight_transport is tensor, or lower"
-        " rollout.update_weights_bucket_megabytes."
+        f"weight buffers need {num_bytes} bytes in {' or '.join(map(str, candidates))}: {found}."
+        " Set rollout.transfer_dir to a directory with room; where rollout.weight_transport is"
+        " tensor, or lower rollout.update_weights_bucket_megabytes."
     )
 
 
 def make_transfer_directory_at(path: Path) -> TransferDirectory | None:
-    """The same directory on another machine than the controller's; None: somebody who lives has made it, as where both
-    see one file system. Raises OSError."""
+    """The same directory on another machine than the controller's; None: somebody who lives has
+    made it, as where both see one file system. Raises OSError.
+    """
     try:
         path.mkdir(mode=0o700)
     except FileExistsError:
@@ -81,7 +87,9 @@ def make_transfer_directory_at(path: Path) -> TransferDirectory | None:
 
 
 def _take_abandoned_lock(path: Path) -> int | None:
-    """Take the lock of a directory whose owner has ended; None: it lives, or makes or removes it just now."""
+    """Take the lock of a directory whose owner has ended; None: it lives, or makes or
+    removes it just now.
+    """
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR)
     except FileNotFoundError:

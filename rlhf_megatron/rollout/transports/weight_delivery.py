@@ -1,4 +1,6 @@
-"""One sender's buckets to several engines. An engine that fails is left out of the rest; the others get all of it."""
+"""One sender's buckets to several engines. An engine that fails is left out of the rest; the others
+get all of it.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +62,11 @@ _BEFORE_FIRST_BUCKET = "before its first bucket"
 
 
 class WeightDelivery:
-    """A context manager on a sending rank. Callable with a bucket: returns when all engines that still take part have
-    read it.
+    """A context manager on a sending rank. Callable with a bucket: returns when all engines that
+    still take part have read it.
 
-    The failure of an engine is not raised: it would end the training ranks, whose weights are needed to mend it.
+    The failure of an engine is not raised: it would end the training ranks, whose weights are
+    needed to mend it.
     """
 
     def __init__(
@@ -74,7 +77,9 @@ class WeightDelivery:
         world: SenderWorld,
         file_pool: MappedFilePool | None = None,
     ) -> None:
-        """`transports`: one an engine. `world`: of the sender. `file_pool`: those that it keeps between syncs."""
+        """`transports`: one an engine. `world`: of the sender. `file_pool`: those that it keeps
+        between syncs.
+        """
         self.alignment = (
             ALIGNMENT if transport_kind == "tensor" else 1
         )  # a broadcast and a safetensors file have no gaps
@@ -103,7 +108,9 @@ class WeightDelivery:
         return sum(transport.num_reading_ranks for transport in self._transports)
 
     def open_buffers(self, buffer_bytes: int, num_buckets: int) -> BucketBuffers:
-        """Buffers that all transports can take buckets from; opens the transports, since some know where only then."""
+        """Buffers that all transports can take buckets from; opens the transports, since some know
+        where only then.
+        """
         return self.open_shard_buffers(
             [buffer_bytes], num_buckets, [get_shareable_device_id(self._world.device)]
         )
@@ -111,7 +118,9 @@ class WeightDelivery:
     def open_shard_buffers(
         self, part_bytes: Sequence[int], num_buckets: int, device_ids: Sequence[str]
     ) -> BucketBuffers:
-        """Open buffers in which buckets have a part of each rank: see `shard_sender.OpenShardBuffers`."""
+        """Open buffers in which buckets have a part of each rank:
+        see `shard_sender.OpenShardBuffers`.
+        """
         self._run_on_transports(
             lambda transport: transport.prepare_sync(device_ids),
             _BEFORE_FIRST_BUCKET,
@@ -140,9 +149,11 @@ class WeightDelivery:
     def open_link_buffers(
         self, links: Sequence[LinkTransport], rounds: SendRounds, engine_dtype: str
     ) -> BucketBuffers:
-        """This rank's buffers, when all ranks of its copy and those of each engine are in one group; every rank of the
-        copy calls it. `engine_dtype`: the engines'. An engine that one rank does not reach is left out on all. Raises what
-        failed, and SyncAbortedError on the other ranks."""
+        """This rank's buffers, when all ranks of its copy and those of each engine are in one
+        group; every rank of the copy calls it. `engine_dtype`: the engines'. An engine that one
+        rank does not reach is left out on all. Raises what failed, and SyncAbortedError on
+        the other ranks.
+        """
         for link in links:
             link.set_send_rounds(rounds, engine_dtype)
         invited = self._invite_engines(links)
@@ -166,14 +177,18 @@ class WeightDelivery:
                 link.store_roster(rosters[link.engine_name])
             if link.engine_name in self.failure_by_engine:
                 link.drop_link()
-        self._makes_engine_requests, self._num_engines_at_once = own == 0, MAX_ENGINES_AT_ONCE
+        self._makes_engine_requests = own == 0
+        self._num_engines_at_once = MAX_ENGINES_AT_ONCE
         return make_memory_buffers(
             self._world.device, rounds.part_bytes[own], rounds.num_rounds, self
         )
 
     def _invite_engines(self, links: Sequence[LinkTransport]) -> dict[str, LinkInvitation]:
-        """Invite, to a new group, each engine with which the ranks of the copy have not all kept the same one."""
-        group, device = self._world.copy_group, self._world.device
+        """Invite, to a new group, each engine with which the ranks of the copy have not all
+        kept the same one.
+        """
+        group = self._world.copy_group
+        device = self._world.device
         kept = gather_bytes_on_first_rank(
             msgspec.json.encode(
                 {link.engine_name: link.get_reusable_link_name() for link in links}
@@ -181,7 +196,8 @@ class WeightDelivery:
             group,
             device,
         )
-        answer, failure = None, None
+        answer = None
+        failure = None
         if group.rank() == 0:
             try:
                 found = [msgspec.json.decode(one, type=dict[str, str]) for one in kept or ()]
@@ -208,7 +224,8 @@ class WeightDelivery:
         self, failure_by_engine: dict[str, str], roster_by_engine: Mapping[str, HeldSpansByRank]
     ) -> tuple[dict[str, str], Mapping[str, HeldSpansByRank]]:
         """The failures of all ranks of the copy, and what the first one was told."""
-        group, device = self._world.copy_group, self._world.device
+        group = self._world.copy_group
+        device = self._world.device
         union: dict[str, str] = {}
         for one in (
             gather_bytes_on_first_rank(msgspec.json.encode(failure_by_engine), group, device) or ()
@@ -253,7 +270,9 @@ class WeightDelivery:
     def _run_on_transports(
         self, action: Callable[[Kind], T], stage: str, transports: Sequence[Kind]
     ) -> list[T]:
-        """Act on all that have not failed, at once; return what `action` returned for those that do not fail now."""
+        """Act on all that have not failed, at once; return what `action` returned for those that
+        do not fail now.
+        """
         standing = [
             transport
             for transport in transports
@@ -299,11 +318,12 @@ def deliver_weights(
     transport_kind: WeightTransport,
     ranks_per_machine: int | None = None,
 ) -> SendReport:
-    """Send what `exported_shards` yields to all engines, shard to shard where all of them take parts of tensors (from memory of
-    this machine, or over process groups), else as whole tensors. Every rank calls it.
+    """Send what `exported_shards` yields to all engines, shard to shard where all of them take
+    parts of tensors (from memory of this machine, or over process groups), else as whole tensors.
+    Every rank calls it.
 
-    `process_groups`: this process's groups with engines, kept between calls. `ranks_per_machine`: None where all ranks and
-    engines are on one. An engine that fails stands in the report.
+    `process_groups`: this process's groups with engines, kept between calls. `ranks_per_machine`:
+    None where all ranks and engines are on one. An engine that fails stands in the report.
     """
     order = SendRequest(version, getattr(torch, engine_dtype), bucket_bytes)
     if engines and engines[0].quantization is not None:  # those of a run are alike
@@ -363,7 +383,8 @@ def deliver_weights(
             )
     if links and world.copy_group.rank():
         return report  # what went wrong is told by the first rank, which asks the engines
-    moved, needed = delivery.traffic.bytes_moved, delivery.traffic.bytes_needed
+    moved = delivery.traffic.bytes_moved
+    needed = delivery.traffic.bytes_needed
     return replace(
         report, failures=delivery.failure_by_engine, bytes_moved=moved, bytes_needed=needed
     )
@@ -376,7 +397,9 @@ def _send_tensor_pieces(
     delivery: WeightDelivery,
     links: Sequence[LinkTransport],
 ) -> SendReport:
-    """Send tensors of which each rank has a piece: the first rank puts them together, and cuts them as engines do."""
+    """Send tensors of which each rank has a piece: the first rank puts them together, and cuts them
+    as engines do.
+    """
     rules: list[WeightRule] = []
 
     def record_rules() -> Iterator[tuple[WeightRule, Tensor | None]]:
@@ -404,10 +427,11 @@ def assign_engines_to_copies(
     engines: Sequence[EngineAddress],
     ranks_per_machine: int | None,
 ) -> dict[int, Sequence[EngineAddress]]:
-    """Return, by number of a copy, the engines that it serves shard to shard, in turns (from memory those of its
-    machine); {}: the first copy must send whole tensors to all.
+    """Return, by number of a copy, the engines that it serves shard to shard, in turns (from memory
+    those of its machine); {}: the first copy must send whole tensors to all.
 
-    All ranks find the same."""
+    All ranks find the same.
+    """
     layout = world.layout
     if transport_kind == "disk" or world.is_in_pieces or not all_engines_take_parts(engines):
         return {}

@@ -1,9 +1,10 @@
-"""A Ray cluster as this package uses it: places for processes, objects in them, and an end that leaves nothing behind.
+"""A Ray cluster as this package uses it: places for processes, objects in them, and an end that
+leaves nothing behind.
 
-The only file that imports ray. Ray places and supervises processes; calls of a run go over the control channel
-(`runtime.remote_worker_group`), weights over transports, and neither through Ray's object store. What a process holds is a plain
-class, so nothing else in the package knows that it runs under Ray. The environment must be `ray_environment.prepare`d
-before this module is imported.
+The only file that imports ray. Ray places and supervises processes; calls of a run go over the
+control channel (`runtime.remote_worker_group`), weights over transports, and neither through Ray's
+object store. What a process holds is a plain class, so nothing else in the package knows that it
+runs under Ray. The environment must be `ray_environment.prepare`d before this module is imported.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def locate_process() -> ProcessLocation:
 
 
 class _ObjectActor:
-    """An actor: one object of a plain class. Its calls run on the main thread, one after the other."""
+    """An actor: one object of a plain class. Its calls run on the main thread,
+    one after the other.
+    """
 
     def __init__(self, make_object: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
         if devices := locate_process().devices:
@@ -92,8 +95,8 @@ class RayObject:
         return self._wait_for_result(self._location_reference, "start", timeout_s)
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call the method there and return its result. Raises what it raises there, ProcessLostError and
-        LateAnswerError.
+        """Call the method there and return its result. Raises what it raises there,
+        ProcessLostError and LateAnswerError.
         """
         return self._wait_for_result(self._actor.call.remote(method, arguments), method, timeout_s)
 
@@ -138,10 +141,12 @@ class RayCall:
 
 
 class RayCluster:
-    """A connection to a cluster: one that runs, or one of this machine that ends with this process. A context manager.
+    """A connection to a cluster: one that runs, or one of this machine that ends with this process.
+    A context manager.
 
-    `address`: HOST:PORT or auto; None makes one. `directory`: readable by this user only, for sockets and logs of one
-    that is made. Signal handlers stay as they were. Raises ValueError where there is no such cluster.
+    `address`: HOST:PORT or auto; None makes one. `directory`: readable by this user only, for
+    sockets and logs of one that is made. Signal handlers stay as they were. Raises ValueError where
+    there is no such cluster.
     """
 
     def __init__(
@@ -177,9 +182,10 @@ class RayCluster:
                     RayError,
                 ) as error:  # of a port; of connection and token
                     raise ValueError(
-                        f"ray.address ({address}): no Ray cluster answers there: {_join_first_lines(error)}. Start one"
-                        " (launch/ray_cluster.sh), give this shell the cluster's token, or leave ray.address and"
-                        " RAY_ADDRESS out for a cluster of this machine."
+                        f"ray.address ({address}): no Ray cluster answers there:"
+                        f" {_join_first_lines(error)}. Start one (launch/ray_cluster.sh), give"
+                        " this shell the cluster's token, or leave ray.address and RAY_ADDRESS out"
+                        " for a cluster of this machine."
                     ) from error
         self.address = (
             LOOPBACK if self.is_own else ray.util.get_node_ip_address()
@@ -209,8 +215,9 @@ class RayCluster:
     def reserve_bundles(
         self, bundles: Sequence[ResourceBundle], is_spread: bool, timeout_s: float
     ) -> None:
-        """Hold room for all of them at once. Raises ValueError when there is none within `timeout_s`; at once where
-        the cluster is of this machine, which does not grow."""
+        """Hold room for all of them at once. Raises ValueError when there is none within
+        `timeout_s`; at once where the cluster is of this machine, which does not grow.
+        """
         assert self._placement_group is None, "one reservation a run"
         self._bundles = bundles
         resources = [
@@ -255,10 +262,12 @@ class RayCluster:
         num_gpus: float = 0,
         environment: Mapping[str, str],
     ) -> RayObject:
-        """Run `make_object(*arguments)` in a new process in that bundle of the reservation, -1 the last. Returns at once.
+        """Run `make_object(*arguments)` in a new process in that bundle of the reservation, -1 the
+        last. Returns at once.
 
-        `num_gpus`: that Ray takes from the bundle's and shows to the process; with 0 it sees those that `environment`
-        names. `make_object` and `arguments` are pickled by Ray: no secrets in them (Ray keeps them); those go by `call`.
+        `num_gpus`: that Ray takes from the bundle's and shows to the process; with 0 it sees those
+        that `environment` names. `make_object` and `arguments` are pickled by Ray: no secrets in
+        them (Ray keeps them); those go by `call`.
         """
         assert self._placement_group is not None, "reserve comes first"
         number = bundle_index % len(self._bundles)
@@ -277,7 +286,8 @@ class RayCluster:
         return made
 
     def close(self) -> None:
-        """End the processes that were started here, give the room back, leave the cluster. Safe to call twice.
+        """End the processes that were started here, give the room back, leave the cluster. Safe
+        to call twice.
 
         Takes CLOSE_S at most: a cluster that has lost a server of its own does not answer any more.
         """
@@ -316,7 +326,9 @@ class RayCluster:
 
 
 def _find_raylet_children() -> list[ChildProcess]:
-    """Return the children of the raylet that this process has started: agents of Ray, and workers that wait."""
+    """Return the children of the raylet that this process has started: agents of Ray, and
+    workers that wait.
+    """
     node = worker._global_node
     started: list[Any] = [] if node is None else node.all_processes.get("raylet", [])
     return [child for server in started for child in find_children(server.process.pid)]

@@ -1,12 +1,14 @@
 """The Ray launcher: the driver is the controller, and each rank a process that Ray placed.
 
     driver = controller --- Ray --- places and starts the ranks, and ends them
-           `--- control channel --- host 0, host 1, ...       calls, as under torchrun (`runtime.remote_worker_group`)
+           `--- control channel --- host 0, host 1, ...       calls, as under torchrun
+               (`runtime.remote_worker_group`)
            `--- rendezvous store of the pools                 for torch.distributed
 
-When the driver ends, however it ends, its hosts lose the control channel and end; Ray kills what is left of the job's
-processes, and a cluster of this machine ends with it. The secret of the control channel is drawn here and reaches a
-rank as an argument of a call, inside the cluster. Who reaches the cluster runs code in it: `docs/security.md`.
+When the driver ends, however it ends, its hosts lose the control channel and end; Ray kills what is
+left of the job's processes, and a cluster of this machine ends with it. The secret of the control
+channel is drawn here and reaches a rank as an argument of a call, inside the cluster. Who reaches
+the cluster runs code in it: `docs/security.md`.
 """
 
 from __future__ import annotations
@@ -114,7 +116,9 @@ class RayRankProcess:
     """A rank, in a process of the cluster."""
 
     def serve(self, instructions: RankInstructions, secret: bytes) -> None:
-        """Live as the host, on the main thread. Raises ConnectionError when it cannot reach the driver."""
+        """Live as the host, on the main thread. Raises ConnectionError when it cannot
+        reach the driver.
+        """
         with contextlib.suppress(OSError):  # this machine has no such directory
             os.chdir(instructions.working_dir)
         if instructions.fault_plan is not None:
@@ -152,7 +156,8 @@ class RayRankProcess:
         )
         if not is_served:
             raise ConnectionError(
-                f"{instructions.job_rank.rank_label} cannot reach the driver at {instructions.driver_address}."
+                f"{instructions.job_rank.rank_label} cannot reach the driver"
+                f" at {instructions.driver_address}."
             )
 
 
@@ -161,25 +166,30 @@ def run_ray_driver(
     job: RayJob,
     stop_request: StopRequest,
 ) -> int:
-    """Connect to the cluster, or make one; reserve, start the ranks, `run_job`, end all. Returns what `run_job` does, which is
-    given the hosts, and where the rest of the run stands.
+    """Connect to the cluster, or make one; reserve, start the ranks, `run_job`, end all. Returns
+    what `run_job` does, which is given the hosts, and where the rest of the run stands.
 
-    A signal becomes `stop_request`, which `run_job` is to look at. Raises ValueError where there is no cluster or no room in it,
-    and as `run_controller` of the torchrun launcher. On the main thread.
+    A signal becomes `stop_request`, which `run_job` is to look at. Raises ValueError where there is
+    no cluster or no room in it, and as `run_controller` of the torchrun launcher. On
+    the main thread.
     """
     ray_environment.check_ray_version()
-    ray, trainer = job.ray, job.trainer
+    ray = job.ray
+    trainer = job.trainer
     address = ray_environment.find_cluster_address(ray, os.environ)
     if address is None and trainer.nnodes > 1:
         raise ValueError(
-            f"trainer.nnodes ({trainer.nnodes}) needs a Ray cluster of that many machines, and neither"
-            " ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh, or set trainer.nnodes to 1."
+            f"trainer.nnodes ({trainer.nnodes}) needs a Ray cluster of that many machines, and"
+            " neither ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh,"
+            " or set trainer.nnodes to 1."
         )
     ray_environment.set_ray_environment(address, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster
 
     stopping = ControllerStopHandler(stop_request, job.deadlines.stop_s)
-    stopping.has_begun, stopping.is_startup = False, True  # nothing to save yet
+    # nothing to save yet
+    stopping.has_begun = False
+    stopping.is_startup = True
     num_cpus = count_own_cluster_cpus(
         _plan_bundles(job, _DeviceCounts(False, 0), ""), os.cpu_count() or 1
     )
@@ -203,7 +213,9 @@ def run_ray_driver(
 
 
 def _exit_process(exit_code: int) -> None:
-    """A thread of Ray's that is in C++ while the interpreter shuts down crashes the process, and its code is lost."""
+    """A thread of Ray's that is in C++ while the interpreter shuts down crashes the process, and
+    its code is lost.
+    """
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -231,8 +243,10 @@ def _count_devices(job: RayJob, cluster: RayCluster) -> _DeviceCounts:
 def _plan_bundles(
     job: RayJob, device_counts: _DeviceCounts, driver_address: str
 ) -> list[ResourceBundle]:
-    """The machines' shares of the ranks, then the engines', then those of the rewards. Where weights go through memory
-    of the driver's machine (transport tensor, the bundled engine), the engines and the ranks that send are on it."""
+    """The machines' shares of the ranks, then the engines', then those of the rewards. Where
+    weights go through memory of the driver's machine (transport tensor, the bundled engine), the
+    engines and the ranks that send are on it.
+    """
     ranks = list(make_rank_bundles(job.trainer, job.ray, job.rollout, device_counts.has_gpus))
     if not job.has_engines:
         return ranks
@@ -294,7 +308,8 @@ def _run_on_cluster(
         ray_environment.make_engine_environment(os.environ),
         b"" if job.keeps_routes else secret,
     )
-    is_shared, num_cpus = job.rollout.colocated, job.ray.num_cpus_per_engine
+    is_shared = job.rollout.colocated
+    num_cpus = job.ray.num_cpus_per_engine
     servers = RayServerPlacer(
         cluster,
         job.rollout,

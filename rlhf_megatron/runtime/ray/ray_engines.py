@@ -1,7 +1,9 @@
 """Engines under Ray: an actor each, on the machine of its bundle, where the server is its child.
 
-driver --- actor of engine0 --- server         The server ends with its actor, the actor with the driver.
-       `-- actor of engine1 --- server         The actor is the server's keeper (`runtime.server_keepers`).
+driver --- actor of engine0 --- server         The server ends with its actor, the actor
+                                               with the driver.
+       `-- actor of engine1 --- server         The actor is the server's
+                                               keeper (`runtime.server_keepers`).
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class SelfSeatingKeeper(ServerKeeper):
     """A keeper in the actor's process, which finds out where Ray has put it."""
 
     def __init__(self, working_dir: str) -> None:
-        """`working_dir`: the driver's, from which relative paths of the settings count, where this machine has it."""
+        """`working_dir`: the driver's, from which relative paths of the settings count, where this
+        machine has it.
+        """
         super().__init__()
         self._transfer_dir: TransferDirectory | None = None  # made here
         with contextlib.suppress(OSError):
@@ -55,8 +59,9 @@ class SelfSeatingKeeper(ServerKeeper):
         makes_transfer_dir: bool,
         secret: bytes,
     ) -> str:
-        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its memory alone.
-        `secret`: of the run, where the machine starts drivers; b"": it starts none."""
+        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its
+        memory alone. `secret`: of the run, where the machine starts drivers; b"": it starts none.
+        """
         if secret and locate_process().machine != seating.driver_machine:
             self.driver_gate = DriverGate(locate_process().address, secret)
         if makes_transfer_dir:
@@ -72,7 +77,9 @@ class SelfSeatingKeeper(ServerKeeper):
 
 
 class RayServerPlacer:
-    """A `rollout.fleet.server_process.LaunchPlacement`: each launch that it is given goes to an actor in its bundle."""
+    """A `rollout.fleet.server_process.LaunchPlacement`: each launch that it is given goes to an
+    actor in its bundle.
+    """
 
     def __init__(
         self,
@@ -86,10 +93,12 @@ class RayServerPlacer:
         secret: bytes,
         first_bundle: int | None = None,
     ) -> None:
-        """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `locate_ranks`: where those of the trainer
-        run, in order; it waits until they do. `environment`: of the actors, and so of the servers. `secret`: of the
-        run, where other machines than the driver's start drivers. `first_bundle`: theirs, where they score and take
-        no weights: others than the ranks and the driver ask them then."""
+        """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `locate_ranks`:
+        where those of the trainer run, in order; it waits until they do. `environment`: of the
+        actors, and so of the servers. `secret`: of the run, where other machines than the driver's
+        start drivers. `first_bundle`: theirs, where they score and take no weights: others than the
+        ranks and the driver ask them then.
+        """
         self._cluster = cluster
         self._rollout = rollout
         self._num_machines = num_machines
@@ -104,7 +113,9 @@ class RayServerPlacer:
     def __call__(self, launch: ServerLaunch) -> ServerLaunch:
         index = self._num_placed
         self._num_placed += 1
-        rollout, is_shared, first = self._rollout, self._rollout.colocated, self._first_bundle
+        rollout = self._rollout
+        is_shared = self._rollout.colocated
+        first = self._first_bundle
         is_known = first is None or self._cluster.is_own  # who asks it
         is_engine = first is None or is_shared
         number = (

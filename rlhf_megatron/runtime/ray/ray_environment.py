@@ -1,21 +1,31 @@
-"""Every environment variable that this package sets for Ray, and why. What the user's shell sets wins everywhere.
+"""Every environment variable that this package sets for Ray, and why. What the user's shell sets
+wins everywhere.
 
 | variable | set for | where, and why |
 |---|---|---|
-| RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 | a cluster of this machine | Ray's only switch that makes the machine's address 127.0.0.1, and so all its servers listen there; the name is of its first use |
-| RAY_AUTH_MODE=token, RAY_AUTH_TOKEN | a cluster of this machine | other users of the machine reach 127.0.0.1, and who reaches a cluster runs code in it; a token for each run, never written to a file |
-| RAY_USAGE_STATS_ENABLED=0 | a cluster of this machine | Ray would report its use over the network |
-| RAY_memory_monitor_refresh_ms=0 | a cluster of this machine | Ray would kill a rank when other programs fill the memory; a lost rank ends the run, so that is left to the kernel |
-| RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 | all | a process that takes no GPU from Ray sees those that it is told to (colocated engines); otherwise Ray hides all |
-| OMP_NUM_THREADS | ranks | Ray would say ray.num_cpus_per_rank, rounded down; on one machine it is what the torchrun launcher says, so that sums have the same order |
+| RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0 | a cluster of this machine | Ray's only switch that makes the
+  machine's address 127.0.0.1, and so all its servers listen there; the name is of its first use |
+| RAY_AUTH_MODE=token, RAY_AUTH_TOKEN | a cluster of this machine | other users of the machine reach
+  127.0.0.1, and who reaches a cluster runs code in it; a token for each run, never
+  written to a file |
+| RAY_USAGE_STATS_ENABLED=0 | a cluster of this machine | Ray would report its use
+  over the network |
+| RAY_memory_monitor_refresh_ms=0 | a cluster of this machine | Ray would kill a rank when other
+  programs fill the memory; a lost rank ends the run, so that is left to the kernel |
+| RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0 | all | a process that takes no GPU from Ray sees those that
+  it is told to (colocated engines); otherwise Ray hides all |
+| OMP_NUM_THREADS | ranks | Ray would say ray.num_cpus_per_rank, rounded down; on one machine it is
+  what the torchrun launcher says, so that sums have the same order |
 | those of `config.cuda_environment` | ranks; NCCL's: engines too | as under other launchers |
-| GLOO_SOCKET_IFNAME | ranks | lo on one machine, else the interface that leads to the driver: gloo would take that of the host's name |
+| GLOO_SOCKET_IFNAME | ranks | lo on one machine, else the interface that leads to the driver: gloo
+  would take that of the host's name |
 | LOCAL_RANK | ranks | which of the devices that it sees is this rank's |
 
-Left alone: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (each rank sees its own device only; where a shell sets it, LOCAL_RANK
-follows), TOKENIZERS_PARALLELISM (ranks use no tokenizer).
+Left alone: RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES (each rank sees its own device only; where a
+shell sets it, LOCAL_RANK follows), TOKENIZERS_PARALLELISM (ranks use no tokenizer).
 
-Machines of a running cluster have environments of their own: of the driver's, what FORWARDED names goes to the ranks.
+Machines of a running cluster have environments of their own: of the driver's, what FORWARDED names
+goes to the ranks.
 """
 
 from __future__ import annotations
@@ -54,8 +64,8 @@ _OF_OWN_CLUSTER = {
 
 
 def find_cluster_address(ray_config: RayConfig, environment: Mapping[str, str]) -> str | None:
-    """Return the address of the cluster to join; None: one is made. Raises ValueError for an environment that names
-    none, or one that the settings do not fit.
+    """Return the address of the cluster to join; None: one is made. Raises ValueError for an
+    environment that names none, or one that the settings do not fit.
     """
     if ray_config.address is not None:
         return ray_config.address
@@ -64,8 +74,8 @@ def find_cluster_address(ray_config: RayConfig, environment: Mapping[str, str]) 
         raise ValueError(problem)
     if found is not None and ray_config.dashboard:
         raise ValueError(
-            f"ray.dashboard (true) is of a cluster that the run makes, but {ADDRESS_ENV} ({found}) names one that runs;"
-            f" remove the setting, or unset {ADDRESS_ENV}."
+            f"ray.dashboard (true) is of a cluster that the run makes, but {ADDRESS_ENV} ({found})"
+            f" names one that runs; remove the setting, or unset {ADDRESS_ENV}."
         )
     return found
 
@@ -78,12 +88,13 @@ def check_ray_version() -> None:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
         raise ValueError(
-            f"trainer.runtime (ray) needs the package ray, which is not installed; run {command}, or set"
-            " trainer.runtime to torchrun."
+            f"trainer.runtime (ray) needs the package ray, which is not installed; run {command},"
+            " or set trainer.runtime to torchrun."
         ) from None
     if tuple(int(part) for part in version.split(".")[:2]) < OLDEST_RAY:
         raise ValueError(
-            f"trainer.runtime (ray) needs ray {wanted} or newer, but {version} is installed; run {command}."
+            f"trainer.runtime (ray) needs ray {wanted} or newer, but {version} is installed;"
+            f" run {command}."
         )
 
 
@@ -113,7 +124,8 @@ def make_rank_environment(
 ) -> dict[str, str]:
     """Return the environment of the processes of the ranks.
 
-    `environment`: the driver's. `megatron_sections`: the pools' layouts. `accelerator_types`: accelerators of the cluster, Ray's names.
+    `environment`: the driver's. `megatron_sections`: the pools' layouts. `accelerator_types`:
+    accelerators of the cluster, Ray's names.
     """
     cores = (os.cpu_count() or 1) // trainer.n_gpus_per_node
     threads = cores if is_one_machine else int(ray_config.num_cpus_per_rank)
@@ -125,8 +137,8 @@ def make_rank_environment(
 
 
 def make_engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of processes that start servers. `environment`: the driver's; the servers set
-    OMP_NUM_THREADS themselves.
+    """Return the environment of processes that start servers. `environment`: the driver's; the
+    servers set OMP_NUM_THREADS themselves.
     """
     return {
         name: value
@@ -145,7 +157,9 @@ def select_forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]
 
 
 def find_visible_device_index(device: str, visible_devices: str) -> int:
-    """Return the number of the device that Ray gave a process, in `visible_devices`, its CUDA_VISIBLE_DEVICES."""
+    """Return the number of the device that Ray gave a process, in `visible_devices`,
+    its CUDA_VISIBLE_DEVICES.
+    """
     seen = [name.strip() for name in visible_devices.split(",")] if visible_devices else []
     if seen:
         return seen.index(device) if device in seen else 0

@@ -1,10 +1,13 @@
-"""Places of a Ray cluster for the processes of a run, as data: what is asked for, and what to say where it is not.
+"""Places of a Ray cluster for the processes of a run, as data: what is asked for, and what to say
+where it is not.
 
-One placement group holds them all, so that two runs cannot each wait for what the other has. Its first bundles are the
-machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on one machine, as under torchrun. Bundles of
-the engines follow; colocated engines have none of their own, and run in those of the ranks.
+One placement group holds them all, so that two runs cannot each wait for what the other has. Its
+first bundles are the machines' shares of the ranks: `trainer.n_gpus_per_node` ranks are always on
+one machine, as under torchrun. Bundles of the engines follow; colocated engines have none of their
+own, and run in those of the ranks.
 
-`assign_engine_seat` says where an engine listens and which devices its server sees, given where Ray has placed it.
+`assign_engine_seat` says where an engine listens and which devices its server sees, given where Ray
+has placed it.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ from rlhf_megatron.rollout.sglang.sglang_environment import (
     runs_on_cpu,
 )
 
-CPU, GPU = "CPU", "GPU"  # Ray's names
+# Ray's names
+CPU = "CPU"
+GPU = "GPU"
 
 
 @dataclass(frozen=True)
@@ -59,14 +64,20 @@ class ResourceBundle:
 
     def __str__(self) -> str:
         """ "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
-        return f"{self.name}: {format_resources(self.resources) or 'nothing'}{f' on {self.machine_address}' if self.machine_address else ''}"
+        return (
+            f"{self.name}: {format_resources(self.resources) or 'nothing'}"
+            f"{f' on {self.machine_address}' if self.machine_address else ''}"
+        )
 
 
 def make_rank_bundles(
     trainer: TrainerConfig, ray_config: RayConfig, rollout: RolloutConfig, uses_gpus: bool
 ) -> tuple[ResourceBundle, ...]:
-    """Return a bundle a machine (trainer.nnodes) for its ranks: bundle i has ranks i x n_gpus_per_node and on."""
-    each, num_machines = trainer.n_gpus_per_node, trainer.nnodes
+    """Return a bundle a machine (trainer.nnodes) for its ranks: bundle i has ranks i x
+    n_gpus_per_node and on.
+    """
+    each = trainer.n_gpus_per_node
+    num_machines = trainer.nnodes
     shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
     num_parts = (
         len(list_engine_part_names(rollout)) if rollout.colocated else 0
@@ -86,7 +97,9 @@ def make_rank_bundles(
 def make_engine_bundles(
     rollout: RolloutConfig, ray_config: RayConfig, uses_gpus: bool, gpus_per_part: int = 1
 ) -> tuple[ResourceBundle, ...]:
-    """One a part of the engines that the run starts beside the ranks: () where engines are colocated or attached to."""
+    """One a part of the engines that the run starts beside the ranks: () where engines are
+    colocated or attached to.
+    """
     if rollout.colocated or rollout.endpoints:
         return ()
     num_gpus = gpus_per_part if uses_gpus else 0
@@ -115,7 +128,9 @@ def make_reward_actor_bundles(ray_config: RayConfig) -> tuple[ResourceBundle, ..
 
 
 def count_own_cluster_cpus(bundles: Sequence[ResourceBundle], num_cores: int) -> int:
-    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores run many ranks."""
+    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores
+    run many ranks.
+    """
     return max(num_cores, math.ceil(sum(bundle.num_cpus for bundle in bundles)))
 
 
@@ -143,7 +158,8 @@ def describe_shortage(
     ] or ["  no machine"]
     if missing:
         lines.append(
-            f"In all {format_resources(asked)} are asked for, and there are {format_resources(total) or 'none'}."
+            f"In all {format_resources(asked)} are asked for, and there"
+            f" are {format_resources(total) or 'none'}."
         )
     elif any(
         all(_is_machine_too_small(bundle, machine) for machine in machines) for bundle in bundles
@@ -151,12 +167,16 @@ def describe_shortage(
         lines.append("No machine is large enough for each of these shares.")
     else:
         lines.append("There would be room, but others use it.")
-    fix = "lower trainer.n_gpus_per_node, trainer.nnodes, rollout.num_engines, or ray.num_cpus_per_rank"
+    fix = (
+        "lower trainer.n_gpus_per_node, trainer.nnodes, rollout.num_engines,"
+        " or ray.num_cpus_per_rank"
+    )
     join = (
         "set ray.address to a larger cluster" if is_own_cluster else "add machines to the cluster"
     )
     lines.append(
-        f"Fix: {fix}; {join}{'' if missing or is_own_cluster else ', or raise ray.start_timeout_s'}."
+        f"Fix: {fix};"
+        f" {join}{'' if missing or is_own_cluster else ', or raise ray.start_timeout_s'}."
     )
     return "\n".join(lines)
 
@@ -187,7 +207,9 @@ class PlacedProcess(Protocol):
 
 @dataclass(frozen=True)
 class EngineSeating:
-    """The facts that decide about the seat of one engine, beside the place that Ray has given it."""
+    """The facts that decide about the seat of one engine,
+    beside the place that Ray has given it.
+    """
 
     name: str
     driver_machine: str  # as `processes.machine_id`
@@ -199,7 +221,9 @@ class EngineSeating:
 
 
 def count_gpus_per_part(rollout: RolloutConfig) -> int:
-    """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError as `check_sglang_environment`."""
+    """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError
+    as `check_sglang_environment`.
+    """
     elsewhere = MachineGpus(is_placed_by_launcher=True)
     return (
         count_gpus_per_server(rollout.sglang, elsewhere)
@@ -223,8 +247,9 @@ def count_gpus_per_server(
 
 
 def must_share_driver_machine(rollout: RolloutConfig) -> bool:
-    """Whether engines can only work on the driver's machine: weights reach them through its memory. Those that take
-    turns with ranks get them through that of their own machine."""
+    """Whether engines can only work on the driver's machine: weights reach them through its memory.
+    Those that take turns with ranks get them through that of their own machine.
+    """
     kind = find_registered_part("engine", rollout.engine)
     is_elsewhere = (
         kind is not None and kind.build.can_run_elsewhere and rollout.weight_transport != "tensor"
@@ -233,22 +258,25 @@ def must_share_driver_machine(rollout: RolloutConfig) -> bool:
 
 
 def find_part_bundle(num_machines: int, is_colocated: bool, part_index: int) -> int:
-    """Return the number of its bundle in the run's reservation (`ray_places`): one a machine for the ranks, which
-    colocated engines take in turns, then one a part of an engine."""
+    """Return the number of its bundle in the run's reservation (`ray_places`): one a machine for
+    the ranks, which colocated engines take in turns, then one a part of an engine.
+    """
     return part_index % num_machines if is_colocated else num_machines + part_index
 
 
 def assign_engine_seat(location: PlacedProcess, seating: EngineSeating) -> ServerSeat:
     """Return the seat of an engine that Ray has placed at `location`.
 
-    It listens to its machine only where driver and ranks are on it too. It sees its own devices first, then those of
-    the ranks on its machine, whose memory it opens to take weights. Raises EngineError where it cannot work there.
+    It listens to its machine only where driver and ranks are on it too. It sees its own devices
+    first, then those of the ranks on its machine, whose memory it opens to take weights. Raises
+    EngineError where it cannot work there.
     """
     if seating.must_share_machine and location.machine != seating.driver_machine:
         raise EngineError(
-            f"{seating.name} was placed on {location.address}, another machine than the driver's, which weights do not"
-            " reach: rollout.engine local and rollout.weight_transport tensor go through the driver's memory; use"
-            " sglang with process_group or disk, or make room on the driver's machine."
+            f"{seating.name} was placed on {location.address}, another machine than the driver's,"
+            " which weights do not reach: rollout.engine local and rollout.weight_transport tensor"
+            " go through the driver's memory; use sglang with process_group or disk, or make room"
+            " on the driver's machine."
         )
     others = (seating.driver_machine, *(rank.machine for rank in seating.rank_locations))
     is_alone = not seating.spans_machines and all(machine == location.machine for machine in others)
@@ -269,16 +297,17 @@ def assign_engine_seat(location: PlacedProcess, seating: EngineSeating) -> Serve
 def order_server_devices(
     seating: EngineSeating, own_devices: Sequence[str], rank_devices: Sequence[str]
 ) -> list[str]:
-    """Return the devices in the order in which the server counts them, each once. Raises EngineError where engines
-    that take turns with the ranks are too many for their devices.
+    """Return the devices in the order in which the server counts them, each once. Raises
+    EngineError where engines that take turns with the ranks are too many for their devices.
     """
     first = list(own_devices)
     if seating.num_shared_devices and rank_devices:
         end = seating.first_shared_device + seating.num_shared_devices
         if end > len(rank_devices):
             raise EngineError(
-                f"{seating.name} takes turns with devices {seating.first_shared_device} to {end - 1} of the ranks on its"
-                f" machine, which have {len(rank_devices)} (rollout.colocated); lower rollout.num_engines or its tp-size."
+                f"{seating.name} takes turns with devices {seating.first_shared_device} to"
+                f" {end - 1} of the ranks on its machine, which have {len(rank_devices)}"
+                " (rollout.colocated); lower rollout.num_engines or its tp-size."
             )
         first = list(rank_devices[seating.first_shared_device : end])
     return list(dict.fromkeys([*first, *rank_devices]))

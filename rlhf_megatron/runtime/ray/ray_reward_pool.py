@@ -1,10 +1,12 @@
-"""Reward workers under Ray: actors, each with a share of the run's worker processes, where Ray has placed them.
+"""Reward workers under Ray: actors, each with a share of the run's worker processes, where Ray
+has placed them.
 
 driver --- actor of rewards0 --- template --- workers
        `-- actor of rewards1 --- template --- workers
 
-A batch is dealt out to all actors at once; what a sample does to a worker is the business of the pool of its actor. The
-samples of an actor that is lost go to the others, and the actor is started again.
+A batch is dealt out to all actors at once; what a sample does to a worker is the business of the
+pool of its actor. The samples of an actor that is lost go to the others, and the actor is
+started again.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ class RewardPoolActor:
     """Holds a share of the workers, in the process of an actor."""
 
     def __init__(self, working_dir: str) -> None:
-        """`working_dir`: the driver's, from which relative paths of the settings count, where this machine has it."""
+        """`working_dir`: the driver's, from which relative paths of the settings count, where this
+        machine has it.
+        """
         with contextlib.suppress(OSError):
             os.chdir(working_dir)
         self._pool: RewardWorkerPool | None = None
@@ -50,7 +54,9 @@ class RewardPoolActor:
         return read_machine_id()
 
     def start_pool(self, plugins: Sequence[str], pool_arguments: tuple[Any, ...]) -> list[str]:
-        """Wait until the rewards are loaded. Return what is wrong with them. `pool_arguments`: arguments of the WorkerPool."""
+        """Wait until the rewards are loaded. Return what is wrong with them. `pool_arguments`:
+        arguments of the WorkerPool.
+        """
         try:
             load_plugins(plugins)
             rewards, num_workers, timeout_s, log_path, waits_s, num_machines = pool_arguments
@@ -71,7 +77,8 @@ class RewardPoolActor:
 
     def score_tasks(self) -> list[RewardResult]:
         assert self._pool is not None, "start comes first"
-        tasks, self._tasks = self._tasks, []
+        tasks = self._tasks
+        self._tasks = []
         return self._pool.score_tasks(tasks)
 
 
@@ -88,7 +95,9 @@ class RayRewardPool:
         log_path: Path | None,
         waits_s: Sequence[float | None] = (),
     ) -> None:
-        """`start_actor`: a new actor of that number, which holds a `RewardPoolActor`. `log_path`: its name gets the number."""
+        """`start_actor`: a new actor of that number, which holds a `RewardPoolActor`. `log_path`:
+        its name gets the number.
+        """
         self._start_actor = start_actor
         self._actors: dict[int, RemoteHandle] = {}
         self._num_machines = 0  # that have parts; 0: not known yet
@@ -108,7 +117,9 @@ class RayRewardPool:
         }
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError with what is wrong with the rewards on any machine, ValueError when an actor is lost."""
+        """Raises ConfigError with what is wrong with the rewards on any machine, ValueError when an
+        actor is lost.
+        """
         if self._num_machines:
             return
         try:
@@ -172,7 +183,9 @@ class RayRewardPool:
         return part.submit_call("score_tasks")
 
     def _replace_actor(self, actor_index: int, loss_reason: str, num_losses: int) -> None:
-        """Start an actor again; where that does not work, the others have its share. Raises ValueError without any."""
+        """Start an actor again; where that does not work, the others have its share. Raises
+        ValueError without any.
+        """
         logger.warning("rewards%d is lost and started again: %s", actor_index, loss_reason)
         self._actors.pop(actor_index).kill()
         with contextlib.suppress(RemoteProcessLostError, LateAnswerError):
@@ -193,4 +206,5 @@ class RayRewardPool:
         """Safe to call twice."""
         for part in self._actors.values():
             part.kill()
-        self._actors, self._num_machines = {}, 0
+        self._actors = {}
+        self._num_machines = 0

@@ -2,11 +2,13 @@
 
 Started as `python -m rlhf_megatron.runtime.torchrun.agent`.
 
-torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said what went wrong.
-torchrun kills the ranks soon after a signal; here they get it and end by themselves, when the run's state is saved
-(`runtime.stop_signals`), and what is left after STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control
-channel's secret is drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
-leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another has (`runtime.torchrun.node_watch`).
+torchrun exits with 1 and prints a table whatever a rank's exit code was; the controller has said
+what went wrong. torchrun kills the ranks soon after a signal; here they get it and end by
+themselves, when the run's state is saved (`runtime.stop_signals`), and what is left after
+STOP_LIMIT_ENV seconds is killed. On one machine (--standalone) the control channel's secret is
+drawn here and all sockets are on the loopback interface. On several, gloo takes the interface that
+leads to node 0, the store listens on MASTER_ADDR only, and an agent ends when another
+has (`runtime.torchrun.node_watch`).
 """
 
 from __future__ import annotations
@@ -27,7 +29,8 @@ if (
 ):  # what comes while torch is imported waits until `LocalRanks.take_signals`
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
 
-# Read when torch is imported. A store that goes away is an ordinary end here, no reason for a stack trace in C++.
+# Read when torch is imported. A store that goes away is an ordinary end here, no reason for a
+# stack trace in C++.
 _LOG_LEVEL_ENV = "TORCH_CPP_LOG_LEVEL"
 _HAS_LOG_LEVEL = _LOG_LEVEL_ENV in os.environ
 os.environ.setdefault(_LOG_LEVEL_ENV, "ERROR")
@@ -70,13 +73,15 @@ class LocalRanks:
     def forward_signals(self) -> None:
         """Signals go to the ranks; the agent goes on until they have ended. On the main thread.
 
-        Every version of torch sets its own handler when it starts the ranks, and looks for it in its module.
+        Every version of torch sets its own handler when it starts the ranks, and looks for it
+        in its module.
         """
         assert hasattr(elastic_processes, "_terminate_process_handler"), (
             "this torch takes signals in another way"
         )
         self._torch_handler = elastic_processes._terminate_process_handler
-        setattr(elastic_processes, "_terminate_process_handler", self._forward_signal)  # noqa: B010  mypy sees a function
+        # mypy sees a function
+        setattr(elastic_processes, "_terminate_process_handler", self._forward_signal)  # noqa: B010
         for (
             number
         ) in SIGNALS:  # torch sets those that it knows once more; SIGUSR1 only newer versions do
@@ -108,7 +113,8 @@ class LocalRanks:
     def _kill_late_ranks(self) -> None:
         pids = self._list_pids()
         sys.stderr.write(
-            f"the ranks {pids} have not ended within {self._stop_limit_s:g} s of a signal; they are killed\n"
+            f"the ranks {pids} have not ended within {self._stop_limit_s:g} s of a signal; they"
+            " are killed\n"
         )
         _send_signal(pids, signal.SIGKILL)
 
@@ -120,9 +126,11 @@ def _send_signal(pids: Sequence[int], signal_number: int) -> None:
 
 
 def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | None = None) -> int:
-    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when no rank failed.
+    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when
+    no rank failed.
 
-    `list_rank_pids`: the ranks' processes, where they do not begin with an interpreter."""
+    `list_rank_pids`: the ranks' processes, where they do not begin with an interpreter.
+    """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
             logging.getLogger(name).setLevel(logging.CRITICAL)
@@ -161,7 +169,9 @@ def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | Non
 
 
 def _run_with_temporary_log_dir(torchrun_args: argparse.Namespace) -> int:
-    """torchrun leaves a directory of error files behind; here it goes with the agent, or when the next one starts."""
+    """torchrun leaves a directory of error files behind; here it goes with the agent, or when the
+    next one starts.
+    """
     if torchrun_args.log_dir is not None:
         return _run_torchrun(torchrun_args)
     with make_transfer_directory(tempfile.gettempdir(), 0) as aside:
@@ -175,7 +185,8 @@ def _run_torchrun(torchrun_args: argparse.Namespace) -> int:
     except ChildFailedError as error:
         _, failure = error.get_first_failure()
         codes = [failures.exitcode for _, failures in sorted(error.failures.items())]
-        # A rank that was killed may have ended first; the first rank of the node has the controller's code.
+        # A rank that was killed may have ended first; the first rank of the node has the
+        # controller's code.
         code: int = codes[0] if codes[0] > 0 else failure.exitcode
         if code == STOPPED_EXIT_CODE and failure.exitcode < 0:  # torchrun told the others to end
             code = failure.exitcode
@@ -188,7 +199,8 @@ def _run_torchrun(torchrun_args: argparse.Namespace) -> int:
         place = f"{torchrun_args.master_addr}:{torchrun_args.master_port}"
         sys.stderr.write(
             f"no rendezvous at {place} (MASTER_ADDR:MASTER_PORT): {str(error).splitlines()[0]}\n"
-            "On node 0 the port must be free; on the others it must be reachable. Set MASTER_PORT to another port.\n"
+            "On node 0 the port must be free; on the others it must be reachable. Set MASTER_PORT"
+            " to another port.\n"
         )
         return USAGE_EXIT_CODE
     return 0
@@ -198,6 +210,5 @@ if __name__ == "__main__":
     exit_code = main(sys.argv[1:])
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(
-        exit_code
-    )  # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process
+    # a thread of torch's store that is in C++ while the interpreter shuts down aborts the process
+    os._exit(exit_code)

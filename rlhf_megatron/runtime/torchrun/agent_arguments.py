@@ -1,4 +1,6 @@
-"""What the agent of torchrun is started with, for ranks that are processes and for ranks that are forks."""
+"""What the agent of torchrun is started with, for ranks that are processes and for ranks
+that are forks.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,9 @@ from rlhf_megatron.runtime.stop_signals import CLEANUP_S, HOST_SLACK_S
 
 
 def make_agent_arguments(num_processes: int, module: str, arguments: Sequence[str]) -> list[str]:
-    """Return what the agent is told for `python -m module arguments` on the ranks of one machine."""
+    """Return what the agent is told for `python -m module arguments` on the
+    ranks of one machine.
+    """
     place = ["--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(num_processes)]
     return [*place, "-m", module, *arguments]
 

@@ -1,4 +1,6 @@
-"""Torchrun's store as the processes of a run use it: where the controller listens, and how it ended."""
+"""Torchrun's store as the processes of a run use it: where the controller listens,
+and how it ended.
+"""
 
 from __future__ import annotations
 
@@ -26,15 +28,19 @@ HEARD_KEY = "control/heard"  # and a machine without ranks: it has the exit code
 
 
 def open_rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to torchrun's store: a blocked call on one does not hold up the other."""
+    """Return a connection of its own to torchrun's store: a blocked call on one does not
+    hold up the other.
+    """
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"rlhf_megatron/{attempt}/{prefix}", store)
 
 
 def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes, dist.Store] | None:
-    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at MASTER_ADDR, and that
-    store. None: that run is over, and its store soon gone. Raises RuntimeError where there is no store."""
+    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at
+    MASTER_ADDR, and that store. None: that run is over, and its store soon gone. Raises
+    RuntimeError where there is no store.
+    """
     place = {
         "RANK": "1",
         "WORLD_SIZE": "2",
@@ -49,7 +55,9 @@ def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes,
 
 
 def read_exit_code(store: dist.Store, machine: int) -> int:
-    """Return the controller's exit code, on a machine without a rank. It is 1 when that does not come."""
+    """Return the controller's exit code, on a machine without a rank. It is 1 when that
+    does not come.
+    """
     code = make_exit_code_waiter(store)()
     with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
         store.set(f"{HEARD_KEY}/{machine}", "")
@@ -66,7 +74,9 @@ def wait_for_keepers(store: dist.Store, machines: Sequence[int]) -> None:
 
 
 def make_exit_code_waiter(store: dist.Store) -> Callable[[], int]:
-    """A function that waits until rank 0 has published the controller's exit code; 1 when that does not come."""
+    """A function that waits until rank 0 has published the controller's exit code; 1 when that
+    does not come.
+    """
 
     def wait_for_exit_code() -> int:
         deadline = time.monotonic() + EXIT_CODE_S

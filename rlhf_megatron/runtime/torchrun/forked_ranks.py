@@ -1,8 +1,10 @@
-"""A run on one machine without accelerators: its ranks are forks of the agent, its controller is one of rank 0.
+"""A run on one machine without accelerators: its ranks are forks of the agent, its controller is
+one of rank 0.
 
-Importing what a rank needs takes 3.5 s of CPU, and a fork 0.02. The launcher imports once, while a fork of it makes the
-checks, and becomes the agent. Ranks are forked while it has a single thread; each waits for the environment that
-torchrun gives it. Engines begin with an interpreter, and so does every process where FORKS_ENV is "0".
+Importing what a rank needs takes 3.5 s of CPU, and a fork 0.02. The launcher imports once, while a
+fork of it makes the checks, and becomes the agent. Ranks are forked while it has a single thread;
+each waits for the environment that torchrun gives it. Engines begin with an interpreter, and so
+does every process where FORKS_ENV is "0".
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _is_fork_of_agent = False
 
 
 def can_fork_ranks(device: str) -> bool:
-    """Whether this process may become the agent of ranks that are its forks. `device`: as in the configuration."""
+    """Whether this process may become the agent of ranks that are its forks. `device`: as in
+    the configuration.
+    """
     has_driver = bool(read_local_gpu_names()) or Path("/dev/nvidiactl").exists()
     has_accelerator = device == "cuda" or (device == "auto" and has_driver)
     is_wanted = os.environ.get(FORKS_ENV) != "0" and "TORCHELASTIC_RUN_ID" not in os.environ
@@ -50,7 +54,8 @@ def is_forked_rank() -> bool:
 def import_while_checking(
     run_checks: Callable[[], object], modules: Sequence[str], num_processes: int
 ) -> bool:
-    """Import torch, megatron-core and `modules`, while `run_checks` runs in a fork. Returns whether it raised nothing.
+    """Import torch, megatron-core and `modules`, while `run_checks` runs in a fork. Returns whether
+    it raised nothing.
 
     What it raises is not told: the caller calls it here, too.
     """
@@ -88,13 +93,12 @@ class ForkedProcess(subprocess.Popen[bytes]):
         kept_descriptors: Sequence[int] = (),
         is_session_leader: bool = False,
     ) -> None:
-        """`name`: as `ps -o comm` shows it. `kept_descriptors`: descriptors that it has beside the standard ones.
-        `is_session_leader`: of a session of its own."""
-        self._run_child, self._kept_descriptors, self._is_session_leader = (
-            run_child,
-            kept_descriptors,
-            is_session_leader,
-        )
+        """`name`: as `ps -o comm` shows it. `kept_descriptors`: descriptors that it has beside the
+        standard ones. `is_session_leader`: of a session of its own.
+        """
+        self._run_child = run_child
+        self._kept_descriptors = kept_descriptors
+        self._is_session_leader = is_session_leader
         super().__init__([name])
 
     def _execute_child(self, *popen_arguments: Any) -> None:
@@ -150,8 +154,8 @@ def _run_as_rank(read_end: int, arguments: Sequence[str]) -> int:
 
 
 def run_as_program(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Do, in a fork, what `python -m MODULE ARGUMENTS`, in `arguments`, does in that environment. Returns its exit
-    code.
+    """Do, in a fork, what `python -m MODULE ARGUMENTS`, in `arguments`, does in that environment.
+    Returns its exit code.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -186,7 +190,8 @@ def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: f
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
             return ranks[self.local_rank_id].continue_with_environment(env)
 
-    setattr(elastic_processes, "get_subprocess_handler", ForkedRankHandler)  # noqa: B010  mypy sees a function
+    # mypy sees a function
+    setattr(elastic_processes, "get_subprocess_handler", ForkedRankHandler)  # noqa: B010
     code = agent.main(
         make_agent_arguments(num_processes, "rlhf_megatron", arguments),
         partial(_list_running_pids, ranks),

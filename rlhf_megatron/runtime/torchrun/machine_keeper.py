@@ -1,7 +1,8 @@
 """The keeper of a machine, under torchrun: parent of the servers there, as `engines` tells it.
 
-It registers on the control channel like a host, and so ends with the run, and the run with it. It makes its launches
-from its own copy of the settings, which all machines must have alike: what the controller tells it is a name.
+It registers on the control channel like a host, and so ends with the run, and the run with it. It
+makes its launches from its own copy of the settings, which all machines must have alike: what the
+controller tells it is a name.
 """
 
 from __future__ import annotations
@@ -90,13 +91,15 @@ def start_keeper_process(
 def run_keeper(
     machine: int, servers: ServerMachines, run_dir: Path, deadlines: RunDeadlines
 ) -> int:
-    """Live as a keeper. Returns its exit code, on a machine without ranks the controller's. Raises ValueError where no
-    engine of the run is on this machine, ConnectionError where there is no controller. On the main thread."""
+    """Live as a keeper. Returns its exit code, on a machine without ranks the controller's. Raises
+    ValueError where no engine of the run is on this machine, ConnectionError where there is no
+    controller. On the main thread.
+    """
     pool = servers.keeper_pool
     if pool is None or machine not in pool.machines:
         raise ValueError(
-            f"no server of this run is on machine {machine}; name it in rollout.engine_machines, or start fewer"
-            " machines."
+            f"no server of this run is on machine {machine}; name it in rollout.engine_machines,"
+            " or start fewer machines."
         )
     rank = pool.machines.index(machine)
     found, exit_code = _register_keeper(rank, machine, deadlines.startup_s)
@@ -109,7 +112,8 @@ def run_keeper(
     handle_signals_in_thread(SIGNALS, stopping.handle_signal)
     activity = MainThreadActivity(pool.format_rank_label(rank))
     service = HostService(found, activity, lambda: 1)
-    stopping.send_notice, stopping.is_startup = service.send_signal_notice, False
+    stopping.send_notice = service.send_signal_notice
+    stopping.is_startup = False
     service.send_reply(RoleCallReply(BUILD))
     with contextlib.closing(
         MachineKeeper(servers, machine, run_dir, found.local_address)
@@ -124,7 +128,9 @@ def run_keeper(
 def _register_keeper(
     rank: int, machine: int, timeout_s: float
 ) -> tuple[message_channel.MessageChannel, Callable[[], int]]:
-    """The channel to the controller, and what waits for this process's exit code. Raises ConnectionError."""
+    """The channel to the controller, and what waits for this process's exit code.
+    Raises ConnectionError.
+    """
     secret = message_channel.read_secret(os.environ)
     os.environ.pop(message_channel.SECRET_ENV, None)
     parents = [os.environ.pop(name, None) for name in (_PARENT_ENV, AGENTS_PARENT_ENV)]
@@ -146,7 +152,9 @@ def _register_keeper(
 def _register_without_rank(
     rank: int, machine: int, secret: bytes | None, timeout_s: float
 ) -> tuple[message_channel.MessageChannel, Callable[[], int]]:
-    """Register a machine without a rank, which may be early, or find what is left of an attempt that has ended."""
+    """Register a machine without a rank, which may be early, or find what is left of an attempt
+    that has ended.
+    """
     from rlhf_megatron.runtime.torchrun.control_store import find_controller, read_exit_code
 
     deadline = time.monotonic() + timeout_s
@@ -191,7 +199,8 @@ class MachineKeeper:
 
     def __init__(self, servers: ServerMachines, machine: int, run_dir: Path, address: str) -> None:
         """`address`: of this machine, as the controller reaches it."""
-        self._server_machines, self._setup = servers, servers.setup
+        self._server_machines = servers
+        self._setup = servers.setup
         self._machine = machine
         self._run_dir = run_dir
         self._address = address
@@ -256,7 +265,8 @@ class MachineKeeper:
             not get_engine_kind(rollout.engine).can_run_elsewhere
             and rollout.weight_transport == "tensor"
         ):
-            # Weights come through memory of this machine alone, and so does what the engine says of them.
+            # Weights come through memory of this machine alone, and so does what the
+            # engine says of them.
             self._transfer_dir = self._transfer_dir or make_transfer_directory_at(transfer_dir)
         if not self._engine_launches:
             self._setup.start_servers(self._run_dir, transfer_dir, None, self._record_launch)

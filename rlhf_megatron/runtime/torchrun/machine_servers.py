@@ -1,9 +1,10 @@
-"""Servers on several machines under torchrun, of engines and reward models: a keeper on each machine that has some, but
-for the controller's.
+"""Servers on several machines under torchrun, of engines and reward models: a keeper on each
+machine that has some, but for the controller's.
 
     agent 0 --- host 0 --- controller --- server of machine 0
     agent 1 --- host 8 --- keeper ------- server of machine 1        as long as machine 1 has ranks
-                           keeper ------- server of machine 2        started by launch/torchrun.sh there, without ranks
+                           keeper ------- server of machine 2        started by launch/torchrun.sh
+                               there, without ranks
 """
 
 from __future__ import annotations
@@ -79,10 +80,8 @@ class ServerMachines:
     @property
     def keeper_pool(self) -> KeeperPoolSpec | None:
         """The pool of keepers; None where all servers are on the controller's machine."""
-        machines, trainer = (
-            tuple(sorted({*self.engine_part_machines, *self.reward_server_machines} - {0})),
-            self.setup.trainer,
-        )
+        machines = tuple(sorted({*self.engine_part_machines, *self.reward_server_machines} - {0}))
+        trainer = self.setup.trainer
         num_ranks = trainer.nnodes * trainer.n_gpus_per_node
         return (
             KeeperPoolSpec(ENGINES, ParallelLayout(len(machines)), num_ranks, machines)
@@ -95,12 +94,12 @@ def assign_reward_server_seat(
     servers: ServerMachines, server_index: int, address: str
 ) -> ServerSeat:
     """Return the seat of a server of the reward model, behind the engines of its machine."""
-    machines, served = servers.reward_server_machines, servers.reward_model.served
-    rollout, trainer = servers.setup.rollout, servers.setup.trainer
-    names, place = (
-        {name.replace("_", "-") for name in served.args},
-        machines[:server_index].count(machines[server_index]),
-    )
+    machines = servers.reward_server_machines
+    served = servers.reward_model.served
+    rollout = servers.setup.rollout
+    trainer = servers.setup.trainer
+    names = {name.replace("_", "-") for name in served.args}
+    place = machines[:server_index].count(machines[server_index])
     if (
         trainer.device == "cpu"
         or not list_visible_devices()
@@ -118,9 +117,9 @@ def assign_reward_server_seat(
     own = list_visible_devices()[first : first + size]
     if len(own) < size:
         raise EngineError(
-            f"{SERVER}{server_index} needs devices {first} to {first + size - 1} of machine {machines[server_index]}, but"
-            f" {len(list_visible_devices())} are visible there; lower reward_model.served.num_servers, or set"
-            " reward_model.served.machines."
+            f"{SERVER}{server_index} needs devices {first} to {first + size - 1} of machine"
+            f" {machines[server_index]}, but {len(list_visible_devices())} are visible there;"
+            " lower reward_model.served.num_servers, or set reward_model.served.machines."
         )
     return ServerSeat(address, {VISIBLE_DEVICES: ",".join(own)} if own else {})
 
@@ -132,8 +131,10 @@ def assign_engine_part_seat(
     index_on_machine: int,
     address: str,
 ) -> ServerSeat:
-    """Return the seat of the part of an engine with that place among those of `machine`: the first free devices there,
-    and those of its ranks, whose memory it opens. Raises EngineError where there are too few."""
+    """Return the seat of the part of an engine with that place among those of `machine`: the first
+    free devices there, and those of its ranks, whose memory it opens. Raises EngineError where
+    there are too few.
+    """
     user = rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
     if (
@@ -150,9 +151,10 @@ def assign_engine_part_seat(
     own = visible[first : first + size]
     if len(own) < size:
         raise EngineError(
-            f"engine {index_on_machine} of machine {machine} needs devices {first} to {first + size - 1}, but {len(visible)} are"
-            " visible there; lower rollout.num_engines, tp-size or trainer.n_gpus_per_node, or set"
-            " rollout.engine_machines."
+            f"engine {index_on_machine} of machine {machine} needs devices {first} to"
+            f" {first + size - 1}, but {len(visible)} are visible there; lower"
+            " rollout.num_engines, tp-size or trainer.n_gpus_per_node, or"
+            " set rollout.engine_machines."
         )
     return ServerSeat(
         address, {VISIBLE_DEVICES: ",".join(dict.fromkeys([*own, *of_ranks]))} if own else {}
@@ -160,17 +162,17 @@ def assign_engine_part_seat(
 
 
 class MachineServerPlacer:
-    """A `rollout.fleet.server_process.LaunchPlacement`: engines of machine 0 start here, others with their machine's keeper."""
+    """A `rollout.fleet.server_process.LaunchPlacement`: engines of machine 0 start here, others
+    with their machine's keeper.
+    """
 
     def __init__(self, servers: ServerMachines, group: RoutedWorkerGroup, run_dir: Path) -> None:
         """`group`: of the job, keepers included."""
         if servers.keeps_routes:
             self._route_store = start_route_store(run_dir, group.controller_address)
-        self._servers, self._rollout, self._trainer = (
-            servers,
-            servers.setup.rollout,
-            servers.setup.trainer,
-        )
+        self._servers = servers
+        self._rollout = servers.setup.rollout
+        self._trainer = servers.setup.trainer
         self._group = group
         self._address = (
             LOOPBACK if self._rollout.weight_transport == "tensor" else group.controller_address

@@ -1,8 +1,10 @@
-"""Several nodes under torchrun: the interface that leads to node 0, and how each agent learns that another has ended.
+"""Several nodes under torchrun: the interface that leads to node 0, and how each agent learns that
+another has ended.
 
-torchrun's static rendezvous tells no node of another's end, nor that a machine is lost. A rank that is connected to the
-controller is missed at once; before that its node would be waited for until the deadline of the start. So an agent that
-fails leaves a word in node 0's store, and all look there; that the store itself is gone means that node 0 has ended.
+torchrun's static rendezvous tells no node of another's end, nor that a machine is lost. A rank that
+is connected to the controller is missed at once; before that its node would be waited for until the
+deadline of the start. So an agent that fails leaves a word in node 0's store, and all look there;
+that the store itself is gone means that node 0 has ended.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ def format_early_exit(reason: str) -> str:
 
 
 class OtherNodesWatcher:
-    """Watches them from an agent, in a thread, and calls `end` there when another node has ended and this has not.
+    """Watches them from an agent, in a thread, and calls `end` there when another node has ended
+    and this has not.
 
     An agent that has not ended LIMIT_S later is ended there, after `kill`.
     """
@@ -50,8 +53,10 @@ class OtherNodesWatcher:
         self.early_exit: tuple[str, int] | None = (
             None  # which one, with the exit code that is to be this agent's too
         )
-        self._store_address, self._node_rank = (store_address, store_port), node_rank
-        self._end_ranks, self._kill_ranks = end_ranks, kill_ranks
+        self._store_address = (store_address, store_port)
+        self._node_rank = node_rank
+        self._end_ranks = end_ranks
+        self._kill_ranks = kill_ranks
         self._store: TCPStore | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._watch_store, name="other nodes", daemon=True)
@@ -94,8 +99,9 @@ class OtherNodesWatcher:
                     os._exit(ended[1])
 
     def _watch_node_0_machine(self) -> None:
-        """A call to a store whose machine has lost its power or its network waits for a quarter of an hour. This
-        connection says nothing and waits for nothing."""
+        """A call to a store whose machine has lost its power or its network waits for a quarter of
+        an hour. This connection says nothing and waits for nothing.
+        """
         with (
             contextlib.suppress(OSError),
             socket.create_connection(self._store_address, timeout=_CONNECT_S) as node_0,
@@ -107,7 +113,10 @@ class OtherNodesWatcher:
             except OSError as error:
                 if not is_dead_peer_error(error) or self._is_over.is_set():
                     return
-                reason = f"node 0 ({self._store_address[0]}) was lost, with no sign for {DEAD_PEER_TIMEOUT_S} s,"
+                reason = (
+                    f"node 0 ({self._store_address[0]}) was lost, with no sign for"
+                    f" {DEAD_PEER_TIMEOUT_S} s,"
+                )
                 self.early_exit = (reason, 1)
                 self._kill_ranks()
                 if not self._is_over.wait(VANISHED_LIMIT_S):

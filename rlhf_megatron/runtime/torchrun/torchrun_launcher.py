@@ -2,15 +2,17 @@
 
     torchrun agent --- host 0 --- controller        A process ends when its parent does.
                    |-- host 1                       Control channel: controller <-> every host.
-                   `-- host 2 ...                   Rendezvous store: in the agent of node 0; addresses and exit codes.
+                   `-- host 2 ...                   Rendezvous store: in the agent of node 0;
+                                                    addresses and exit codes.
 
-The first ranks are the actor's pool; the critic's, where it has one, are the last (`runtime.rank_pools`). Each pool is a
-torch world of its own, and one ends with the other.
+The first ranks are the actor's pool; the critic's, where it has one, are the last
+(`runtime.rank_pools`). Each pool is a torch world of its own, and one ends with the other.
 
-When the controller exits with code c, so does every host. When a host dies the controller says which and exits; then
-the other hosts leave. The secret of the control channel comes from the environment or a file (`runtime.message_channel`);
-without either it is drawn here and passed through the rendezvous store, which torch does not authenticate: run several
-nodes on a private network. What a signal does: `runtime.stop_signals`.
+When the controller exits with code c, so does every host. When a host dies the controller says
+which and exits; then the other hosts leave. The secret of the control channel comes from the
+environment or a file (`runtime.message_channel`); without either it is drawn here and passed
+through the rendezvous store, which torch does not authenticate: run several nodes on a private
+network. What a signal does: `runtime.stop_signals`.
 """
 
 from __future__ import annotations
@@ -90,7 +92,9 @@ def launch_single_node(
     module: str = "rlhf_megatron",
     stop_s: float = RunDeadlines.stop_s,
 ) -> NoReturn:
-    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun. Does not return."""
+    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun.
+    Does not return.
+    """
     environment = dict(os.environ)
     environment[STOP_LIMIT_ENV] = format_stop_limit(stop_s)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
@@ -118,15 +122,18 @@ def run_torchrun_host(
     controller_descriptors: Sequence[int] = (),
     keeper_machines: Sequence[int] = (),
 ) -> int:
-    """Live as a rank under torchrun, in the pool that has it. Returns the process's exit code: the controller's.
+    """Live as a rank under torchrun, in the pool that has it. Returns the process's exit code:
+    the controller's.
 
-    Rank 0 starts the controller as `python controller_arguments`; that program calls `run_torchrun_controller`. From then on
-    this process writes to log_dir/rank<N>.log. `backend`: of the pool's process group. `setting_lines`: "key: value" lines
-    that all ranks must have alike. `controller_descriptors`: open files that the controller inherits.
-    `keeper_machines`: with engines and without the controller; the first rank of such a one starts its keeper, with the
+    Rank 0 starts the controller as `python controller_arguments`; that program calls
+    `run_torchrun_controller`. From then on this process writes to log_dir/rank<N>.log. `backend`:
+    of the pool's process group. `setting_lines`: "key: value" lines that all ranks must have alike.
+    `controller_descriptors`: open files that the controller inherits. `keeper_machines`: with
+    engines and without the controller; the first rank of such a one starts its keeper, with the
     controller's arguments. Call it before CUDA is used.
 
-    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when settings differ.
+    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when
+    settings differ.
     """
     _check_num_ranks(pools)
     rank = int(os.environ["RANK"])
@@ -149,7 +156,8 @@ def run_torchrun_host(
         stopping = HostStopHandler(deadlines.stop_s)
     handle_signals_in_thread(SIGNALS, stopping.handle_signal)
     place = JobRank(rank, find_pool_of_rank(pools, rank))
-    controller = store.get(ADDRESS_KEY).decode()  # rank 0 has made the run directory when this is set
+    # rank 0 has made the run directory when this is set
+    controller = store.get(ADDRESS_KEY).decode()
     secret = secret or bytes(store.get(SECRET_KEY))
     _start_machine_keeper(keeper_machines, controller, secret, controller_arguments)
     host, _, port = controller.rpartition(":")
@@ -176,15 +184,18 @@ def run_torchrun_host(
 def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
     if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end_rank:
         raise ValueError(
-            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need {pools[-1].end_rank}; "
-            "change NNODES x NPROC_PER_NODE, or trainer.nnodes x trainer.n_gpus_per_node."
+            f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need"
+            f" {pools[-1].end_rank}; change NNODES x NPROC_PER_NODE, or trainer.nnodes"
+            " x trainer.n_gpus_per_node."
         )
 
 
 def _start_machine_keeper(
     machines: Sequence[int], controller_address: str, secret: bytes, arguments: Sequence[str]
 ) -> None:
-    """Start the keeper of this machine, where it is one of `machines` and this is its first rank."""
+    """Start the keeper of this machine, where it is one of `machines` and this
+    is its first rank.
+    """
     machine = int(os.environ.get("GROUP_RANK", "0"))
     if machine in machines and os.environ["LOCAL_RANK"] == "0":
         from rlhf_megatron.runtime.torchrun.machine_keeper import start_keeper_process
@@ -200,11 +211,13 @@ def run_torchrun_controller(
     deadlines: RunDeadlines,
     stop_request: StopRequest | None = None,
 ) -> int:
-    """Live as the controller that `run_torchrun_host` started: wait for the hosts, `run_job`, end the hosts. Returns its code.
+    """Live as the controller that `run_torchrun_host` started: wait for the hosts, `run_job`, end
+    the hosts. Returns its code.
 
-    A signal, to this process or to a host, becomes `stop_request`, which `run_job` is to look at. Raises what `run_job` raises;
-    HostError, also a ValueError where a user can fix it, for what goes wrong on hosts; SystemExit(128 + n) for a signal
-    without `stop_request` or before `run_job` has begun, a second one, and when `run_job` does not end in time. On the main thread.
+    A signal, to this process or to a host, becomes `stop_request`, which `run_job` is to look at.
+    Raises what `run_job` raises; HostError, also a ValueError where a user can fix it, for what
+    goes wrong on hosts; SystemExit(128 + n) for a signal without `stop_request` or before `run_job`
+    has begun, a second one, and when `run_job` does not end in time. On the main thread.
     """
     secret = message_channel.read_secret(os.environ)
     assert secret is not None, "the host that started this process gave it the secret"
@@ -263,7 +276,9 @@ def _start_controller(
     descriptors: Sequence[int],
     is_single_node: bool,
 ) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
-    """Start it and publish where it listens. Returns it, and a function that waits for its exit code."""
+    """Start it and publish where it listens. Returns it, and a function that waits for
+    its exit code.
+    """
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
     listener = message_channel.open_listener(address)
     if secret is None:
@@ -299,5 +314,3 @@ def _start_controller(
     store.set(RANK_0_KEY, f"{read_machine_id()} {os.getpid()}")
     store.set(ADDRESS_KEY, f"{address}:{port}")
     return process, published.result
-
-

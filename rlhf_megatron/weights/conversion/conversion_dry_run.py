@@ -1,4 +1,6 @@
-"""What a conversion would do, from headers or from an index alone: no weights are read and nothing is written."""
+"""What a conversion would do, from headers or from an index alone: no weights are read and
+nothing is written.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +28,16 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class WeightIndexSource:
-    """Implements the part of `WeightSource` that needs no weights: an index whose files are elsewhere."""
+    """Implements the part of `WeightSource` that needs no weights: an index whose files
+    are elsewhere.
+    """
 
     dtype: str
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[object, ...]:
         raise ValueError(
-            f"the weights of {rule.megatron_name} are missing; fetch them: an index alone is enough for --dry-run only."
+            f"the weights of {rule.megatron_name} are missing; fetch them: an index alone is"
+            " enough for --dry-run only."
         )
 
     def get_dtype_name(self, rule: WeightRule) -> str:
@@ -46,14 +51,22 @@ def has_only_weight_index(directory: Path) -> bool:
 
 
 def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
-    """(the model in the type that its config.json names, what its index has too much or too little of)."""
+    """(the model in the type that its config.json names, what its index has too much or
+    too little of).
+    """
     hf_config = read_hf_config(directory)
     plain: HFConfig = {
         key: value for key, value in hf_config.items() if key != "quantization_config"
     }
     dtype = str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16")
     names = set(read_json_object(directory / INDEX).get("weight_map", {}))
-    model = StoredModel(plain, WeightIndexSource(dtype), directory, None, {})  # type: ignore[arg-type]
+    model = StoredModel(
+        plain,
+        WeightIndexSource(dtype),  # type: ignore[arg-type]
+        directory,
+        None,
+        {},
+    )
     return model, list(
         _describe_index_problems(model.weight_table, names, find_mtp_prefixes(hf_config))
     )
@@ -62,7 +75,9 @@ def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
 def _describe_index_problems(
     table: Sequence[WeightRule], indexed_names: set[str], mtp_prefixes: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield a line for what is missing, for what is left over, and for what goes along uncounted."""
+    """Yield a line for what is missing, for what is left over,
+    and for what goes along uncounted.
+    """
     wanted = {hf.stored_name for rule in table for hf in rule.hf_tensors}
     plain = {
         name.removesuffix(BLOCKS) for name in indexed_names if not name.endswith((SCALE, SCALES))
@@ -78,7 +93,10 @@ def _describe_index_problems(
     uncounted = sum(name.startswith(mtp_prefixes or ("\0",)) for name in plain - wanted)
     if uncounted:
         prefixes = ", ".join(f"{prefix}*" for prefix in mtp_prefixes)
-        yield f"note: {uncounted} tensors of {prefixes} go along, too; their bytes are in files that are not here"
+        yield (
+            f"note: {uncounted} tensors of {prefixes} go along, too; their bytes are in files that"
+            " are not here"
+        )
 
 
 def describe_conversion(
@@ -107,9 +125,15 @@ def describe_conversion(
         "elements: "
         + ", ".join(f"{count / 1e9:.3f} G {dtype}" for dtype, count in kinds.items() if count),
         *_describe_tensor_kinds(items),
-        f"units: {len(units)}, the largest {largest_bytes / 1e6:.1f} MB ({items[largest[0]].rule.megatron_name}):"
-        f" {2 * largest_bytes / 1e9:.2f} GB and the interpreter a process",
-        f"target: {output_directory}, {len(target.file_bytes)} files, {num_bytes / 1e9:.3f} GB; {parent} has {free / 1e9:.1f} GB free",
+        (
+            f"units: {len(units)}, the largest {largest_bytes / 1e6:.1f} MB"
+            f" ({items[largest[0]].rule.megatron_name}): {2 * largest_bytes / 1e9:.2f} GB and the"
+            " interpreter a process"
+        ),
+        (
+            f"target: {output_directory}, {len(target.file_bytes)} files, {num_bytes / 1e9:.3f} GB;"
+            f" {parent} has {free / 1e9:.1f} GB free"
+        ),
         *(f"  {name} {size}" for name, size in list(target.file_bytes.items())[:_SHOWN]),
     ]
     if len(target.file_bytes) > _SHOWN:

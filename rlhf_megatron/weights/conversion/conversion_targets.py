@@ -1,6 +1,8 @@
-"""What a conversion writes: files whose size, begin and places are known before the first tensor is read.
+"""What a conversion writes: files whose size, begin and places are known before the first
+tensor is read.
 
-So units can be written in any order by any process, and a conversion that was killed goes on where it was.
+So units can be written in any order by any process, and a conversion that was killed goes
+on where it was.
 """
 
 from __future__ import annotations
@@ -89,7 +91,8 @@ class _SafetensorsLayout:
 
     def __init__(self, specs_by_file: Mapping[str, Sequence[TensorSpec]]) -> None:
         self.specs_by_file = specs_by_file
-        self.file_bytes, self.file_headers = dict[str, int](), dict[str, bytes]()
+        self.file_bytes = dict[str, int]()
+        self.file_headers = dict[str, bytes]()
         self._offsets = dict[str, dict[str, int]]()
         for file, specs in specs_by_file.items():
             self.file_headers[file], self._offsets[file] = build_safetensors_header(specs)
@@ -102,7 +105,8 @@ class _SafetensorsLayout:
 
 
 class HFTarget:
-    """A Hugging Face directory. `hf_config`: written in place of the model's own; `has_digests`: beside the weights.
+    """A Hugging Face directory. `hf_config`: written in place of the model's own; `has_digests`:
+    beside the weights.
 
     Items with a block are written in FP8: each matrix as float8_e4m3fn with its scales.
     """
@@ -132,14 +136,10 @@ class HFTarget:
             for file, members in self._safetensors_layout.specs_by_file.items()
             for spec in members
         }
-        self.file_bytes, self.file_headers = (
-            self._safetensors_layout.file_bytes,
-            self._safetensors_layout.file_headers,
-        )
-        self._hf_config, self._companions_directory = (
-            hf_config or model.hf_config,
-            model.companions_directory,
-        )
+        self.file_bytes = self._safetensors_layout.file_bytes
+        self.file_headers = self._safetensors_layout.file_headers
+        self._hf_config = hf_config or model.hf_config
+        self._companions_directory = model.companions_directory
         block = next((item.fp8_block for item in items if item.fp8_block is not None), None)
         if block is not None:
             is_linear = (
@@ -178,10 +178,8 @@ class HFTarget:
                         part,
                     )
                 continue
-            file, start = (
-                self._file_by_tensor[hf.stored_name],
-                0 if hf.entry is None else hf.entry.index * tensor.nbytes,
-            )
+            file = self._file_by_tensor[hf.stored_name]
+            start = 0 if hf.entry is None else hf.entry.index * tensor.nbytes
             at = self._safetensors_layout.get_offset(file, hf.stored_name) + start
             for piece in item_tensors.digest_and_yield_pieces(number):
                 write_at_offset(file, at, piece)
@@ -210,8 +208,8 @@ def _make_tensor_specs(item: ConversionItem, hf_tensor: HFTensor) -> Iterator[Te
 
 
 def _drop_repeated_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Yield each tensor once, though it comes with every one of its entries. Raises ValueError where its entries have
-    several types.
+    """Yield each tensor once, though it comes with every one of its entries. Raises ValueError
+    where its entries have several types.
     """
     seen: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -219,12 +217,15 @@ def _drop_repeated_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
             yield spec
         elif before != spec:
             raise ValueError(
-                f"entries of {spec.name} are {before.dtype} and {spec.dtype}; give one type for all weights (--dtype)."
+                f"entries of {spec.name} are {before.dtype} and {spec.dtype}; give one type for"
+                " all weights (--dtype)."
             )
 
 
 class RankFilesTarget:
-    """One file a rank (weights.megatron_dir). `items`: with the vocabulary padded for the layout."""
+    """One file a rank (weights.megatron_dir). `items`:
+    with the vocabulary padded for the layout.
+    """
 
     wire_name = "RanksTarget"
     contents_digest = ""
@@ -238,25 +239,19 @@ class RankFilesTarget:
         )
         files: dict[str, list[TensorSpec]] = {}
         for item in items:
-            rule, names = (
-                item.rule,
-                [MTP_FILE] if item.is_mtp else self._rank_file_names.list_files(item.rule),
-            )
+            rule = item.rule
+            names = [MTP_FILE] if item.is_mtp else self._rank_file_names.list_files(item.rule)
             for name in names:
                 shape = (
                     rule.megatron_shape if item.is_mtp else compute_shard_shape(rule, len(names))
                 )
                 files.setdefault(name, []).append(TensorSpec(rule.megatron_name, item.dtype, shape))
         self._safetensors_layout = _SafetensorsLayout(files)
-        self.file_bytes, self.file_headers = (
-            self._safetensors_layout.file_bytes,
-            self._safetensors_layout.file_headers,
-        )
-        self._hf_config, self._companions_directory, self._layout = (
-            model.hf_config,
-            model.companions_directory,
-            layout,
-        )
+        self.file_bytes = self._safetensors_layout.file_bytes
+        self.file_headers = self._safetensors_layout.file_headers
+        self._hf_config = model.hf_config
+        self._companions_directory = model.companions_directory
+        self._layout = layout
 
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
@@ -301,8 +296,10 @@ class RankFilesTarget:
 
 
 class TorchDistTarget:
-    """megatron-core's torch_dist, which loads under any layout: as `release/`, from which Megatron-LM starts at
-    iteration 0. `impl`, `is_stacked`: how the model that will load it spells its keys (`KeyNaming.of`)."""
+    """megatron-core's torch_dist, which loads under any layout: as `release/`, from which
+    Megatron-LM starts at iteration 0. `impl`, `is_stacked`: how the model that will load it spells
+    its keys (`KeyNaming.of`).
+    """
 
     wire_name = "TorchDistTarget"
 
@@ -318,13 +315,15 @@ class TorchDistTarget:
             tuple(item.rule for item in items if not item.is_mtp), impl, use_stacked_layers
         )
         self._chunks_by_rule: dict[str, list[ArchivedChunk]] = {}
-        number, end = 0, 0
+        number = 0
+        end = 0
         for item in items:
             parts = [] if item.is_mtp else list(_split_into_chunks(item, naming))
             for key, shape, offsets, sizes in parts:
                 length = make_archive_frame(sizes, item.dtype).num_archive_bytes
                 if end and end + length > max_file_bytes:
-                    number, end = number + 1, 0
+                    number = number + 1
+                    end = 0
                 part = ArchivedChunk(
                     key, shape, offsets, sizes, item.dtype, f"__{number}_0.distcp", end, length
                 )
@@ -348,7 +347,8 @@ class TorchDistTarget:
             (part.sizes, part.dtype, part.file, part.start_byte) for part in self._iterate_chunks()
         ]
         self.contents_digest = hashlib.sha256(json.dumps(boxes).encode()).hexdigest()
-        self._hf_config, self._companions_directory = model.hf_config, model.companions_directory
+        self._hf_config = model.hf_config
+        self._companions_directory = model.companions_directory
         self._dtypes = {item.dtype for item in items}
 
     def write_item(
@@ -374,10 +374,8 @@ class TorchDistTarget:
                 write_at_offset,
             )
             return
-        full, depth = (
-            rule.to_megatron(*item_tensors.tensors),
-            len(parts[0].shape) - len(rule.megatron_shape),
-        )
+        full = rule.to_megatron(*item_tensors.tensors)
+        depth = len(parts[0].shape) - len(rule.megatron_shape)
         for part in parts:
             _write_chunk_archive(
                 part,
@@ -403,7 +401,8 @@ def _split_into_chunks(
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """(key, shape of the whole tensor, offsets, sizes): the rows of a large one apart."""
     key, index = key_naming.make_key_and_index(item.rule)
-    shape, own = key_naming.get_stored_shape(item.rule), item.rule.megatron_shape
+    shape = key_naming.get_stored_shape(item.rule)
+    own = item.rule.megatron_shape
     row_bytes = prod(own[1:]) * DTYPE_BYTES[item.dtype]
     rows = max(1, MAX_PART_BYTES // row_bytes)
     for first, end in pairwise([*range(0, own[0], rows), own[0]]):
@@ -418,8 +417,10 @@ def _split_into_chunks(
 def _write_chunk_archive(
     chunk: ArchivedChunk, pieces: Iterable[Tensor], write_at_offset: WriteAtOffset
 ) -> None:
-    frame, crc = make_archive_frame(chunk.sizes, chunk.dtype), 0
-    file, at = f"release/{chunk.file}", chunk.start_byte + len(frame.encode_header(0))
+    frame = make_archive_frame(chunk.sizes, chunk.dtype)
+    crc = 0
+    file = f"release/{chunk.file}"
+    at = chunk.start_byte + len(frame.encode_header(0))
     for piece in pieces:
         crc = zlib.crc32(piece.numpy().data, crc)
         write_at_offset(file, at, piece)

@@ -1,8 +1,9 @@
-"""A conversion: units are read, cast, digested and written, group by group, and what is done is journalled.
+"""A conversion: units are read, cast, digested and written, group by group, and what is done
+is journalled.
 
-The directory is made aside and renamed when it is complete. A conversion that was killed leaves what it wrote, and the
-same command goes on from there: a group counts as done when its bytes were flushed to disk and its line is in the
-journal.
+The directory is made aside and renamed when it is complete. A conversion that was killed leaves
+what it wrote, and the same command goes on from there: a group counts as done when its bytes were
+flushed to disk and its line is in the journal.
 """
 
 from __future__ import annotations
@@ -49,10 +50,12 @@ def convert_model(
     report_bytes: ReportBytes | None = None,
     group_bytes: int = GROUP_BYTES,
 ) -> dict[str, str]:
-    """Write `output_directory`, which appears complete. Returns the digest of every tensor that was written, in Hugging Face layout.
+    """Write `output_directory`, which appears complete. Returns the digest of every tensor that was
+    written, in Hugging Face layout.
 
-    Memory: one unit a process, twice. Raises ValueError before anything is written when `output_directory` is not empty or space is
-    short, and when the source is broken: nothing is left then. OSError leaves what was written for the next try.
+    Memory: one unit a process, twice. Raises ValueError before anything is written when
+    `output_directory` is not empty or space is short, and when the source is broken: nothing is
+    left then. OSError leaves what was written for the next try.
     """
     output_directory = Path(output_directory).absolute()
     refuse_nonempty_directory(output_directory)
@@ -104,8 +107,9 @@ def write_hf_directory(
     report_bytes: ReportBytes | None = None,
     hf_config: HFConfig | None = None,
 ) -> dict[str, str]:
-    """A Hugging Face directory of nothing else, in this process; arguments as of `HFTarget`, the rest as of
-    `convert_model`."""
+    """A Hugging Face directory of nothing else, in this process; arguments as of `HFTarget`, the
+    rest as of `convert_model`.
+    """
     items = model.make_conversion_items(dtype)
     target = HFTarget(model, items, max_shard_bytes, hf_config, has_digests=False)
     return convert_model(model, items, target, output_directory, report_bytes=report_bytes)
@@ -117,7 +121,8 @@ def _require_disk_space(output_directory: Path, num_bytes: int) -> None:
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
         raise ValueError(
-            f"{output_directory} needs {num_bytes} bytes but {parent} has {free} free; choose another place."
+            f"{output_directory} needs {num_bytes} bytes but {parent} has {free} free; choose"
+            " another place."
         )
 
 
@@ -180,15 +185,19 @@ class _UnitGroupWriter:
         target: ConversionTarget,
         partial_directory: Path,
     ) -> None:
-        self._model, self._items, self._groups, self._target = model, items, groups, target
-        # Files are opened in this very directory: a process that outlives a killed parent for a moment cannot write
-        # into files of the next conversion, which makes the directory anew.
+        self._model = model
+        self._items = items
+        self._groups = groups
+        self._target = target
+        # Files are opened in this very directory: a process that outlives a killed parent for a
+        # moment cannot write into files of the next conversion, which makes the directory anew.
         self._directory_descriptor = os.open(partial_directory, os.O_RDONLY | os.O_DIRECTORY)
         self._open_descriptors: dict[str, int] = {}
 
     def write_group(self, group_number: int) -> dict[str, str]:
         """One group, flushed to disk. Returns the digests of its tensors."""
-        touched, digests = set[str](), dict[str, str]()
+        touched = set[str]()
+        digests = dict[str, str]()
 
         def write_at_offset(file: str, offset: int, content: Tensor | bytes) -> None:
             touched.add(file)
@@ -226,15 +235,19 @@ def _write_at_offset(descriptor: int, offset: int, content: Tensor | bytes) -> N
         view = memoryview(content)
     while len(view):
         count = os.pwrite(descriptor, view[:_LARGEST_WRITE], offset)
-        view, offset = view[count:], offset + count
+        view = view[count:]
+        offset = offset + count
 
 
 class _ConversionJournal:
-    """Lines of JSON in the directory that is being written: what it is for, then each group that is done."""
+    """Lines of JSON in the directory that is being written: what it is for, then each
+    group that is done.
+    """
 
     def __init__(self, partial_directory: Path, identity: str, target: ConversionTarget) -> None:
-        """Files of full size are made where no conversion of the same was begun. Raises ValueError where another
-        process writes there."""
+        """Files of full size are made where no conversion of the same was begun. Raises ValueError
+        where another process writes there.
+        """
         self._digests_by_group = dict[int, Mapping[str, str]]()
         path = partial_directory / JOURNAL
         self._file = self._open_locked_file(path)
@@ -307,7 +320,9 @@ class _ConversionJournal:
 
 
 def _are_files_intact(partial_directory: Path, target: ConversionTarget) -> bool:
-    """Whether all files are there, of full size and with their beginning, which no group writes again."""
+    """Whether all files are there, of full size and with their beginning, which no
+    group writes again.
+    """
     for file, size in target.file_bytes.items():
         begin = target.file_headers.get(file, b"")
         try:
@@ -320,9 +335,12 @@ def _are_files_intact(partial_directory: Path, target: ConversionTarget) -> bool
 
 
 def _read_whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
-    """A line that was cut off, or not written before the power went, is dropped from the file with all after it."""
+    """A line that was cut off, or not written before the power went, is dropped from the file
+    with all after it.
+    """
     file.seek(0)
-    found, end = list[dict[str, Any]](), 0
+    found = list[dict[str, Any]]()
+    end = 0
     for line in file.read().splitlines(keepends=True):
         try:
             if not line.endswith(b"\n"):

@@ -18,10 +18,11 @@ RunGroup = Callable[[int], Any]
 def run_groups_in_processes(
     group_numbers: Sequence[int], run_group: RunGroup, num_processes: int
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of each group, as they are done. Raises what `run_group` raises, ValueError and OSError.
+    """(number, result) of each group, as they are done. Raises what `run_group` raises,
+    ValueError and OSError.
 
-    Each process begins at a place of its own in `group_numbers`: the kernel lets one process at a time write into a file. The
-    processes end with this one, whatever ends it.
+    Each process begins at a place of its own in `group_numbers`: the kernel lets one process at a
+    time write into a file. The processes end with this one, whatever ends it.
     """
     if num_processes <= 1 or len(group_numbers) <= 1:
         for number in group_numbers:
@@ -90,7 +91,9 @@ def _run_child_process(
     run_group: RunGroup,
     parent_pid: int,
 ) -> None:
-    """A child: it works on one group after the other until the parent closes the pipe, or is gone."""
+    """A child: it works on one group after the other until the parent closes the
+    pipe, or is gone.
+    """
     for other in inherited_connections:  # else the pipe would not end with the parent
         other.close()
     torch.set_num_threads(1)

@@ -1,8 +1,9 @@
-"""What two directories compute, layer by layer, with one layer's weights in memory and one expert's at a time.
+"""What two directories compute, layer by layer, with one layer's weights in memory and one
+expert's at a time.
 
-transformers' own forward runs over a model without memory; each module gets its weights before it runs and loses them
-after. The candidate's layers get the inputs of the reference, so that every wrong layer is named and no right one.
-Prompts do not reach every expert: each is probed besides.
+transformers' own forward runs over a model without memory; each module gets its weights before it
+runs and loses them after. The candidate's layers get the inputs of the reference, so that every
+wrong layer is named and no right one. Prompts do not reach every expert: each is probed besides.
 """
 
 from __future__ import annotations
@@ -22,10 +23,15 @@ from rlhf_megatron.weights.transformers_causal_lm import (
 )
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule
 
-_PROMPTS, _LENGTH, _PROBES, _SEED = 2, 24, 4, 20
+_PROMPTS = 2
+_LENGTH = 24
+_PROBES = 4
+_SEED = 20
 _SHOWN = 8
 _STANDS_OUT = 5.0
-"""Times the median of all layers: a cast changes every layer a little, a mistake one of them a lot."""
+"""Times the median of all layers: a cast changes every layer a little,
+a mistake one of them a lot.
+"""
 _SAME_KIND = {
     "kimi_k2": "deepseek_v3"
 }  # model_type -> the one that transformers has for such a model
@@ -38,7 +44,8 @@ def verify_layer_outputs(
 ) -> list[str]:
     """One line a module with its relative difference. Raises ValueError that names the wrong ones.
 
-    `is_cast`: the types of the two differ, so that every layer differs a little; else any difference is a mistake.
+    `is_cast`: the types of the two differ, so that every layer differs a little; else any
+    difference is a mistake.
     """
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(
@@ -70,8 +77,9 @@ def verify_layer_outputs(
         named = [f"{place} ({value:.1e})" for place, value in wrong.items()]
         more = f" and {len(named) - _SHOWN} more" if len(named) > _SHOWN else ""
         raise ValueError(
-            f"{candidate.directory} computes other outputs than {reference.directory} for the same inputs in"
-            f" {', '.join(named[:_SHOWN])}{more}: relative differences, of which at most {limit:.1e} is right."
+            f"{candidate.directory} computes other outputs than {reference.directory} for the same"
+            f" inputs in {', '.join(named[:_SHOWN])}{more}: relative differences, of which at most"
+            f" {limit:.1e} is right."
         )
     return lines
 
@@ -79,7 +87,8 @@ def verify_layer_outputs(
 def _compute_relative_difference(
     reference_input_and_output: tuple[Tensor, Tensor], candidate_output: Tensor, is_cast: bool
 ) -> float:
-    """Return a layer's error relative to what it adds to its input. After a cast it is the error of the median token:
+    """Return a layer's error relative to what it adds to its input. After a cast it is the error of
+    the median token:
     there routers send a few tokens to other experts, while a mistake changes all tokens.
     """
     inputs, output = reference_input_and_output
@@ -112,7 +121,8 @@ def _run_streamed_forward(
     names = {module: name for name, module in causal.named_modules()}
     experts = list(_replace_experts_by_streamed(packed, names, rules, weights))
     body = causal.base_model
-    embedding, head = causal.get_input_embeddings(), causal.get_output_embeddings()
+    embedding = causal.get_input_embeddings()
+    head = causal.get_output_embeddings()
     rules.setdefault(
         f"{names[head]}.weight", rules[f"{names[embedding]}.weight"]
     )  # the head of a tied model
@@ -129,8 +139,9 @@ def _run_streamed_forward(
 
 
 class _FloatTensorLoader:
-    """Hugging Face tensors by name, in float32. The last rule that was read is kept: its tensors are asked for by
-    turns."""
+    """Hugging Face tensors by name, in float32. The last rule that was read is kept: its tensors
+    are asked for by turns.
+    """
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model
@@ -201,8 +212,10 @@ class _StreamedExperts(nn.Module):
         down_rule: WeightRule,
     ) -> None:
         super().__init__()
-        self._activation, self._load_tensor = activation, load_tensor
-        self._gate_up_tensors, self._down_tensors = gate_up_rule.hf_tensors, down_rule.hf_tensors
+        self._activation = activation
+        self._load_tensor = load_tensor
+        self._gate_up_tensors = gate_up_rule.hf_tensors
+        self._down_tensors = down_rule.hf_tensors
         generator = torch.Generator().manual_seed(_SEED)
         hidden_size = self._gate_up_tensors[0].shape[0 if self._gate_up_tensors[0].entry else 1]
         self.probe_inputs = torch.randn(_PROBES, hidden_size, generator=generator)
@@ -230,8 +243,8 @@ class _StreamedExperts(nn.Module):
 
 
 class _StreamedFusedExperts(_StreamedExperts):
-    """The experts of GPT-OSS: entries of fused tensors with biases, input axis first. The activation takes gate and
-    up.
+    """The experts of GPT-OSS: entries of fused tensors with biases, input axis first. The
+    activation takes gate and up.
     """
 
     def __init__(
@@ -264,10 +277,8 @@ def _replace_experts_by_streamed(
     load_tensor: _FloatTensorLoader,
 ) -> Iterator[tuple[str, _StreamedExperts]]:
     for module, name in list(name_by_module.items()):
-        gate_up, down = (
-            rule_by_name.get(f"{name}.gate_up_proj"),
-            rule_by_name.get(f"{name}.down_proj"),
-        )
+        gate_up = rule_by_name.get(f"{name}.gate_up_proj")
+        down = rule_by_name.get(f"{name}.down_proj")
         if gate_up is None or down is None or len(gate_up.megatron_shape) != 3:
             continue
         experts: Any = module

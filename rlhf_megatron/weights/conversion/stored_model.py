@@ -1,4 +1,6 @@
-"""Weights somewhere on disk, in any layout that this package reads, and the units in which they are converted."""
+"""Weights somewhere on disk, in any layout that this package reads, and the units in which they
+are converted.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 logger = logging.getLogger(__name__)
 
 DIGESTS = "conversion.json"
-"""Beside weights that were converted to another layout than one file a rank: the digest of every tensor."""
+"""Beside weights that were converted to another layout than one file a rank: the digest
+of every tensor.
+"""
 LATEST = "latest_checkpointed_iteration.txt"
 """Beside the checkpoints of Megatron-LM: which of them is the newest one."""
 QUANTISATION = "quantization_config"
@@ -63,7 +67,9 @@ class ConversionItem:
 
 @dataclass(frozen=True)
 class ItemTensors:
-    """An item's tensors in Hugging Face layout and in the item's type, perhaps views of mapped files."""
+    """An item's tensors in Hugging Face layout and in the item's type, perhaps views
+    of mapped files.
+    """
 
     rule: WeightRule
     tensors: tuple[Tensor, ...]
@@ -73,10 +79,14 @@ class ItemTensors:
     _computed_digests: dict[str, str] = field(default_factory=dict)
 
     def digest_and_yield_pieces(self, tensor_index: int) -> Iterator[Tensor]:
-        """Yield the bytes of one tensor, a few at a time, and digest them on the way: files are read once so, and what
-        is written then is still in a cache. Raises ValueError at the end of a tensor that is not the recorded one."""
-        hf, tensor = self.rule.hf_tensors[tensor_index], self.tensors[tensor_index]
-        total, first = 0, 0
+        """Yield the bytes of one tensor, a few at a time, and digest them on the way: files are
+        read once so, and what is written then is still in a cache. Raises ValueError at the end of
+        a tensor that is not the recorded one.
+        """
+        hf = self.rule.hf_tensors[tensor_index]
+        tensor = self.tensors[tensor_index]
+        total = 0
+        first = 0
         for piece in split_into_byte_pieces(tensor):
             total += digest_tensor(piece.view(tensor.dtype), first)
             first += piece.numel() // min(2, tensor.element_size())  # words
@@ -84,12 +94,15 @@ class ItemTensors:
         value = self._computed_digests[hf.name] = format_digest(total)
         if self.recorded_digests and self.recorded_digests.get(hf.name) != value:
             raise ValueError(
-                f"{hf.name} has digest {value}, its manifest says {self.recorded_digests.get(hf.name)}: the file was changed or"
-                " damaged. Convert the model again."
+                f"{hf.name} has digest {value}, its manifest says"
+                f" {self.recorded_digests.get(hf.name)}: the file was changed or damaged. Convert"
+                " the model again."
             )
 
     def compute_digests(self) -> dict[str, str]:
-        """Return the digests of all, by Hugging Face name. Raises ValueError as `digest_and_yield_pieces` does."""
+        """Return the digests of all, by Hugging Face name. Raises ValueError as
+        `digest_and_yield_pieces` does.
+        """
         for number, hf in enumerate(self.rule.hf_tensors):
             if hf.name not in self._computed_digests:
                 for _ in self.digest_and_yield_pieces(number):
@@ -127,8 +140,10 @@ class StoredModel:
     def make_conversion_items(
         self, dtype: str | None = None, vocabulary_tp: int = 1
     ) -> tuple[ConversionItem, ...]:
-        """Everything that is converted, in the order of the table. `dtype`: cast to it; None keeps each tensor's type;
-        "fp8": bfloat16, and FP8 for the matrices of layers. `vocabulary_tp`: ranks for which the vocabulary is padded."""
+        """Everything that is converted, in the order of the table. `dtype`: cast to it; None keeps
+        each tensor's type; "fp8": bfloat16, and FP8 for the matrices of layers. `vocabulary_tp`:
+        ranks for which the vocabulary is padded.
+        """
         dtype, block = ("bfloat16", FP8_BLOCK) if dtype == "fp8" else (dtype, None)
         table = (
             self.weight_table
@@ -147,7 +162,8 @@ class StoredModel:
             return tuple(items)
         if any(hf.entry is not None for rule in table for hf in rule.hf_tensors):
             raise ValueError(
-                f"{self.directory}: experts that files have in one tensor are not written in FP8; use bfloat16."
+                f"{self.directory}: experts that files have in one tensor are not written in FP8;"
+                " use bfloat16."
             )
         has_matrix = (
             any(is_stored_in_fp8(hf.name) for hf in item.rule.hf_tensors) for item in items
@@ -167,8 +183,9 @@ class StoredModel:
         return self.find_mtp_tensors()
 
     def read_item(self, item: ConversionItem) -> ItemTensors:
-        """An item's tensors; FP8 blocks are dequantised. Raises ValueError for a broken tensor, or one that is cast and
-        changed since it was converted."""
+        """An item's tensors; FP8 blocks are dequantised. Raises ValueError for a broken tensor, or
+        one that is cast and changed since it was converted.
+        """
         source: WeightSource | None = self._mtp_tensors.reader if item.is_mtp else self.source
         assert source is not None, item
         stored = source.read_hf_tensors(item.rule)
@@ -194,7 +211,9 @@ def _round_to_fp8(tensor_name: str, tensor: Tensor, fp8_block: tuple[int, int]) 
 
 
 def group_items_into_units(items: Sequence[ConversionItem]) -> list[list[int]]:
-    """Numbers of the items that are read and written at once: the matrices of one expert, or one other tensor."""
+    """Numbers of the items that are read and written at once: the matrices of one expert, or
+    one other tensor.
+    """
     units: list[list[int]] = []
     last: tuple[Any, ...] | None = None
     for number, item in enumerate(items):
@@ -209,14 +228,17 @@ def group_items_into_units(items: Sequence[ConversionItem]) -> list[list[int]]:
 def open_stored_model(
     directory: Path, is_strict: bool = False, config_directory: Path | None = None
 ) -> StoredModel:
-    """Weights in any layout, checked against the table. Raises ValueError naming files, tensors and shapes.
+    """Weights in any layout, checked against the table. Raises ValueError naming files,
+    tensors and shapes.
 
-    `config_directory`: directory with config.json and tokenizer, for one of megatron-core's that has none.
+    `config_directory`: directory with config.json and tokenizer, for one of megatron-core's
+    that has none.
     """
     directory = Path(directory)
     if not directory.is_dir():
         raise ValueError(
-            f"{directory} is not a directory; give one with a model in Hugging Face or Megatron layout."
+            f"{directory} is not a directory; give one with a model in Hugging Face or"
+            " Megatron layout."
         )
     if (directory / MANIFEST).is_file():
         megatron = MegatronReader(directory)
@@ -228,7 +250,8 @@ def open_stored_model(
     companions = config_directory or directory
     if found is not None and not (companions / "config.json").is_file():
         raise ValueError(
-            f"{companions} has no config.json; --model DIR names the directory of the same model that has."
+            f"{companions} has no config.json; --model DIR names the directory of the same"
+            " model that has."
         )
     hf_config = read_hf_config(companions)
     block = read_fp8_block_size(hf_config) if hf_config.get(QUANTISATION) else None
@@ -257,8 +280,8 @@ def open_stored_model(
 
 
 def _read_recorded_digests(directory: Path) -> Mapping[str, str]:
-    """Read the digests of an earlier conversion; empty where there was none. Raises ValueError for a file of another
-    form.
+    """Read the digests of an earlier conversion; empty where there was none. Raises ValueError for
+    a file of another form.
     """
     if not (directory / DIGESTS).is_file():
         return {}
@@ -271,7 +294,9 @@ def _read_recorded_digests(directory: Path) -> Mapping[str, str]:
 
 
 def find_torch_dist_directory(directory: Path) -> Path | None:
-    """The directory of megatron-core's checkpoint: this one, or that which Megatron-LM calls the newest below it."""
+    """The directory of megatron-core's checkpoint: this one, or that which Megatron-LM calls the
+    newest below it.
+    """
     if (directory / METADATA).is_file():
         return directory
     if not (directory / LATEST).is_file():

@@ -1,4 +1,6 @@
-"""Whether two directories hold the same weights, bit for bit, whatever their layouts. What is wrong is named."""
+"""Whether two directories hold the same weights, bit for bit, whatever their layouts. What is
+wrong is named.
+"""
 
 from __future__ import annotations
 
@@ -28,16 +30,19 @@ def verify_weight_bits(
     num_processes: int = 1,
     report_bytes: ReportBytes | None = None,
 ) -> None:
-    """Raises ValueError that names the tensors of `candidate` which are not those of `reference` in the types of
-    `items`, and where one holds what another should, which that is.
+    """Raises ValueError that names the tensors of `candidate` which are not those of `reference` in
+    the types of `items`, and where one holds what another should, which that is.
 
-    `reference_digests`: of the reference's tensors, where they are known; else they are read. A file a rank is compared with what
-    the tensors of the other side make, so that copies on further ranks count too.
+    `reference_digests`: of the reference's tensors, where they are known; else they are read. A
+    file a rank is compared with what the tensors of the other side make, so that copies on further
+    ranks count too.
     """
     units = group_items_into_units(items)
 
     def compare_unit(unit_index: int) -> tuple[dict[str, str], dict[str, str], list[str]]:
-        wanted, found, problems = dict[str, str](), dict[str, str](), list[str]()
+        wanted = dict[str, str]()
+        found = dict[str, str]()
+        problems = list[str]()
         for index in units[unit_index]:
             item = items[index]
             names = [hf.name for hf in item.rule.hf_tensors]
@@ -65,7 +70,9 @@ def verify_weight_bits(
                 problems.append(str(error).rstrip("."))
         return wanted, found, problems
 
-    wanted, found, problems = dict[str, str](), dict[str, str](), list[str]()
+    wanted = dict[str, str]()
+    found = dict[str, str]()
+    problems = list[str]()
     for number, (theirs, own, more) in run_groups_in_processes(
         range(len(units)), compare_unit, num_processes
     ):
@@ -78,7 +85,8 @@ def verify_weight_bits(
     if problems:
         more = f"; and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError(
-            f"{candidate.directory} differs from {reference.directory}: {'; '.join(problems[:_SHOWN])}{more}."
+            f"{candidate.directory} differs from {reference.directory}:"
+            f" {'; '.join(problems[:_SHOWN])}{more}."
         )
 
 
@@ -104,8 +112,10 @@ def _describe_wrong_shards(
         return []  # cast on the way
     expected = split_tensor(own.split, own.to_megatron(*tensors), len(shards))
     return [
-        f"{reader.directory}: the shard of {own.megatron_name} at tp rank {rank} is not the one that its Hugging Face"
-        " tensors make"
+        (
+            f"{reader.directory}: the shard of {own.megatron_name} at tp rank {rank} is not the one"
+            " that its Hugging Face tensors make"
+        )
         for rank, (found, wanted) in enumerate(zip(shards, expected, strict=True))
         if digest_tensor(found) != digest_tensor(wanted)
     ]

@@ -1,4 +1,6 @@
-"""Model families by `model_type` of config.json. Every module of this package registers itself; none imports torch."""
+"""Model families by `model_type` of config.json. Every module of this package registers itself;
+none imports torch.
+"""
 
 from __future__ import annotations
 

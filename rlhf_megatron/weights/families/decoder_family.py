@@ -1,5 +1,6 @@
-"""Decoders with grouped-query attention, RMSNorm and gated MLP, or experts in its place, share dimensions, arguments
-and rules."""
+"""Decoders with grouped-query attention, RMSNorm and gated MLP, or experts in its place, share
+dimensions, arguments and rules.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,9 @@ ONLY = {
     "use_sliding_window": False,
     "quantization_config": None,
 }
-"""Settings of config.json that all dense families implement in one way; a missing one has that value."""
+"""Settings of config.json that all dense families implement in one way; a missing one
+has that value.
+"""
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,18 @@ def read_decoder_dimensions(
     window: AttentionWindow | None = None,
     has_sinks: bool = False,
 ) -> DecoderDimensions:
-    """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for keys that are missing
-    or null; head_dim None means hidden_size / heads. Raises ValueError for what its family does not implement."""
+    """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for
+    keys that are missing or null; head_dim None means hidden_size / heads. Raises ValueError for
+    what its family does not implement.
+    """
     refuse_unsupported_settings(hf_config)
     num_heads = read_positive_int(hf_config, "num_attention_heads")
     hidden_size = read_positive_int(hf_config, "hidden_size")
     groups = read_positive_int(hf_config, "num_key_value_heads", num_heads)
     if num_heads % groups != 0:
         raise ValueError(
-            f"config.json: num_attention_heads ({num_heads}) must be a multiple of num_key_value_heads ({groups})."
+            f"config.json: num_attention_heads ({num_heads}) must be a multiple of"
+            f" num_key_value_heads ({groups})."
         )
     return DecoderDimensions(
         num_layers=read_positive_int(hf_config, "num_hidden_layers"),
@@ -134,8 +140,10 @@ def make_decoder_family(
     has_windows: bool = False,
     **required_values: Any,
 ) -> ModelFamily:
-    """The family of a model_type whose config.json `read_dimensions` understands. `only`: as in ONLY, of this family;
-    `find_unsupported`: more of what it does not implement; `has_windows`: it reads layer_types itself."""
+    """The family of a model_type whose config.json `read_dimensions` understands. `only`: as in
+    ONLY, of this family; `find_unsupported`: more of what it does not implement; `has_windows`: it
+    reads layer_types itself.
+    """
 
     def find_problems(hf_config: HFConfig) -> Iterator[str]:
         yield from _find_unsupported_values({**ONLY, **required_values}, hf_config)
@@ -165,7 +173,10 @@ def _find_unsupported_values(
     for key, implemented in required_values.items():
         value = hf_config.get(key, implemented)
         if value != implemented and value is not None:
-            yield f"{key} ({value!r}) is not supported; it must be {implemented!r}: choose another model."
+            yield (
+                f"{key} ({value!r}) is not supported; it must be {implemented!r}: choose"
+                " another model."
+            )
     epsilon = hf_config.get("rms_norm_eps", 1e-6)
     if not (isinstance(epsilon, float) and 0 < epsilon < 1):
         yield f"rms_norm_eps ({epsilon!r}) must be a number above 0 and below 1; mend the file."
@@ -179,7 +190,9 @@ def _find_unsupported_layer_types(hf_config: HFConfig) -> Iterator[str]:
         else layers
     )
     if kinds:
-        yield f"layer_types {kinds} are not supported; only full_attention is: choose another model."
+        yield (
+            f"layer_types {kinds} are not supported; only full_attention is: choose another model."
+        )
 
 
 def _make_transformer_arguments(dimensions: DecoderDimensions) -> dict[str, Any]:
@@ -210,7 +223,9 @@ def _make_transformer_arguments(dimensions: DecoderDimensions) -> dict[str, Any]
 
 
 def _make_window_arguments(window: AttentionWindow) -> dict[str, Any]:
-    """megatron-core counts the tokens before a token, and knows of each layer whether it has the window."""
+    """megatron-core counts the tokens before a token, and knows of each layer whether it
+    has the window.
+    """
     return {
         "window_size": (window.num_tokens - 1, 0),
         "window_attn_skip_freq": [int(is_in) for is_in in window.layer_has_window],
@@ -233,12 +248,16 @@ def _make_gpt_arguments(dimensions: DecoderDimensions) -> dict[str, Any]:
 def _make_decoder_table(
     dimensions: DecoderDimensions, padded_vocab_size: int
 ) -> tuple[WeightRule, ...]:
-    """The rules of the whole model. Raises ValueError when the padded vocabulary is smaller than the vocabulary."""
+    """The rules of the whole model. Raises ValueError when the padded vocabulary is smaller than
+    the vocabulary.
+    """
     if padded_vocab_size < dimensions.vocab_size:
         raise ValueError(
-            f"padded vocabulary ({padded_vocab_size}) is smaller than vocab_size ({dimensions.vocab_size})."
+            f"padded vocabulary ({padded_vocab_size}) is smaller than"
+            f" vocab_size ({dimensions.vocab_size})."
         )
-    hidden, padded = dimensions.hidden_size, padded_vocab_size
+    hidden = dimensions.hidden_size
+    padded = padded_vocab_size
     vocab_shape = (dimensions.vocab_size, hidden)
     embedding = HFTensor("model.embed_tokens.weight", vocab_shape)
     rules = [_make_vocab_rule("embedding.word_embeddings.weight", embedding, padded, "embedding")]
@@ -256,7 +275,8 @@ def _make_decoder_table(
 
 
 def _make_layer_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
-    hidden, prefixes = dimensions.hidden_size, (f"decoder.layers.{layer}", f"model.layers.{layer}")
+    hidden = dimensions.hidden_size
+    prefixes = (f"decoder.layers.{layer}", f"model.layers.{layer}")
 
     def make_norm_rule(megatron_name: str, hf_name: str) -> WeightRule:
         tensor = HFTensor(f"{prefixes[1]}.{hf_name}.weight", (hidden,))
@@ -284,13 +304,12 @@ def _make_layer_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightR
 
 
 def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
-    hidden, heads, groups, dim = (
-        dimensions.hidden_size,
-        dimensions.num_heads,
-        dimensions.num_groups,
-        dimensions.head_dim,
-    )
-    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    hidden = dimensions.hidden_size
+    heads = dimensions.num_heads
+    groups = dimensions.num_groups
+    dim = dimensions.head_dim
+    ours = f"decoder.layers.{layer}.self_attention"
+    theirs = f"model.layers.{layer}.self_attn"
 
     def make_attention_rule(
         megatron_name: str,
@@ -302,7 +321,9 @@ def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
         return make_plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
 
-    qk_norms, qkv_bias, proj_bias = [], [], []
+    qk_norms = []
+    qkv_bias = []
+    proj_bias = []
     if dimensions.has_qk_norm:
         qk_norms = [
             make_attention_rule("q_layernorm.weight", "q_norm.weight", (dim,), "replicated", None),
@@ -311,7 +332,8 @@ def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
     if dimensions.has_qkv_bias:
         qkv_bias = [_make_qkv_rule(dimensions, layer, "bias")]
     if dimensions.has_proj_bias:
-        # Of matrices that tp splits by columns: every rank has the whole bias, added after the sum over ranks.
+        # Of matrices that tp splits by columns: every rank has the whole bias, added after the
+        # sum over ranks.
         proj_bias = [
             make_attention_rule("linear_proj.bias", "o_proj.bias", (hidden,), "replicated", None)
         ]
@@ -330,7 +352,8 @@ def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
 
 
 def _make_dense_mlp_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
-    ours, theirs = f"decoder.layers.{layer}.mlp.linear_fc2", f"model.layers.{layer}.mlp.down_proj"
+    ours = f"decoder.layers.{layer}.mlp.linear_fc2"
+    theirs = f"model.layers.{layer}.mlp.down_proj"
     down = HFTensor(f"{theirs}.weight", (dimensions.hidden_size, dimensions.ffn_hidden_size))
     bias = HFTensor(f"{theirs}.bias", (dimensions.hidden_size,))
     return [
@@ -362,7 +385,8 @@ def _make_vocab_rule(
 
 
 def _make_qkv_rule(dimensions: DecoderDimensions, layer: int, kind: ParameterKind) -> WeightRule:
-    dim, theirs = dimensions.head_dim, f"model.layers.{layer}.self_attn"
+    dim = dimensions.head_dim
+    theirs = f"model.layers.{layer}.self_attn"
     columns = (dimensions.hidden_size,) if kind == "weight" else ()
     rows = {
         "q": dimensions.num_heads * dim,
@@ -389,7 +413,8 @@ def _make_qkv_rule(dimensions: DecoderDimensions, layer: int, kind: ParameterKin
 def _make_gate_up_rule(
     dimensions: DecoderDimensions, layer: int, kind: ParameterKind
 ) -> WeightRule:
-    ffn, theirs = dimensions.ffn_hidden_size, f"model.layers.{layer}.mlp"
+    ffn = dimensions.ffn_hidden_size
+    theirs = f"model.layers.{layer}.mlp"
     columns = (dimensions.hidden_size,) if kind == "weight" else ()
     return WeightRule(
         megatron_name=f"decoder.layers.{layer}.mlp.linear_fc1.{kind}",
@@ -417,7 +442,9 @@ def _drop_padding_rows(vocab_size: int, tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Megatron keeps a key-value group together: its queries, its key, its value; then the next group."""
+    """Megatron keeps a key-value group together: its queries, its key, its value; then
+    the next group.
+    """
     return torch.cat([part.unflatten(0, (num_groups, -1)) for part in (q, k, v)], 1).flatten(0, 1)
 
 

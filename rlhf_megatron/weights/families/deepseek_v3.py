@@ -1,7 +1,8 @@
-"""DeepSeek-V3 (model_type "deepseek_v3"; R1 and Moonlight are such) and Kimi-K2 ("kimi_k2"): latent attention, sigmoid
-routers with groups and a bias, shared experts.
+"""DeepSeek-V3 (model_type "deepseek_v3"; R1 and Moonlight are such) and Kimi-K2 ("kimi_k2"): latent
+attention, sigmoid routers with groups and a bias, shared experts.
 
-All norms have `rms_norm_eps`, as in SGLang; transformers gives those inside of attention 1e-6 whatever the file says.
+All norms have `rms_norm_eps`, as in SGLang; transformers gives those inside of attention 1e-6
+whatever the file says.
 """
 
 from __future__ import annotations
@@ -58,7 +59,10 @@ def _read_deepseek_v3_experts(hf_config: HFConfig) -> ExpertLayers:
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
     missing = [key for key in _NEEDED.split() if hf_config.get(key) is None]
     if missing:
-        yield f"{', '.join(missing)} must be in the file: programs disagree about what is meant without; mend the file."
+        yield (
+            f"{', '.join(missing)} must be in the file: programs disagree about what is meant"
+            " without; mend the file."
+        )
         return
     sizes = [hf_config.get(key) for key in ("n_routed_experts", "n_group", "topk_group")]
     experts, groups, picked = (
@@ -66,16 +70,19 @@ def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
     )
     if experts % groups or picked > groups:
         yield (
-            f"n_group ({groups}) must divide n_routed_experts ({experts}) and be topk_group ({picked}) at least; mend"
-            " the file."
+            f"n_group ({groups}) must divide n_routed_experts ({experts}) and be topk_group"
+            f" ({picked}) at least; mend the file."
         )
     yield from find_unsupported_latent_settings(hf_config)
     yield from find_unsupported_sigmoid_settings(hf_config)
     yield from find_unknown_keys(
         hf_config,
-        f"{LATENT_KEYS} aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size moe_layer_freq n_group"
-        " n_routed_experts n_shared_experts norm_topk_prob num_nextn_predict_layers routed_scaling_factor scoring_func"
-        " seq_aux topk_group topk_method",
+        (
+            f"{LATENT_KEYS} aux_loss_alpha ep_size first_k_dense_replace moe_intermediate_size"
+            " moe_layer_freq n_group n_routed_experts n_shared_experts norm_topk_prob"
+            " num_nextn_predict_layers routed_scaling_factor scoring_func seq_aux"
+            " topk_group topk_method"
+        ),
     )
 
 

@@ -1,7 +1,7 @@
 """Layers with experts, for the families that have them: their dimensions, arguments and rules.
 
-A token's router picks `per_token` of the experts; each is a gated MLP. On disk every expert has three matrices of its
-own, in megatron-core's model two.
+A token's router picks `per_token` of the experts; each is a gated MLP. On disk every expert has
+three matrices of its own, in megatron-core's model two.
 """
 
 from __future__ import annotations
@@ -20,15 +20,23 @@ from rlhf_megatron.weights.weight_table import (
 )
 
 COMMON_KEYS = """
-_name_or_path add_cross_attention architectures attention_bias attention_dropout auto_map bad_words_ids bos_token_id
-chunk_size_feed_forward classifier_dropout dtype eos_token_id head_dim hidden_act hidden_size id2label initializer_range
-intermediate_size is_decoder is_encoder_decoder label2id layer_types max_position_embeddings max_window_layers
-model_type num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads num_labels output_attentions
-output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type quantization_config return_dict
-rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef sliding_window tie_word_embeddings
+_name_or_path add_cross_attention architectures attention_bias attention_dropout auto_map \
+bad_words_ids bos_token_id
+chunk_size_feed_forward classifier_dropout dtype eos_token_id head_dim hidden_act hidden_size \
+id2label initializer_range
+intermediate_size is_decoder is_encoder_decoder label2id layer_types max_position_embeddings \
+max_window_layers
+model_type num_attention_heads num_experts_per_tok num_hidden_layers num_key_value_heads \
+num_labels output_attentions
+output_hidden_states output_router_logits pad_token_id pretraining_tp problem_type \
+quantization_config return_dict
+rms_norm_eps rope_parameters rope_scaling rope_theta router_aux_loss_coef sliding_window \
+tie_word_embeddings
 tokenizer_class torch_dtype transformers_version use_cache use_sliding_window vocab_size
 """
-"""Keys of config.json that families with experts understand, or that say nothing about what the model computes."""
+"""Keys of config.json that families with experts understand, or that say nothing about what the
+model computes.
+"""
 
 
 ExpertRuleMaker = Callable[["ExpertLayers", int, int, int], tuple[WeightRule, ...]]
@@ -68,7 +76,9 @@ def read_expert_layers(
     layer_has_experts: tuple[bool, ...],
     **expert_fields: Any,
 ) -> ExpertLayers:
-    """`num_experts_key`, `width_key`: keys of config.json. Raises ValueError for more experts a token than there are."""
+    """`num_experts_key`, `width_key`: keys of config.json. Raises ValueError for more experts a
+    token than there are.
+    """
     found = ExpertLayers(
         read_positive_int(hf_config, num_experts_key),
         read_positive_int(hf_config, "num_experts_per_tok"),
@@ -78,14 +88,15 @@ def read_expert_layers(
     )
     if found.num_experts_per_token > found.num_experts:
         raise ValueError(
-            f"config.json: num_experts_per_tok ({found.num_experts_per_token}) is over {num_experts_key} ({found.num_experts})."
+            f"config.json: num_experts_per_tok ({found.num_experts_per_token}) is over"
+            f" {num_experts_key} ({found.num_experts})."
         )
     return found
 
 
 def make_sigmoid_router_arguments(hf_config: HFConfig) -> dict[str, Any]:
-    """Return the arguments of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that only picks, groups
-    of experts.
+    """Return the arguments of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that
+    only picks, groups of experts.
     """
     groups = read_positive_int(hf_config, "n_group", 1)
     in_groups = {
@@ -95,7 +106,8 @@ def make_sigmoid_router_arguments(hf_config: HFConfig) -> dict[str, Any]:
     return {
         "moe_router_score_function": "sigmoid",
         "moe_router_enable_expert_bias": True,
-        "moe_router_bias_update_rate": 0.0,  # megatron-core would count the tokens that only fill a micro-batch
+        # megatron-core would count the tokens that only fill a micro-batch
+        "moe_router_bias_update_rate": 0.0,
         "moe_router_topk_scaling_factor": float(hf_config.get("routed_scaling_factor", 1.0)),
         **(in_groups if groups > 1 else {}),
     }
@@ -103,25 +115,30 @@ def make_sigmoid_router_arguments(hf_config: HFConfig) -> dict[str, Any]:
 
 def find_unsupported_sigmoid_settings(hf_config: HFConfig) -> Iterator[str]:
     """Name settings that megatron-core would silently compute differently from the model."""
-    groups, picked = (
-        read_positive_int(hf_config, "n_group", 1),
-        read_positive_int(hf_config, "topk_group", 1),
-    )
+    groups = read_positive_int(hf_config, "n_group", 1)
+    picked = read_positive_int(hf_config, "topk_group", 1)
     per_token = read_positive_int(hf_config, "num_experts_per_tok")
     if groups > 1 and per_token / picked != 2:
         yield (
-            f"num_experts_per_tok / topk_group ({per_token} / {picked}) must be 2: the model counts the best two"
-            " experts of a group, megatron-core as many as that; choose another model."
+            f"num_experts_per_tok / topk_group ({per_token} / {picked}) must be 2: the model"
+            " counts the best two experts of a group, megatron-core as many as that; choose"
+            " another model."
         )
     if not hf_config.get("norm_topk_prob", True):
-        yield "norm_topk_prob (False) is not supported: megatron-core scales the weights of picked experts to sum 1."
+        yield (
+            "norm_topk_prob (False) is not supported: megatron-core scales the weights of picked"
+            " experts to sum 1."
+        )
     for key, value in (
         ("topk_method", "noaux_tc"),
         ("scoring_func", "sigmoid"),
         ("moe_layer_freq", 1),
     ):
         if hf_config.get(key, value) != value:
-            yield f"{key} ({hf_config[key]!r}) is not supported; it must be {value!r}: choose another model."
+            yield (
+                f"{key} ({hf_config[key]!r}) is not supported; it must be {value!r}: choose"
+                " another model."
+            )
 
 
 def find_unknown_keys(hf_config: HFConfig, known_keys: str) -> Iterator[str]:
@@ -129,8 +146,8 @@ def find_unknown_keys(hf_config: HFConfig, known_keys: str) -> Iterator[str]:
     unknown = sorted(set(hf_config) - {*COMMON_KEYS.split(), *known_keys.split()})
     if unknown:
         yield (
-            f"{', '.join(unknown)}: this family does not know what that means for the model; remove what is of no"
-            " meaning, or choose another model."
+            f"{', '.join(unknown)}: this family does not know what that means for the model;"
+            " remove what is of no meaning, or choose another model."
         )
 
 
@@ -140,7 +157,8 @@ def make_expert_arguments(experts: ExpertLayers) -> dict[str, Any]:
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_token,
         "moe_ffn_hidden_size": experts.ffn_hidden_size,
-        # A list always: with a number megatron-core's checkpoints stack the layers, and load under no other form.
+        # A list always: with a number megatron-core's checkpoints stack the layers, and load under
+        # no other form.
         "moe_layer_freq": [int(has_experts) for has_experts in experts.layer_has_experts],
         "moe_grouped_gemm": False,
         # In half precision logits would pick other experts for some tokens than the engine does.
@@ -159,7 +177,8 @@ def make_expert_arguments(experts: ExpertLayers) -> dict[str, Any]:
 
 def make_expert_rules(experts: ExpertLayers, hidden_size: int, layer: int) -> list[WeightRule]:
     """The router, what all tokens share, and every matrix of every expert of a layer."""
-    ours, theirs = f"decoder.layers.{layer}.mlp", f"model.layers.{layer}"
+    ours = f"decoder.layers.{layer}.mlp"
+    theirs = f"model.layers.{layer}"
     router = HFTensor(f"{theirs}.{experts.gate}.weight", (experts.num_experts, hidden_size))
     rules = [make_plain_rule(f"{ours}.router.weight", router, "replicated", layer)]
     if experts.has_linear_bias:
@@ -174,7 +193,8 @@ def make_expert_rules(experts: ExpertLayers, hidden_size: int, layer: int) -> li
             )
         )
     if experts.has_shared_experts:
-        width, group = experts.shared_ffn_hidden_size, f"{theirs}.mlp.shared_experts"
+        width = experts.shared_ffn_hidden_size
+        group = f"{theirs}.mlp.shared_experts"
         rules += _make_gated_mlp_rules(
             f"{ours}.shared_experts", group, experts.matrices, (width, hidden_size), layer
         )
@@ -209,8 +229,8 @@ def _make_gated_mlp_rules(
     shape: tuple[int, int],
     layer: int,
 ) -> tuple[WeightRule, WeightRule]:
-    """Return the rules of a gated MLP without biases. `hf_name`: its Hugging Face name, and the fusion group. `shape`: of
-    gate and up.
+    """Return the rules of a gated MLP without biases. `hf_name`: its Hugging Face name, and the
+    fusion group. `shape`: of gate and up.
     """
     gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
     fc1 = WeightRule(

@@ -12,7 +12,8 @@ from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl, WeightRule
 
 
 def find_model_family(hf_config: HFConfig) -> ModelFamily:
-    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that transformers has.
+    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that
+    transformers has.
 
     Raises ValueError when model_type is missing or unknown.
     """
@@ -30,7 +31,8 @@ def find_model_family(hf_config: HFConfig) -> ModelFamily:
 def make_weight_table(
     hf_config: HFConfig, tp_size: int = 1, impl: LayerImpl = "local", head: HeadKind = "vocabulary"
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named as `impl` does.
+    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named
+    as `impl` does.
 
     `head` "value": a critic's, which has a value head in place of the output layer, tied or not.
     """
@@ -38,7 +40,9 @@ def make_weight_table(
 
 
 def refuse_unsupported_settings(hf_config: HFConfig) -> None:
-    """Raises ValueError that lists every setting of config.json which its family does not implement."""
+    """Raises ValueError that lists every setting of config.json which its family does
+    not implement.
+    """
     problems = list(find_model_family(hf_config).find_unsupported_settings(hf_config))
     if problems:
         raise ValueError(f"config.json ({hf_config.get('model_type')}): {' '.join(problems)}")

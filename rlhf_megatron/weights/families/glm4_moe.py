@@ -1,6 +1,8 @@
-"""GLM-4.5 (model_type "glm4_moe"): biased q, k and v, a part of each head turned, sigmoid routers, shared experts.
+"""GLM-4.5 (model_type "glm4_moe"): biased q, k and v, a part of each head turned, sigmoid routers,
+shared experts.
 
-Layers for the prediction of further tokens (`num_nextn_predict_layers`) are not read, and so not exported.
+Layers for the prediction of further tokens (`num_nextn_predict_layers`) are not read, and
+so not exported.
 """
 
 from __future__ import annotations
@@ -50,8 +52,11 @@ def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
     yield from find_unsupported_sigmoid_settings(hf_config)
     yield from find_unknown_keys(
         hf_config,
-        "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts norm_topk_prob"
-        " num_nextn_predict_layers partial_rotary_factor routed_scaling_factor topk_group use_qk_norm",
+        (
+            "first_k_dense_replace moe_intermediate_size n_group n_routed_experts n_shared_experts"
+            " norm_topk_prob num_nextn_predict_layers partial_rotary_factor routed_scaling_factor"
+            " topk_group use_qk_norm"
+        ),
     )
 
 

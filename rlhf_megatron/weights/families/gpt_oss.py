@@ -1,8 +1,10 @@
-"""GPT-OSS (model_type "gpt_oss"): sinks in the softmax of attention, a window in every other layer, biases everywhere.
+"""GPT-OSS (model_type "gpt_oss"): sinks in the softmax of attention, a window in every other layer,
+biases everywhere.
 
-The router's weights are a softmax over the logits of the picked experts. An expert's MLP is (up + 1) * gate *
-sigmoid(1.702 * gate), with gate and up held within `swiglu_limit`. In files the experts of a layer are one tensor a
-matrix, the input first and gate and up by turns; here an expert has an entry of each.
+The router's weights are a softmax over the logits of the picked experts. An expert's MLP is
+(up + 1) * gate * sigmoid(1.702 * gate), with gate and up held within `swiglu_limit`. In files the
+experts of a layer are one tensor a matrix, the input first and gate and up by turns; here an expert
+has an entry of each.
 """
 
 from __future__ import annotations
@@ -22,10 +24,14 @@ from rlhf_megatron.weights.families.family_lookup import refuse_unsupported_sett
 from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig, read_positive_int
 from rlhf_megatron.weights.weight_table import HFTensor, StackedEntry, WeightRule, make_plain_rule
 
-_NEEDED = "head_dim layer_types num_experts_per_tok num_key_value_heads num_local_experts rms_norm_eps sliding_window"
+_NEEDED = (
+    "head_dim layer_types num_experts_per_tok num_key_value_heads num_local_experts"
+    " rms_norm_eps sliding_window"
+)
 """Programs have different defaults for these, or would guess: a file must have them."""
 _LIMIT = 7.0  # transformers has no other
-_SLIDING, _FULL = "sliding_attention", "full_attention"
+_SLIDING = "sliding_attention"
+_FULL = "full_attention"
 
 
 def _read_gpt_oss_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
@@ -67,11 +73,14 @@ def _read_gpt_oss_experts(hf_config: HFConfig) -> ExpertLayers:
 def _make_gpt_oss_expert_rules(
     experts: ExpertLayers, hidden_size: int, layer: int, expert_index: int
 ) -> tuple[WeightRule, ...]:
-    name, width = make_expert_name(layer, expert_index), experts.ffn_hidden_size
+    name = make_expert_name(layer, expert_index)
+    width = experts.ffn_hidden_size
     group = f"model.layers.{layer}.{experts.prefix}"
 
     def make_stacked_entry_rule(megatron_name: str, hf_name: str, *shape: int) -> WeightRule:
-        """Return the rule of an entry of a fused tensor. The entry's own name has the number of the expert."""
+        """Return the rule of an entry of a fused tensor. The entry's own name has the number
+        of the expert.
+        """
         entry = StackedEntry(f"{group}.{hf_name}", expert_index, experts.num_experts)
         tensor = HFTensor(f"{group}.{expert_index}.{hf_name}", shape, entry)
         rule = make_plain_rule(f"{name}.{megatron_name}", tensor, "replicated", layer)
@@ -87,15 +96,27 @@ def _make_gpt_oss_expert_rules(
     }
     turned = {"to_megatron": _transpose_tensor, "to_hf": _transpose_tensor_back, "split": "columns"}
     return (
-        replace(gate_up, megatron_shape=(2 * width, hidden_size), is_transposed=True, **by_turns),  # type: ignore[arg-type]
+        replace(
+            gate_up,
+            megatron_shape=(2 * width, hidden_size),
+            is_transposed=True,
+            **by_turns,  # type: ignore[arg-type]
+        ),
         replace(gate_up_bias, **by_turns),  # type: ignore[arg-type]
-        replace(down, megatron_shape=(hidden_size, width), is_transposed=True, **turned),  # type: ignore[arg-type]
+        replace(
+            down,
+            megatron_shape=(hidden_size, width),
+            is_transposed=True,
+            **turned,  # type: ignore[arg-type]
+        ),
         make_stacked_entry_rule("linear_fc2.bias", "down_proj_bias", hidden_size),
     )
 
 
 def _separate_gate_and_up(gate_up: Tensor) -> Tensor:
-    """[hidden, 2 width], or a bias [2 width], gate and up by turns -> [2 width, hidden] or [2 width], gate, then up."""
+    """[hidden, 2 width], or a bias [2 width], gate and up by turns -> [2 width, hidden] or [2
+    width], gate, then up.
+    """
     rows = gate_up if gate_up.dim() == 1 else gate_up.T
     return torch.cat([rows[0::2], rows[1::2]])
 
@@ -119,36 +140,45 @@ def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
     if not (hf_config.get("rope_scaling") or hf_config.get("rope_parameters")):
         missing.append("rope_scaling")
     if missing:
-        yield f"{', '.join(missing)} must be in the file: programs disagree about what is meant without; mend the file."
+        yield (
+            f"{', '.join(missing)} must be in the file: programs disagree about what is meant"
+            " without; mend the file."
+        )
         return
-    kinds, layers = hf_config["layer_types"], hf_config.get("num_hidden_layers")
+    kinds = hf_config["layer_types"]
+    layers = hf_config.get("num_hidden_layers")
     if (
         not isinstance(kinds, list | tuple)
         or len(kinds) != layers
         or set(map(str, kinds)) - {_SLIDING, _FULL}
     ):
-        yield f"layer_types ({kinds!r}) must name {_SLIDING} or {_FULL} of each of {layers!r} layers; mend the file."
+        yield (
+            f"layer_types ({kinds!r}) must name {_SLIDING} or {_FULL} of each of {layers!r} layers;"
+            " mend the file."
+        )
     window = hf_config["sliding_window"]
     if type(window) is not int or window < 1:
         yield f"sliding_window ({window!r}) must be a positive number of tokens; mend the file."
-    per_token, rope = (
-        hf_config["num_experts_per_tok"],
-        hf_config.get("rope_scaling") or hf_config["rope_parameters"],
-    )
+    per_token = hf_config["num_experts_per_tok"]
+    rope = hf_config.get("rope_scaling") or hf_config["rope_parameters"]
     if hf_config.get("experts_per_token", per_token) != per_token:
         yield (
-            f"experts_per_token ({hf_config['experts_per_token']!r}) and num_experts_per_tok ({per_token!r}) mean the"
-            " same number; mend the file."
+            f"experts_per_token ({hf_config['experts_per_token']!r}) and num_experts_per_tok"
+            f" ({per_token!r}) mean the same number; mend the file."
         )
     original = rope.get("original_max_position_embeddings") if isinstance(rope, dict) else None
     if original is not None and hf_config.get("initial_context_length", original) != original:
         yield (
-            f"initial_context_length ({hf_config['initial_context_length']!r}) and original_max_position_embeddings"
-            f" ({original!r}) of the rotary embeddings mean the same length; mend the file."
+            f"initial_context_length ({hf_config['initial_context_length']!r}) and"
+            f" original_max_position_embeddings ({original!r}) of the rotary embeddings mean the"
+            " same length; mend the file."
         )
     yield from find_unknown_keys(
         hf_config,
-        "experts_per_token initial_context_length num_local_experts router_aux_loss_coef swiglu_limit",
+        (
+            "experts_per_token initial_context_length num_local_experts router_aux_loss_coef"
+            " swiglu_limit"
+        ),
     )
 
 

@@ -1,7 +1,8 @@
 """Multi-latent attention (DeepSeek-V2, 2405.04434): its dimensions, arguments and rules.
 
-Keys and values come out of a narrow vector a token, queries too where `q_rank` is not None. A part of each key has the
-position and is the same for all heads. The matrices into the narrow vectors are whole on every tensor-parallel rank.
+Keys and values come out of a narrow vector a token, queries too where `q_rank` is not None. A part
+of each key has the position and is the same for all heads. The matrices into the narrow vectors are
+whole on every tensor-parallel rank.
 """
 
 from __future__ import annotations
@@ -15,15 +16,17 @@ from rlhf_megatron.weights.families.model_family import HFConfig, read_positive_
 from rlhf_megatron.weights.weight_table import HFTensor, TensorSplit, WeightRule, make_plain_rule
 
 LATENT_KEYS = (
-    "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave v_head_dim"
-    " original_max_position_embeddings"
+    "kv_lora_rank q_lora_rank qk_head_dim qk_nope_head_dim qk_rope_head_dim rope_interleave"
+    " v_head_dim original_max_position_embeddings"
 )
 """Keys of config.json, besides those that all families know."""
 
 
 @dataclass(frozen=True)
 class LatentAttentionDimensions:
-    """The latent attention of a model. Queries and keys of a head are plain_dim + turned_dim wide."""
+    """The latent attention of a model. Queries and keys of a head are plain_dim +
+    turned_dim wide.
+    """
 
     q_rank: int | None  # None: queries are made of the hidden states
     kv_rank: int
@@ -47,23 +50,27 @@ def read_latent_dimensions(hf_config: HFConfig) -> LatentAttentionDimensions:
 
 def find_unsupported_latent_settings(hf_config: HFConfig) -> Iterator[str]:
     """Name settings that megatron-core would silently compute differently from the model."""
-    heads, turned = hf_config.get("num_attention_heads"), hf_config.get("qk_rope_head_dim")
+    heads = hf_config.get("num_attention_heads")
+    turned = hf_config.get("qk_rope_head_dim")
     plain = hf_config.get("qk_nope_head_dim")
     if hf_config.get("num_key_value_heads", heads) not in (None, heads):
         yield (
-            f"num_key_value_heads ({hf_config['num_key_value_heads']}) must be num_attention_heads ({heads}): latent"
-            " attention has keys and values for every head; mend the file."
+            f"num_key_value_heads ({hf_config['num_key_value_heads']}) must be num_attention_heads"
+            f" ({heads}): latent attention has keys and values for every head; mend the file."
         )
     if hf_config.get("head_dim", turned) not in (None, turned):
-        yield f"head_dim ({hf_config['head_dim']}) must be qk_rope_head_dim ({turned}), or absent; mend the file."
+        yield (
+            f"head_dim ({hf_config['head_dim']}) must be qk_rope_head_dim ({turned}), or absent;"
+            " mend the file."
+        )
     if (
         isinstance(plain, int)
         and isinstance(turned, int)
         and hf_config.get("qk_head_dim") not in (None, plain + turned)
     ):
         yield (
-            f"qk_head_dim ({hf_config['qk_head_dim']}) must be qk_nope_head_dim + qk_rope_head_dim ({plain} +"
-            f" {turned}), or absent; mend the file."
+            f"qk_head_dim ({hf_config['qk_head_dim']}) must be qk_nope_head_dim + qk_rope_head_dim"
+            f" ({plain} + {turned}), or absent; mend the file."
         )
     if isinstance(turned, int) and turned % 2:
         yield f"qk_rope_head_dim ({turned}) must be even: pairs of dimensions turn; mend the file."
@@ -108,8 +115,11 @@ def make_latent_arguments(
 def make_latent_rules(
     latent_attention: LatentAttentionDimensions, num_heads: int, hidden_size: int, layer: int
 ) -> list[WeightRule]:
-    """All of a layer's attention. Engines join the two matrices into the narrow vectors: they are one fusion group."""
-    ours, theirs = f"decoder.layers.{layer}.self_attention", f"model.layers.{layer}.self_attn"
+    """All of a layer's attention. Engines join the two matrices into the narrow vectors: they are
+    one fusion group.
+    """
+    ours = f"decoder.layers.{layer}.self_attention"
+    theirs = f"model.layers.{layer}.self_attn"
 
     def make_projection_rule(
         megatron_name: str, hf_name: str, shape: tuple[int, ...], split: TensorSplit = "replicated"

@@ -1,4 +1,5 @@
-"""Llama dense (model_type "llama"; SmolLM2 is one): grouped-query attention, gated MLP, no norm on queries and keys.
+"""Llama dense (model_type "llama"; SmolLM2 is one): grouped-query attention, gated MLP, no norm on
+queries and keys.
 
 `attention_bias` puts biases on q, k, v and o, `mlp_bias` on the three matrices of the MLP.
 """

@@ -1,4 +1,6 @@
-"""Mistral dense (model_type "mistral"; 7B from v0.2 on and Nemo are such): Llama without biases, no sliding window."""
+"""Mistral dense (model_type "mistral"; 7B from v0.2 on and Nemo are such): Llama without biases, no
+sliding window.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Mixtral (model_type "mixtral"): attention as in Llama, experts in every layer, a softmax over the picked ones."""
+"""Mixtral (model_type "mixtral"): attention as in Llama, experts in every layer, a softmax over
+the picked ones.
+"""
 
 from __future__ import annotations
 

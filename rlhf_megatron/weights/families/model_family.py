@@ -26,24 +26,36 @@ OUTPUT_LAYER = "output_layer"
 """Megatron's name of the module behind the final norm, whichever head it is."""
 
 VALUE_HEAD = "score"
-"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification with one label."""
+"""The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification
+with one label.
+"""
 
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """Everything that is particular to one architecture. All functions raise ValueError for what is not supported."""
+    """Everything that is particular to one architecture. All functions raise ValueError for what is
+    not supported.
+    """
 
     name: str  # model_type in config.json
     find_unsupported_settings: Callable[[HFConfig], Iterator[str]]
-    """What a config.json asks for and the family does not implement, one sentence each; read before torch is there."""
+    """What a config.json asks for and the family does not implement, one sentence each; read before
+    torch is there.
+    """
     make_transformer_arguments: Callable[[HFConfig], dict[str, Any]]
-    """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a name ("silu")."""
+    """Keyword arguments of megatron-core's TransformerConfig, plain values; `activation_func` is a
+    name ("silu").
+    """
     make_gpt_arguments: Callable[[HFConfig], dict[str, Any]]
-    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the stage flags; and what
-    ranks.models.megatron_model_builder reads itself: `rotary`, a ranks.models.rotary_embedding.Rotary, for our attention; `unbiased`, the part of a layer that
-    has no biases though `add_bias_linear` is on, which megatron-core takes for both parts, or None."""
+    """Keyword arguments of megatron-core's GPTModel, apart from config, spec, vocab_size and the
+    stage flags; and what ranks.models.megatron_model_builder reads itself: `rotary`, a
+    ranks.models.rotary_embedding.Rotary, for our attention; `unbiased`, the part of a layer that
+    has no biases though `add_bias_linear` is on, which megatron-core takes for both parts, or None.
+    """
     make_table: Callable[[HFConfig, int], tuple[WeightRule, ...]]
-    """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass meets the tensors."""
+    """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass
+    meets the tensors.
+    """
 
 
 FAMILIES: Registry[ModelFamily] = Registry("model family")
@@ -76,17 +88,20 @@ def pad_vocab_size(vocab_size: int, tp_size: int) -> int:
 
 
 def find_mtp_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
-    """Return prefixes of the names of tensors that predict further tokens. No model here has them; they are kept as
-    they are.
+    """Return prefixes of the names of tensors that predict further tokens. No model here has them;
+    they are kept as they are.
     """
-    first, num = hf_config.get("num_hidden_layers"), hf_config.get("num_nextn_predict_layers")
+    first = hf_config.get("num_hidden_layers")
+    num = hf_config.get("num_nextn_predict_layers")
     if type(first) is not int or type(num) is not int:
         return ()
     return tuple(f"model.layers.{layer}." for layer in range(first, first + num))
 
 
 def read_positive_int(hf_config: HFConfig, key: str, default: int | None = None) -> int:
-    """A positive integer of config.json; a missing or null key takes `default`. Raises ValueError."""
+    """A positive integer of config.json; a missing or null key takes `default`.
+    Raises ValueError.
+    """
     value = hf_config.get(key)
     value = default if value is None else value
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:

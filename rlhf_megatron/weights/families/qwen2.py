@@ -1,4 +1,6 @@
-"""Qwen2 dense (model_type "qwen2"; Qwen2.5 is one): grouped-query attention with biased q, k and v, gated MLP."""
+"""Qwen2 dense (model_type "qwen2"; Qwen2.5 is one): grouped-query attention with biased q, k
+and v, gated MLP.
+"""
 
 from __future__ import annotations
 

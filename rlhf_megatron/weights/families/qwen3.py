@@ -1,4 +1,6 @@
-"""Qwen3 dense (model_type "qwen3"): grouped-query attention with normed queries and keys, gated MLP."""
+"""Qwen3 dense (model_type "qwen3"): grouped-query attention with normed queries and
+keys, gated MLP.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""Qwen3 with experts (model_type "qwen3_moe"; Qwen3-30B-A3B and 235B-A22B are such): attention as in Qwen3.
+"""Qwen3 with experts (model_type "qwen3_moe"; Qwen3-30B-A3B and 235B-A22B are such):
+attention as in Qwen3.
 
-The router's weights are a softmax over all experts; `norm_topk_prob` scales those of the picked ones to a sum of 1.
+The router's weights are a softmax over all experts; `norm_topk_prob` scales those of the picked
+ones to a sum of 1.
 """
 
 from __future__ import annotations
@@ -27,10 +29,8 @@ def _read_qwen3_moe_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDim
 
 
 def _read_qwen3_moe_experts(hf_config: HFConfig) -> ExpertLayers:
-    step, dense_layers = (
-        read_positive_int(hf_config, "decoder_sparse_step", 1),
-        hf_config.get("mlp_only_layers") or (),
-    )
+    step = read_positive_int(hf_config, "decoder_sparse_step", 1)
+    dense_layers = hf_config.get("mlp_only_layers") or ()
     layers = range(read_positive_int(hf_config, "num_hidden_layers"))
     num = (
         "num_experts" if "num_experts" in hf_config else "num_local_experts"
@@ -47,7 +47,10 @@ def _read_qwen3_moe_experts(hf_config: HFConfig) -> ExpertLayers:
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
     yield from find_unknown_keys(
         hf_config,
-        "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob num_experts num_local_experts",
+        (
+            "decoder_sparse_step mlp_only_layers moe_intermediate_size norm_topk_prob"
+            " num_experts num_local_experts"
+        ),
     )
     told = [hf_config[key] for key in ("num_experts", "num_local_experts") if key in hf_config]
     if len(told) > 1 and told[0] != told[1]:

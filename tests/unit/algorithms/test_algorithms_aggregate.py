@@ -1,4 +1,6 @@
-"""Weights of token losses against hand-computed numbers, and independence of how a mini-batch is split."""
+"""Weights of token losses against hand-computed numbers, and independence of how a
+mini-batch is split.
+"""
 
 import pytest
 import torch

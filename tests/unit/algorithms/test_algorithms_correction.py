@@ -1,4 +1,6 @@
-"""Importance weights and rejection against hand-worked numbers and plain loops in float64; presets; borders; masks."""
+"""Importance weights and rejection against hand-worked numbers and plain loops in float64; presets;
+borders; masks.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ LOG2 = math.log(2)
 
 @dataclass(frozen=True)
 class Step:
-    """Samples as lists of log r of their response tokens; each has a prompt token of rubbish in front."""
+    """Samples as lists of log r of their response tokens; each has a prompt token of
+    rubbish in front.
+    """
 
     samples: tuple[tuple[float, ...], ...]
     is_valid: tuple[bool, ...] = ()
@@ -117,9 +121,11 @@ def test_the_borders_of_icepop_and_of_filters_belong_to_the_inside() -> None:
     assert kept_by(RejectionFilter("token_k2", k2 * 0.999), step=on_them) == [[False, False, True]]
 
 
-# A: sum 0, mean 0; B: sum 2, mean 1; C: sum -4, mean -2 (log 2). In nats^2: k2 of log 2 is 0.2402, of 2 log 2 0.9609.
-# k3 = r - 1 - log r: of 2 0.3069, of 1/2 0.1931, of 4 1.6137, of 1/4 0.6363, of 1 0.
-T, F = True, False
+# A: sum 0, mean 0; B: sum 2, mean 1; C: sum -4, mean -2 (log 2). In nats^2: k2 of log 2 is 0.2402,
+# of 2 log 2 0.9609. k3 = r - 1 - log r: of 2 0.3069, of 1/2 0.1931, of 4 1.6137, of 1/4
+# 0.6363, of 1 0.
+T = True
+F = False
 BY_HAND = [
     (RejectionFilter("token_k1", 5.0, 0.4), [[T, T, T], [T, T], [F, F]]),
     (RejectionFilter("token_k1", 3.0, 0.2), [[T, T, T], [F, T], [T, T]]),
@@ -165,7 +171,8 @@ def exp(x: float) -> float:
 
 def looped(step: Step, params: CorrectionParams) -> tuple[list[list[float]], list[list[bool]]]:
     """The definitions once more, token by token: (weights, kept)."""
-    weights, kept = [], []
+    weights = []
+    kept = []
     for sample in step.samples:
         k = {
             "k1": list(sample),
@@ -246,7 +253,8 @@ CASES = [
 @pytest.mark.parametrize("case", range(len(CASES)))
 def test_everything_equals_a_plain_loop(case: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the step is worked on in blocks of a few tokens."""
-    params, step = CASES[case], drawn(case, num_samples=60)
+    params = CASES[case]
+    step = drawn(case, num_samples=60)
     weights, kept = looped(step, params)
     assert any(x for row in kept for x in row) and not all(x for row in kept for x in row), (
         "the case decides nothing"
@@ -262,7 +270,9 @@ def test_everything_equals_a_plain_loop(case: int, monkeypatch: pytest.MonkeyPat
 
 
 def test_rows_in_any_order_and_over_ranks_are_the_same() -> None:
-    """What the loss does: rows of whole sequences in the order of a micro-batch, and a share of them on each rank."""
+    """What the loss does: rows of whole sequences in the order of a micro-batch, and a share of
+    them on each rank.
+    """
     step = drawn(5)
     params = CASES[-1]
     log_ratio_N = torch.tensor([x for sample in step.samples for x in sample], dtype=torch.float64)
@@ -382,10 +392,12 @@ def test_metrics_by_hand() -> None:
         )
     )
     m = {key.removeprefix("rollout_corr/"): value for key, value in found.metrics.items()}
-    ratios, acting = [2, 0.5, 1, 4, 1, 0.25, 0.25], [2, 0.5, 1, 3, 1, 0.25, 0.25]
+    ratios = [2, 0.5, 1, 4, 1, 0.25, 0.25]
+    acting = [2, 0.5, 1, 3, 1, 0.25, 0.25]
     assert m["rollout_is_mean"] == pytest.approx(sum(ratios) / 7)
     assert (m["rollout_is_max"], m["rollout_is_min"]) == (pytest.approx(4), pytest.approx(0.25))
-    mean, square = sum(acting) / 7, sum(w * w for w in acting) / 7
+    mean = sum(acting) / 7
+    square = sum(w * w for w in acting) / 7
     assert m["rollout_is_std"] == pytest.approx(math.sqrt(square - mean**2))
     assert m["rollout_is_eff_sample_size"] == pytest.approx(mean**2 / square)
     assert m["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 7)  # above 3
@@ -519,10 +531,8 @@ def test_presets_do_what_their_names_say() -> None:
     assert set(PRESETS) == set(settings.PRESETS)
     for name, (mode, loss, level, cut, one, bounds) in PRESETS.items():
         section = RolloutCorrectionConfig(preset=name)
-        resolved, params = (
-            settings.resolve_rollout_correction(section),
-            parse_correction_params(section),
-        )
+        resolved = settings.resolve_rollout_correction(section)
+        params = parse_correction_params(section)
         assert resolved.mode == mode and (loss is None or resolved.loss_type == loss), name
         expected = (
             None if level is None or cut is None else ImportanceWeightParams(level, cut[1], cut[0])

@@ -1,4 +1,6 @@
-"""The correction in the loss: against plain formulas, over micro-batches, and what both modes have in common."""
+"""The correction in the loss: against plain formulas, over micro-batches, and what both modes
+have in common.
+"""
 
 from __future__ import annotations
 
@@ -124,7 +126,8 @@ def gradient(
 ) -> tuple[float, Tensor, dict[str, float]]:
     """(loss, d loss / d log-probs [T], metrics) over micro-batches of these samples."""
     leaf = log_probs.clone().requires_grad_()
-    total, metrics = 0.0, {}
+    total = 0.0
+    metrics = {}
     token_of = torch.arange(batch.num_tokens)
     for part in parts or [list(range(len(batch)))]:
         chosen = select_samples(batch, part)
@@ -197,7 +200,9 @@ def test_both_modes_have_one_gradient_where_the_policy_has_not_moved(
 
 
 def test_the_ratio_of_bypass_is_the_weight_of_decoupled_where_nothing_is_clipped() -> None:
-    """r = current / engine = (current / old) (old / engine): clip and truncation are far away here."""
+    """r = current / engine = (current / old) (old / engine):
+    clip and truncation are far away here.
+    """
     case = make_case(1, scale=0.1)
     start = case.batch.old_log_probs
     assert start is not None
@@ -220,10 +225,8 @@ def test_the_ratio_of_bypass_is_the_weight_of_decoupled_where_nothing_is_clipped
 @pytest.mark.parametrize("importance", ["token", "sequence", "icepop"])
 def test_moving_weights_by_a_plain_loop(importance: str) -> None:
     """-A w / N for tokens that the moving ratio keeps, N all response tokens; w has no gradient."""
-    case, params = (
-        make_case(7, num_samples=30),
-        CorrectionParams(IMPORTANCES[importance], filters=FILTERS["sequence"], veto=0.3),
-    )
+    case = make_case(7, num_samples=30)
+    params = CorrectionParams(IMPORTANCES[importance], filters=FILTERS["sequence"], veto=0.3)
     batch = case.mini_batch(params, True)
     generator = torch.Generator().manual_seed(5)
     moved = batch.rollout_log_probs.double() + 0.6 * torch.randn(  # type: ignore[union-attr]
@@ -321,7 +324,8 @@ def test_the_mean_of_batch_norm_is_of_the_step_in_both_modes(level: str) -> None
     case = make_case(6)
     params = CorrectionParams(replace(IMPORTANCES[level], high=3.0), True)  # type: ignore[arg-type, type-var]
     plain = replace(params, use_batch_norm=False)
-    normed, raw = case.mini_batch(params, False), case.mini_batch(plain, False)
+    normed = case.mini_batch(params, False)
+    raw = case.mini_batch(plain, False)
     mask = normed.response_mask
     assert normed.correction_weights is not None and raw.correction_weights is not None
     weights = normed.correction_weights[mask].double()

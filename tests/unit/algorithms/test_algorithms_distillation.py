@@ -1,4 +1,5 @@
-"""Divergences from a teacher against their formulas written out in float64, on 200 random ragged batches.
+"""Divergences from a teacher against their formulas written out in float64, on 200 random
+ragged batches.
 
 `python -m benchmarks.trl_losses` compares the same functions with those of TRL 1.16.
 """
@@ -17,9 +18,13 @@ BAR = 1e-6
 
 
 def draw(number: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(student's logits [T, V], teacher's log-probs [T, V], the teacher's K likeliest tokens [T, K])."""
+    """(student's logits [T, V], teacher's log-probs [T, V], the teacher's K likeliest
+    tokens [T, K]).
+    """
     generator = torch.Generator().manual_seed(number)
-    tokens, vocabulary, count = 1 + number % 13, 5 + number % 8, 1 + number % 4
+    tokens = 1 + number % 13
+    vocabulary = 5 + number % 8
+    count = 1 + number % 4
     logits, of_teacher = 2 * torch.randn(
         2, tokens, vocabulary, generator=generator, dtype=torch.float64
     )
@@ -45,10 +50,13 @@ def found(
 
 
 def test_the_forward_divergence_with_a_tail() -> None:
-    """By the logits of student q and teacher p: q - p where the teacher told; elsewhere q - p_rest q / q_rest."""
+    """By the logits of student q and teacher p: q - p where the teacher told; elsewhere q -
+    p_rest q / q_rest.
+    """
     for number in range(200):
         logits, teacher, ids = draw(number)
-        p, q = teacher.exp(), logits.softmax(-1)
+        p = teacher.exp()
+        q = logits.softmax(-1)
         is_told = torch.zeros_like(p, dtype=torch.bool).scatter(-1, ids, True)
         p_rest, q_rest = (one.masked_fill(is_told, 0).sum(-1, keepdim=True) for one in (p, q))
         told = (p * (p / q).log()).masked_fill(~is_told, 0).sum(-1)

@@ -1,4 +1,6 @@
-"""Estimators of whole samples: numbers worked out by hand, and what all estimators of groups share."""
+"""Estimators of whole samples: numbers worked out by hand,
+and what all estimators of groups share.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ def inputs_of(
     lengths: list[int] | None = None,
     valid: list[bool] | None = None,
 ) -> AdvantageInputs:
-    """A prompt token and `lengths` response tokens a sample (or 1 each), rewarded at the last one; pi is 1/2."""
+    """A prompt token and `lengths` response tokens a sample (or 1 each), rewarded at the last
+    one; pi is 1/2.
+    """
     count = len(rewards)
     lengths = [1] * count if lengths is None else lengths
     offsets = torch.tensor([0, *(length + 1 for length in lengths)]).cumsum(0)
@@ -62,7 +66,9 @@ def inputs_of(
 
 
 def of_samples(name: str, inputs: AdvantageInputs, params: Any = None) -> list[float]:
-    """The advantage of each sample (nan without tokens); the same on all its tokens, 0 on its prompt."""
+    """The advantage of each sample (nan without tokens); the same on all its tokens, 0
+    on its prompt.
+    """
     params = OF_GROUPS[name] if params is None else params
     outputs = ADV_ESTIMATORS.get(name).build(inputs, params)
     assert outputs.advantages_T.dtype == torch.float32 and outputs.returns_T is None
@@ -75,12 +81,14 @@ def of_samples(name: str, inputs: AdvantageInputs, params: Any = None) -> list[f
 
 
 def test_rloo_by_hand() -> None:
-    # 6, 3, 0: the others' means are 1.5, 3, 4.5. A group of two, in between: each against the other.
+    # 6, 3, 0: the others' means are 1.5, 3, 4.5. A group of two, in between: each
+    # against the other.
     assert of_samples("rloo", inputs_of([6, 10, 3, 4, 0], [1, 2, 1, 2, 1])) == [4.5, 6, 0, -6, -4.5]
 
 
 def test_passk_by_hand() -> None:
-    # 4, 9, 1: the best leads by 5. Without division 5; deviation of 4, 9, 1: mean 14/3, (4 + 169 + 121) / 9 / 2.
+    # 4, 9, 1: the best leads by 5. Without division 5; deviation of 4, 9, 1: mean 14/3, (4 +
+    # 169 + 121) / 9 / 2.
     inputs = inputs_of([4, 9, 1, 7, 7, 2], [0, 0, 0, 1, 1, 1])
     assert of_samples("grpo_passk", inputs, GRPOParams(False)) == [0, 5, 0, 0, 0, 0]
     deviation = math.sqrt((4 + 169 + 121) / 9 / 2)
@@ -93,7 +101,8 @@ def test_passk_with_negative_rewards_and_two_samples() -> None:
 
 
 def test_opo_by_hand() -> None:
-    # lengths 1, 3 and rewards 8, 0: baseline (8 + 0) / 4 = 2. The second group: (2 * 6 + 2 * 0) / 4 = 3.
+    # lengths 1, 3 and rewards 8, 0: baseline (8 + 0) / 4 = 2. The second group: (2 * 6 +
+    # 2 * 0) / 4 = 3.
     assert of_samples("opo", inputs_of([8, 0, 6, 0], [0, 0, 1, 1], [1, 3, 2, 2])) == [6, -2, 3, -3]
 
 
@@ -129,8 +138,9 @@ def test_gpg_counts_a_sample_at_the_mean_of_its_group_as_one_that_teaches() -> N
 
 
 def test_reinforce_plus_plus_baseline_by_hand() -> None:
-    # Centered 2, -2 (lengths 1, 3) and 1, -1 (lengths 2, 2): 8 tokens, sum 2 - 6 + 2 - 2 = -4, mean -1/2.
-    # Squares about the mean: 6.25 + 3 * 2.25 + 2 * 2.25 + 2 * 0.25 = 18; unbiased variance 18 / 7.
+    # Centered 2, -2 (lengths 1, 3) and 1, -1 (lengths 2, 2): 8 tokens, sum 2 - 6 + 2 - 2 = -4, mean
+    # -1/2. Squares about the mean: 6.25 + 3 * 2.25 + 2 * 2.25 + 2 * 0.25 = 18; unbiased
+    # variance 18 / 7.
     inputs = inputs_of([5, 1, 3, 1], [0, 0, 1, 1], [1, 3, 2, 2])
     scale = (18 / 7 + 1e-8) ** -0.5
     expected = [2.5 * scale, -1.5 * scale, 1.5 * scale, -0.5 * scale]
@@ -147,8 +157,8 @@ def test_whitening_of_one_token_or_none_changes_nothing() -> None:
 
 
 def test_gdpo_by_hand() -> None:
-    # a: 2, 0 | 1, 1 -> centered 1, -1 | 0, 0; b: 0, 4 | 3, 1 -> -2, 2 | 1, -1. Weights 1 and 1/2: 0, 0 | 0.5, -0.5.
-    # Mean 0, unbiased variance 0.5 / 3.
+    # a: 2, 0 | 1, 1 -> centered 1, -1 | 0, 0; b: 0, 4 | 3, 1 -> -2, 2 | 1, -1. Weights 1 and 1/2:
+    # 0, 0 | 0.5, -0.5. Mean 0, unbiased variance 0.5 / 3.
     inputs = replace(
         inputs_of([9, 9, 9, 9], [0, 0, 1, 1]),
         reward_parts={"a": torch.tensor([2.0, 0, 1, 1]), "b": torch.tensor([0.0, 4, 3, 1])},
@@ -158,7 +168,8 @@ def test_gdpo_by_hand() -> None:
     assert of_samples("gdpo", inputs, params) == pytest.approx(
         [0, 0, 0.5 * scale, -0.5 * scale], rel=1e-6
     )
-    # Divided by deviations sqrt(2), 2 sqrt(2) | -, sqrt(2): a +-1/sqrt(2), b -+1/sqrt(2) | +-1/sqrt(2); sum 0, 0 | ...
+    # Divided by deviations sqrt(2), 2 sqrt(2) | -, sqrt(2): a +-1/sqrt(2), b -+1/sqrt(2) |
+    # +-1/sqrt(2); sum 0, 0 | ...
     divided = of_samples("gdpo", inputs, GDPOParams(("a", "b")))
     third = (2 * 0.5 / 3 + 1e-8) ** -0.5
     assert divided == pytest.approx(
@@ -167,7 +178,9 @@ def test_gdpo_by_hand() -> None:
 
 
 def test_gdpo_tells_mixes_apart_that_grpo_does_not() -> None:
-    """The paper's point: who wins in both parts gets twice what a winner in one gets; as a sum they look alike."""
+    """The paper's point: who wins in both parts gets twice what a winner in one gets; as a sum
+    they look alike.
+    """
     parts = {"a": torch.tensor([0.0, 1, 0, 1]), "b": torch.tensor([0.0, 1, 0, 0])}
     inputs = replace(inputs_of([0, 2, 0, 1], [0, 0, 1, 1]), reward_parts=parts)
     by_sum = of_samples("grpo", inputs)
@@ -235,7 +248,9 @@ def test_wrong_parameters(make: Any, match: str) -> None:
 
 @pytest.mark.parametrize("name", OF_GROUPS)
 def test_a_group_with_one_valid_sample_gets_nothing(name: str) -> None:
-    """Beside a group that teaches, in which all estimators find something; also where others of it are masked."""
+    """Beside a group that teaches, in which all estimators find something; also where others of
+    it are masked.
+    """
     inputs = inputs_of(
         [1, 0, 5, 7, math.nan, math.inf],
         [0, 0, 1, 2, 2, 3],
@@ -309,7 +324,8 @@ def drawn(
 def test_a_shift_of_all_rewards_changes_nothing(
     name: str, samples: list[tuple[int, int, int, bool]]
 ) -> None:
-    estimator, params = ADV_ESTIMATORS.get(name).build, PARAMS[name]
+    estimator = ADV_ESTIMATORS.get(name).build
+    params = PARAMS[name]
     plain, shifted = (
         estimator(drawn(samples, shift), params).advantages_T for shift in (0.0, 1024.0)
     )
@@ -326,7 +342,8 @@ def test_a_scale_of_all_rewards(name: str, samples: list[tuple[int, int, int, bo
         length for _, group, length, is_valid in samples if is_valid and counts[group] > 1
     )
     assume(num_tokens > 1 or name not in WHITENED)  # a single token is not whitened
-    estimator, params = ADV_ESTIMATORS.get(name).build, OF_GROUPS[name]
+    estimator = ADV_ESTIMATORS.get(name).build
+    params = OF_GROUPS[name]
     params = replace(params, epsilon=0.0) if hasattr(params, "epsilon") else params
     plain, scaled = (
         estimator(drawn(samples, 0.0, scale), params).advantages_T for scale in (1.0, 1024.0)
@@ -337,8 +354,10 @@ def test_a_scale_of_all_rewards(name: str, samples: list[tuple[int, int, int, bo
 
 def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:
     """The formulas, sample by sample in Python floats; whitening over a padded list of tokens."""
-    rewards, groups = inputs.rewards_B.tolist(), inputs.group_ids_B.tolist()
-    valid, lengths = inputs.is_valid_B.tolist(), (inputs.offsets.diff() - 1).tolist()
+    rewards = inputs.rewards_B.tolist()
+    groups = inputs.group_ids_B.tolist()
+    valid = inputs.is_valid_B.tolist()
+    lengths = (inputs.offsets.diff() - 1).tolist()
     members = {
         g: [j for j in range(len(rewards)) if groups[j] == g and valid[j]] for g in set(groups)
     }
@@ -352,7 +371,8 @@ def plain_loop(name: str, inputs: AdvantageInputs) -> list[float]:
         if lonely[i]:
             found.append(0.0)
             continue
-        mean, n = sum(theirs) / len(theirs), len(theirs)
+        mean = sum(theirs) / len(theirs)
+        n = len(theirs)
         std = math.sqrt(sum((r - mean) ** 2 for r in theirs) / (n - 1))
         if name == "rloo":
             found.append(rewards[i] - (sum(theirs) - rewards[i]) / (n - 1))

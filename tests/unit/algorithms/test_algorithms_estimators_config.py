@@ -1,6 +1,6 @@
-"""What is wrong with a named estimator is said at start: unknown names, fields that nobody computes, lost settings."""
-
-# ruff: noqa: E501  (tables of messages)
+"""What is wrong with a named estimator is said at start: unknown names, fields that nobody
+computes, lost settings.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +73,8 @@ def test_an_estimator_runs_or_is_refused_by_what_it_lacks(name: str) -> None:
         return
     lacks = ", ".join(sorted(missing))
     assert told(of(name)).startswith(
-        f"algorithm.adv_estimator={name!r} needs {lacks}, which this run does not compute; use one of "
+        f"algorithm.adv_estimator={name!r} needs {lacks}, which this run does not compute;"
+        " use one of "
     )
 
 
@@ -101,12 +102,19 @@ def test_an_estimator_of_values_brings_a_critic() -> None:
     [
         (of("rlo"), "algorithm: unknown advantage estimator 'rlo'. Did you mean 'rloo'?"),
         (of("rloo_vectorized"), "algorithm: unknown advantage estimator 'rloo_vectorized'."),
-        (of("rloo", epsilon=1.0), "algorithm.params ({'epsilon': 1.0}) must be empty: advantage estimator 'rloo' has no parameters."),
+        (of("rloo", epsilon=1.0),
+         (
+             "algorithm.params ({'epsilon': 1.0}) must be empty: advantage estimator 'rloo' has"
+             " no parameters."
+         )),
         (of("gpg", f_norm=0.0), "f_norm (0.0) must be above 0"),
         (of("reinforce_plus_plus", gamma=2.0), "gamma (2.0) must be at least 0 and at most 1"),
-        (of("gdpo", gdpo_reward_keys=[]), "gdpo_reward_keys ([]) must be distinct names, at least one"),
-        (of("gdpo", gdpo_reward_weights=[1.0, 2.0]), "gdpo_reward_weights ([1.0, 2.0]) must be one a key (1: exact_match)"),
-        (replace(of("gdpo"), algorithm=AlgorithmConfig(adv_estimator="gdpo")), "algorithm.params.gdpo_reward_keys"),
+        (of("gdpo", gdpo_reward_keys=[]),
+         "gdpo_reward_keys ([]) must be distinct names, at least one"),
+        (of("gdpo", gdpo_reward_weights=[1.0, 2.0]),
+         "gdpo_reward_weights ([1.0, 2.0]) must be one a key (1: exact_match)"),
+        (replace(of("gdpo"), algorithm=AlgorithmConfig(adv_estimator="gdpo")),
+         "algorithm.params.gdpo_reward_keys"),
     ],
 )  # fmt: skip
 def test_names_and_parameters(config: RunConfig, expected: str) -> None:
@@ -117,16 +125,43 @@ def test_names_and_parameters(config: RunConfig, expected: str) -> None:
     ("section", "overrides", "expected"),
     [
         (GDPO + "\nreward: {terms: [" + TERM + "]}", [], None),
-        (GDPO + "\nreward: {terms: [{name: function, weight: 0, params: {path: 'a:b'}}, " + TERM + "]}", [], None),
-        (GDPO + "\nreward: {terms: [" + TERM + "]}", ["algorithm.use_kl_in_reward=true"], "algorithm.use_kl_in_reward (true) would be ignored: algorithm.adv_estimator gdpo reads the parts of the reward"),
-        (GDPO, [], "algorithm.params.gdpo_reward_keys has 'format', but the rewards of this run are 'exact_match'; rename it, or add that reward to reward.terms."),
-        (GDPO.replace("format", "formt/x") + "\nreward: {terms: [{name: format, weight: 0, params: {pattern: a}}]}", [], "algorithm.params.gdpo_reward_keys has 'formt/x', but the rewards of this run are 'exact_match', 'format'; did you mean 'format'?"),
-        (GDPO + "\nreward: {terms: [" + TERM + ", " + TERM + "]}", [], "reward.terms[1].weight (1) of 'format_2' would be ignored: algorithm.params.gdpo_reward_keys (exact_match, format) does not name it"),
-        (GDPO + "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}", [], "reward.terms[0].weight (0.5) of 'format' would be ignored: gdpo has weights of its own; give algorithm.params.gdpo_reward_weights."),
-        ("", ["algorithm.adv_estimator=rloo", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator rloo"),
-        ("", ["algorithm.adv_estimator=tir_optimal_token_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
-        ("", ["algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
-        ("", ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1", "actor.mini_batch_size=32"], None),
+        (GDPO + (
+            "\nreward: {terms: [{name: function, weight: 0, params: {path: 'a:b'}}, "
+        ) + TERM + "]}", [], None),
+        (GDPO + "\nreward: {terms: [" + TERM + "]}", ["algorithm.use_kl_in_reward=true"],
+         (
+             "algorithm.use_kl_in_reward (true) would be ignored: algorithm.adv_estimator gdpo"
+             " reads the parts of the reward"
+         )),
+        (GDPO, [], (
+            "algorithm.params.gdpo_reward_keys has 'format', but the rewards of this run are"
+            " 'exact_match'; rename it, or add that reward to reward.terms."
+        )),
+        (GDPO.replace("format",
+                      "formt/x") + (
+                          "\nreward: {terms: [{name: format, weight: 0, params: {pattern: a}}]}"
+                      ), [], (
+                          "algorithm.params.gdpo_reward_keys has 'formt/x', but the rewards of this"
+                          " run are 'exact_match', 'format'; did you mean 'format'?"
+                      )),
+        (GDPO + "\nreward: {terms: [" + TERM + ", " + TERM + "]}", [],
+         (
+             "reward.terms[1].weight (1) of 'format_2' would be ignored:"
+             " algorithm.params.gdpo_reward_keys (exact_match, format) does not name it"
+         )),
+        (GDPO + "\nreward: {terms: [{name: format, weight: 0.5, params: {pattern: a}}]}", [],
+         (
+             "reward.terms[0].weight (0.5) of 'format' would be ignored: gdpo has weights of its"
+             " own; give algorithm.params.gdpo_reward_weights."
+         )),
+        ("", ["algorithm.adv_estimator=rloo", "rollout.n=1", "actor.mini_batch_size=32"],
+         "rollout.n (1) must be at least 2 for algorithm.adv_estimator rloo"),
+        ("", ["algorithm.adv_estimator=tir_optimal_token_baseline", "rollout.n=1",
+              "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
+        ("", ["algorithm.adv_estimator=reinforce_plus_plus_baseline", "rollout.n=1",
+              "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2"),
+        ("", ["algorithm.adv_estimator=reinforce_plus_plus", "rollout.n=1",
+              "actor.mini_batch_size=32"], None),
         ("", ["algorithm.adv_estimator=remax", "rollout.n=1", "actor.mini_batch_size=32"], None),
     ],
 )  # fmt: skip

@@ -1,4 +1,6 @@
-"""What is done to a step's samples around the estimators: drawn again, punished for length, filtered by group."""
+"""What is done to a step's samples around the estimators: drawn again, punished for length,
+filtered by group.
+"""
 
 from __future__ import annotations
 
@@ -70,7 +72,9 @@ def test_masked_samples_are_never_drawn(params: ResamplingParams) -> None:
 
 @pytest.mark.parametrize("params", ALL)
 def test_what_is_drawn_has_the_shares_of_the_weights(params: ResamplingParams) -> None:
-    """40000 draws: within 5 standard deviations of each share, and nothing of weight 0. The seed decides."""
+    """40000 draws: within 5 standard deviations of each share, and nothing of weight 0.
+    The seed decides.
+    """
     rewards = [0.0, 1.0, -3.0, 2.0, 0.0]
     count = 40000
     many = torch.tensor(rewards * (count // 5))

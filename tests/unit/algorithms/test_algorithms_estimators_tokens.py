@@ -315,7 +315,7 @@ def test_otb_of_some_groups_at_a_time_is_that_of_all_bit_for_bit(
     )
     inputs = replace(inputs, token_rewards_T=rewards, group_ids_B=inputs.group_ids_B.sort().values)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(otb, "PART", 4)
+        patch.setattr(otb, "PART_TOKENS", 4)
         found = advantages(name, inputs)
     assert found == advantages(name, inputs)
 

@@ -252,7 +252,7 @@ def test_parts_change_nothing(inputs: AdvantageInputs, part: int) -> None:
     """Samples alone or several at a time: the same, but for the last bits of the statistics."""
     whole = gae(inputs, GAEParams(0.95, 0.9, whiten=False)), gae(inputs, GAEParams(0.95, 0.9))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gae_module, "PART", part)
+        patch.setattr(gae_module, "PART_TOKENS", part)
         parts = gae(inputs, GAEParams(0.95, 0.9, whiten=False)), gae(inputs, GAEParams(0.95, 0.9))
     assert torch.equal(parts[0].advantages_T, whole[0].advantages_T)
     for one, other in zip(parts, whole, strict=True):

@@ -1,4 +1,6 @@
-"""KL in the reward: where it stands, what reaches estimators of whole samples, and the controllers of its weight."""
+"""KL in the reward: where it stands, what reaches estimators of whole samples, and the controllers
+of its weight.
+"""
 
 import json
 import math
@@ -21,7 +23,8 @@ from rlhf_megatron.algorithms.kl_in_reward import (
 from rlhf_megatron.algorithms.losses.kl_estimators import estimate_kl
 
 NAN = math.nan
-# Three samples: prompt + 2 response tokens + a tool token; a masked one; a prompt + 1 response token.
+# Three samples: prompt + 2 response tokens + a tool token; a masked one; a prompt + 1
+# response token.
 OFFSETS = torch.tensor([0, 4, 6, 8])
 MASK = torch.tensor([0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.bool)
 VALID = torch.tensor([True, False, True])
@@ -36,7 +39,9 @@ def test_score_on_the_last_response_token_and_kl_on_each() -> None:
 
 
 def test_rewards_of_steps_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
-    """Sample 0 is paid 3: 2 at its first response token, and so 1 at its last, whatever the column says of that."""
+    """Sample 0 is paid 3: 2 at its first response token, and so 1 at its last, whatever the
+    column says of that.
+    """
     process = torch.tensor([9.0, 2.0, 0.5, 9.0, NAN, NAN, 0.0, -1.0])
     found = make_token_rewards(SCORES, VALID, MASK, OFFSETS, None, 0.0, process)
     assert found.tolist() == [0, 2, 1, 0, 0, 0, 0, -1]
@@ -77,7 +82,8 @@ def test_without_kl_the_score_alone() -> None:
 
 
 def test_a_response_without_tokens_and_a_step_without_samples() -> None:
-    offsets, mask = torch.tensor([0, 2, 2, 4]), torch.tensor([False, False, False, True])
+    offsets = torch.tensor([0, 2, 2, 4])
+    mask = torch.tensor([False, False, False, True])
     valid = torch.ones(3, dtype=torch.bool)
     found = make_token_rewards(
         torch.tensor([5.0, 6.0, 7.0]), valid, mask, offsets, torch.full((4,), 2.0), 0.5
@@ -149,7 +155,8 @@ def test_mean_kl_a_response_and_a_token() -> None:
 
 
 def test_absolute_estimate() -> None:
-    log_probs, ref = torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -1.0, -3.0])
+    log_probs = torch.tensor([-1.0, -2.0, -3.0])
+    ref = torch.tensor([-1.5, -1.0, -3.0])
     assert estimate_kl(log_probs, ref, "abs").tolist() == [0.5, 1.0, 0.0]
 
 

@@ -26,7 +26,8 @@ def inputs_of(ratios: list[float], advantages: list[float]) -> PolicyLossInputs:
     return PolicyLossInputs(log_probs, old, torch.tensor(advantages, dtype=torch.float64), mask)
 
 
-# ratio, advantage, loss, d loss / d log-prob (the loss itself where the ratio moves it), clipped, dual-clipped
+# ratio, advantage, loss, d loss / d log-prob (the loss itself where the ratio moves it),
+# clipped, dual-clipped
 TABLE = [
     (1.0, 2.0, -2.0, -2.0, 0, 0),
     (1.1, 2.0, -2.2, -2.2, 0, 0),

@@ -1,5 +1,7 @@
-"""Every registered policy loss x aggregation: packed, against its formula on one sequence at a time and its finite
-differences in float64; what extreme log-ratios, single tokens and no tokens do to it; correction weights."""
+"""Every registered policy loss x aggregation: packed, against its formula on one sequence at a time
+and its finite differences in float64; what extreme log-ratios, single tokens and no tokens do to
+it; correction weights.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ from rlhf_megatron.algorithms.metric_names import METRICS
 from rlhf_megatron.algorithms.row_sequences import RowSequences
 from rlhf_megatron.controller.scheduler.mini_batches import make_actor_mini_batch
 
-# Prompt tokens, and a tool's tokens inside of responses, are no response tokens: 1, 4, 0 and 6 of those.
+# Prompt tokens, and a tool's tokens inside of responses, are no response tokens: 1, 4, 0
+# and 6 of those.
 MASK = torch.tensor([0, 0, 1, 0, 1, 1, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 1, 1], dtype=torch.bool)
 OFFSETS = torch.tensor([0, 3, 9, 11, 19])
 OWNER = torch.arange(4).repeat_interleave(OFFSETS.diff())
@@ -58,12 +61,16 @@ def make_inputs(dtype: torch.dtype = torch.float64) -> PolicyLossInputs:
 
 @pytest.mark.parametrize("name", POLICY_LOSSES)
 def test_a_sample_of_masked_status_has_no_share_in_any_term(name: str) -> None:
-    """Its advantages are 0, as estimators make them; KL, entropy and DRO's quadratic term do not look at these."""
+    """Its advantages are 0, as estimators make them; KL, entropy and DRO's quadratic term do not
+    look at these.
+    """
     part = replace(
-        train_batch(4), offsets=OFFSETS, token_ids=torch.zeros(19, dtype=torch.int64), response_mask=MASK,
+        train_batch(4), offsets=OFFSETS, token_ids=torch.zeros(19, dtype=torch.int64),
+        response_mask=MASK,
         reward_statuses=("ok", "masked:x", "ok", "malformed"),
     )  # fmt: skip
-    kept, counted = make_actor_mini_batch(part, "token-mean").loss_weights, MASK & (OWNER != 1)
+    kept = make_actor_mini_batch(part, "token-mean").loss_weights
+    counted = MASK & (OWNER != 1)
     assert kept[counted].tolist() == pytest.approx([1 / 11] * 7), "it stays in the denominator"
     entropies = torch.ones(19, dtype=torch.float64, requires_grad=True)
     made = make_inputs()
@@ -146,8 +153,9 @@ def test_metrics_are_listed_and_have_no_gradient(name: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("name", FORMULAS)
 def test_extreme_log_ratios_leave_numbers(name: str, dtype: torch.dtype) -> None:
-    """A certain token that was impossible, an impossible one that was certain, and both for advantages of either sign,
-    in sequences of their own and in one together."""
+    """A certain token that was impossible, an impossible one that was certain, and both for
+    advantages of either sign, in sequences of their own and in one together.
+    """
     log_probs = torch.tensor(
         [0.0, -50.0, 0.0, -50.0, 0.0, -50.0, 0.0, 0.0], dtype=dtype, requires_grad=True
     )

@@ -12,8 +12,8 @@ from rlhf_megatron.algorithms.losses.clip_cov import ClipCovParams, pick_clip_co
 from rlhf_megatron.algorithms.losses.kl_cov import KLCovParams, pick_kl_cov_tokens
 from rlhf_megatron.algorithms.losses.token_covariance import compute_token_covariances
 
-# The first and the fourth do not train. The others: log-probs with mean -3, advantages with mean 0, covariances
-# 2 x 1 = 2, 1 x -1 = -1, 0 x 2 = 0, -3 x -2 = 6.
+# The first and the fourth do not train. The others: log-probs with mean -3, advantages with mean 0,
+# covariances 2 x 1 = 2, 1 x -1 = -1, 0 x 2 = 0, -3 x -2 = 6.
 TOKENS = TokenPickInputs(
     old_log_probs_T=torch.tensor([-90.0, -1.0, -2.0, 0.0, -3.0, -6.0]),
     advantages_T=torch.tensor([50.0, 1.0, -1.0, 0.0, 2.0, -2.0]),

@@ -1,4 +1,6 @@
-"""Losses of whole sequences: by hand, and the same when the rows of a sequence are on several ranks."""
+"""Losses of whole sequences: by hand, and the same when the rows of a sequence are on
+several ranks.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_sums_and_means_of_sequences() -> None:
 
 def test_gspo_by_hand() -> None:
     """Three sequences, interleaved: mean log-ratios ln 1.1, ln 1.5 and ln 1.5."""
-    up, far = math.log(1.1), math.log(1.5)
+    up = math.log(1.1)
+    far = math.log(1.5)
     inputs = inputs_of(
         [up + 0.6, far - 0.1, up - 0.6, far + 0.1, far],
         [2.0, 1.0, 2.0, 1.0, -1.0],
@@ -63,7 +66,8 @@ def test_gspo_by_hand() -> None:
         4,
     )
     outputs = gspo(inputs, GSPO)
-    # 1.1 is inside, though its tokens' own ratios are not; 1.5 is clipped to 1.3 for A > 0, and free for A < 0.
+    # 1.1 is inside, though its tokens' own ratios are not; 1.5 is clipped to 1.3 for A > 0, and
+    # free for A < 0.
     assert outputs.token_loss_T.tolist() == pytest.approx([-2.2, -1.3, -2.2, -1.3, 1.5], rel=1e-12)
     assert grad_of(outputs.token_loss_T, inputs) == pytest.approx(
         [-2.2, 0.0, -2.2, 0.0, 1.5], rel=1e-12
@@ -91,13 +95,16 @@ def test_gspo_bounds_the_mean() -> None:
 
 
 def test_geo_mean_by_hand() -> None:
-    """Log-ratios 0.6 and -0.2: for A > 0 the first counts as 0.4, so exp(0.1); for A < 0 as it is, so exp(0.2). And
-    -0.6 and 0.2 for A < 0: -0.4 and 0.2, so exp(-0.1)."""
+    """Log-ratios 0.6 and -0.2: for A > 0 the first counts as 0.4, so exp(0.1); for A < 0 as it is,
+    so exp(0.2). And -0.6 and 0.2 for A < 0: -0.4 and 0.2, so exp(-0.1).
+    """
     inputs = inputs_of(
         [0.6, -0.2, 0.6, -0.2, -0.6, 0.2], [2, 2, -2, -2, -1, -1], [0, 0, 1, 1, 2, 2], 3
     )
     outputs = geo_mean(inputs, GeoMeanParams())
-    up, free, down = 2 * math.exp(0.1), 2 * math.exp(0.2), math.exp(-0.1)
+    up = 2 * math.exp(0.1)
+    free = 2 * math.exp(0.2)
+    down = math.exp(-0.1)
     assert outputs.token_loss_T.tolist() == pytest.approx(
         [-up, -up, free, free, down, down], rel=1e-12
     )
@@ -114,7 +121,9 @@ def test_geo_mean_bounds_of_their_own() -> None:
 
 
 class Ranks:
-    """Adds up between ranks that are run one after the other: the first round notes, the second one knows."""
+    """Adds up between ranks that are run one after the other: the first round notes, the
+    second one knows.
+    """
 
     def __init__(self) -> None:
         self.noted: list[Tensor] = []

@@ -89,7 +89,8 @@ def test_dro_by_hand() -> None:
     assert token("dro", 0.5, 0.25, 0.0, dro_beta=0.1)[1] == pytest.approx(-0.06931472, abs=1e-7)
 
 
-# probability before and now, advantage, weight that is left; the distances are |p - p_old| and KL(old || new)
+# probability before and now, advantage, weight that is left; the distances are |p - p_old| and
+# KL(old || new)
 DIVERGENCES = [
     (0.5, 0.7, 1.0, 0.0, 0.0),  # 0.2; 0.5 ln(5/7) + 0.5 ln(5/3) = 0.0872: too far up
     (0.5, 0.6, 1.0, 1.2, 1.2),  # 0.1; 0.0204

@@ -45,7 +45,9 @@ def test_by_hand() -> None:
 
 
 def test_kl_is_that_of_the_engine_to_the_trainer() -> None:
-    """Tokens in the engine's proportions: the mean is KL(engine || trainer), not its mirror image."""
+    """Tokens in the engine's proportions: the mean is KL(engine || trainer),
+    not its mirror image.
+    """
     engine = torch.tensor([0.75, 0.25], dtype=torch.float64)
     trainer = torch.tensor([0.5, 0.5], dtype=torch.float64)
     index = torch.tensor([0, 0, 0, 1])
@@ -123,10 +125,8 @@ def test_percentiles_without_sorting_are_those_of_the_sorted_column(count: int) 
     if count > 2:
         column[1] = float("inf")
     shares = (0.5, 0.99, 1.0)
-    expected, before = (
-        [compute_percentile(column.sort().values, share) for share in shares],
-        column.clone(),
-    )
+    expected = [compute_percentile(column.sort().values, share) for share in shares]
+    before = column.clone()
     assert compute_percentiles(column, shares) == expected and torch.equal(column, before)
     assert compute_percentiles(column, shares, may_reorder=True) == expected
 
@@ -135,10 +135,8 @@ def test_differences_of_runs_are_those_of_their_response_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(log_prob_mismatch, "BLOCK_TOKENS", 2)
-    engine, trainer = (
-        torch.tensor([0.0, -1, -2, -3, -4, -5, -6]),
-        torch.tensor([9.0, -1.5, 9, -1, float("nan"), -5, -9]),
-    )
+    engine = torch.tensor([0.0, -1, -2, -3, -4, -5, -6])
+    trainer = torch.tensor([9.0, -1.5, 9, -1, float("nan"), -5, -9])
     mask = torch.tensor([0, 1, 0, 1, 1, 1, 1], dtype=torch.bool)
     assert compute_response_differences(engine, trainer, mask).tolist() == [
         0.5,

@@ -57,7 +57,7 @@ def test_any_segments_equal_the_recurrence(data: st.DataObject) -> None:
         dtype=torch.float64,
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(scan, "ROW", row)
+        patch.setattr(scan, "MAX_ROW_ENTRIES", row)
         patch.setattr(scan, "GROUP", group)
         found = discounted(terms, lengths, decay)
     # Sums of at most 30 x 1e4, rounded at most 30 times: the recurrence itself is no more exact.

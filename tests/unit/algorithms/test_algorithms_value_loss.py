@@ -43,7 +43,9 @@ def test_range_zero_is_no_clip(value: float, old: float, target: float) -> None:
 
 
 def test_a_tie_has_the_free_gradient() -> None:
-    """Past the return by as much as the held value lacks: neither is larger, and nothing was clipped."""
+    """Past the return by as much as the held value lacks: neither is larger, and
+    nothing was clipped.
+    """
     values = torch.tensor([2.0], dtype=torch.float64, requires_grad=True)
     outputs = compute_value_loss(
         values, torch.tensor([0.5]).double(), torch.tensor([1.5]).double(), 0.5

@@ -1,4 +1,6 @@
-"""The Python API: what it reads of a run directory, how it starts a run, and that importing it is light."""
+"""The Python API: what it reads of a run directory, how it starts a run, and that
+importing it is light.
+"""
 
 import json
 import re
@@ -44,13 +46,11 @@ def test_a_run_is_read_from_its_directory(directory: Path) -> None:
         (1, 0.5),
         (2, 0.75),
     ]
-    assert [row["val/mean@1"] for row in run.metrics("evaluation")] == [
-        0.25
-    ] and run.metrics("warmup") == []
+    assert [row["val/mean@1"] for row in run.metrics("evaluation")] == [0.25] and run.metrics(
+        "warmup"
+    ) == []
     assert [sample["prompt"] for sample in run.samples()] == ["1+1="]
-    assert (
-        list(run.checkpoints()) == [2, 10] and run.checkpoints()[10].name == "step_000010"
-    )
+    assert list(run.checkpoints()) == [2, 10] and run.checkpoints()[10].name == "step_000010"
     assert run.config.trainer.seed == 7 and run.summary() is None
     (directory / "summary.json").write_text('{"steps": 2}')
     assert run.summary() == {"steps": 2}
@@ -96,7 +96,10 @@ def test_a_run_that_fails_tells_its_exit_code(
 
 
 def test_importing_the_package_and_its_api_imports_no_torch() -> None:
-    code = "import sys, rlhf_megatron; rlhf_megatron.train; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = (
+        "import sys, rlhf_megatron; rlhf_megatron.train; sys.exit('torch' in sys.modules or 'numpy'"
+        " in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 

@@ -1,4 +1,6 @@
-"""What the benchmarks compute from their measurements, and that both sides of a comparison do the same work."""
+"""What the benchmarks compute from their measurements, and that both sides of a comparison do
+the same work.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,8 @@ def test_runs_take_turns_and_warm_ups_do_not_count() -> None:
 
 
 def test_ratios_are_of_minima_and_medians() -> None:
-    ours, baseline = (
-        common.Timings([1.0, 4.0, 3.0], [1.0, 1.0, 2.0]),
-        common.Timings([2.0, 2.0, 6.0], [4.0, 5.0, 6.0]),
-    )
+    ours = common.Timings([1.0, 4.0, 3.0], [1.0, 1.0, 2.0])
+    baseline = common.Timings([2.0, 2.0, 6.0], [4.0, 5.0, 6.0])
     found = common.ratios(ours, baseline)
     assert found == {"wall_min": 0.5, "wall_median": 1.5, "cpu_min": 0.25, "cpu_median": 0.2}
 
@@ -180,7 +180,8 @@ def test_the_plain_loop_does_the_actors_work() -> None:
     batch = bench.make_batch(shape)
     world = create_world(ParallelLayout(1), torch.device("cpu"))
     try:
-        ours, plain = bench.Ours(shape, batch, world), bench.PlainLoop(shape, batch, 2)
+        ours = bench.Ours(shape, batch, world)
+        plain = bench.PlainLoop(shape, batch, 2)
         for _ in range(3):  # the second and third follow the first one's optimizer step
             differences = bench.check_agreement(ours(), plain())
     finally:

@@ -105,7 +105,7 @@ def test_the_matrix_kills_everybody_everywhere() -> None:
 def test_every_point_is_passed_somewhere() -> None:
     """A name in the list alone would make a plan do nothing."""
     sources = "".join(path.read_text() for path in (ROOT / "rlhf_megatron").rglob("*.py"))
-    assert [point for point in POINTS if f'reach("{point}")' not in sources] == []
+    assert [point for point in POINTS if f'reach_fault_point("{point}")' not in sources] == []
 
 
 def test_every_plan_can_be_read_and_names_who_passes_the_point() -> None:

@@ -1,4 +1,6 @@
-"""The learning curves of all algorithms: what runs is registered and complete, the page says what the file says."""
+"""The learning curves of all algorithms: what runs is registered and complete, the page says what
+the file says.
+"""
 
 from __future__ import annotations
 
@@ -107,7 +109,8 @@ def test_figures_of_the_table() -> None:
         {"accuracy": [[0, 0.5], [50, last]], "reward": [0.25] * 5 + [0.75] * 5, "cpu_s": 40}
         for last in (0.8, 0.9)
     ]
-    # Mean 0.85, deviation 0.0707, Student's t with one degree of freedom 12.706: half width 0.635, cut at 0 and 1.
+    # Mean 0.85, deviation 0.0707, Student's t with one degree of freedom 12.706: half width 0.635,
+    # cut at 0 and 1.
     assert algorithm_page.figures_of(rows) == "0.850 [0.215, 1.000] (2 seeds) | 0.250 to 0.750 | 40"
     assert algorithm_page.figures_of(rows[:1]) == "0.800 (1 seed) | 0.250 to 0.750 | 40"
     assert algorithm_page.smoothed([1, 2, 3, 6], width=2) == [1, 1.5, 2.5, 4.5]

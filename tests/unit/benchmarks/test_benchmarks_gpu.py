@@ -1,4 +1,6 @@
-"""The GPU benchmarks on a CPU: arithmetic by hand, every case at a tiny size, and what stays when something dies."""
+"""The GPU benchmarks on a CPU: arithmetic by hand, every case at a tiny size, and what stays when
+something dies.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ def test_operations_and_rates_of_a_product() -> None:
 
 
 def test_operations_of_a_training_step_by_hand() -> None:
-    """Two layers of width 8 with 2 heads of 4 (1 of keys and values); documents of 3 and 5 tokens, 6 rows."""
+    """Two layers of width 8 with 2 heads of 4 (1 of keys and values); documents of 3 and 5
+    tokens, 6 rows.
+    """
     config = qwen2_config(hidden=8, num_layers=2, num_heads=2, intermediate=16, vocab=100) | {
         "num_key_value_heads": 1
     }
@@ -60,7 +64,9 @@ def test_operations_of_a_training_step_by_hand() -> None:
 
 
 def test_operations_of_a_known_model() -> None:
-    """Six operations a token and weight: Qwen2.5-0.5B has 358 million in its layers, biases and norms left out."""
+    """Six operations a token and weight: Qwen2.5-0.5B has 358 million in its layers, biases and
+    norms left out.
+    """
     flop = step_flop(qwen2_config(896, 24, 14, 4864), [1], 1)
     assert flop.layers / 6 == 24 * (896 * 896 * 2 + 896 * 128 * 2 + 3 * 896 * 4864) == 357_826_560
     assert flop.head / 6 == 896 * 151936
@@ -117,7 +123,8 @@ def test_bars_count_on_a_gpu_at_full_size_only(monkeypatch: pytest.MonkeyPatch) 
         found.figures[0] == Figure("forward", 600.0, "TFLOP/s", "", None, True)
         and found.figures[0].is_met
     )
-    found.device, found.is_quick = torch.device("cuda"), False
+    found.device = torch.device("cuda")
+    found.is_quick = False
     times = Spread(median=0.016, fastest=0.015, slowest=0.02, num_runs=50)
     found.add_rate("forward", times, num_flop=9.6e12, bare_s=0.012, bar_tflops=650, bar_ms=15.7)
     assert [(f.what, f.value, f.unit, f.bar, f.is_met) for f in found.figures[1:]] == [
@@ -354,7 +361,8 @@ def test_what_a_case_had_measured_is_kept(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(children, "run_group", die)
     exits: list[int | None] = [-9, None]
-    late, killed = children.run_case("G5", 60.0), children.run_case("G5", 60.0)
+    late = children.run_case("G5", 60.0)
+    killed = children.run_case("G5", 60.0)
     assert (late["outcome"], late["message"]) == ("out of time", "not done after 60 s")
     assert (killed["outcome"], killed["message"]) == ("failed", "Killed: too much memory")
     assert [figure["what"] for figure in killed["figures"]] == ["a"]

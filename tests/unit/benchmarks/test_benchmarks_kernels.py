@@ -1,4 +1,6 @@
-"""The kernel benchmarks measure what they say: planted slow and wrong heads are told, and the page is in sync."""
+"""The kernel benchmarks measure what they say: planted slow and wrong heads are told, and the
+page is in sync.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,8 @@ def test_schemes_of_others_compute_the_same(scheme: Any, with_entropy: bool) -> 
     """Against autograd in float64, over several of their chunks with a ragged last one."""
     problem = make_problem(Shape(1100, 8, 301), torch.float64)
     assert chunk_of(1100, 8, 301) == 32  # 38 chunks wanted, 29 tokens each, the next power of two
-    expected, found = run_head(naive(with_entropy), problem), run_head(scheme, problem)
+    expected = run_head(naive(with_entropy), problem)
+    found = run_head(scheme, problem)
     assert found.loss == pytest.approx(
         expected.loss, rel=1e-6
     )  # token_chunks has its softmax in float32
@@ -402,5 +405,6 @@ def test_the_page_shows_the_latest_run_on_a_gpu(tmp_path: Path) -> None:
 
 def test_the_page_is_what_the_files_say() -> None:
     assert performance_page.PAGE.read_text() == performance_page.page(), (
-        "docs/performance.md is not what benchmarks/results says: python -m benchmarks.performance_page --write"
+        "docs/performance.md is not what benchmarks/results says: python -m"
+        " benchmarks.performance_page --write"
     )

@@ -1,4 +1,6 @@
-"""The soak's parts: its mix of troubles, its verdict on rows and samples, what it counts as leaked."""
+"""The soak's parts: its mix of troubles, its verdict on rows and samples,
+what it counts as leaked.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,8 @@ def test_a_counter_that_begins_again_with_each_launch_is_added_up() -> None:
 def test_descriptors_that_pile_up_are_told() -> None:
     counts = FileCounts()
     for second in range(60):
-        steady, leaking = 20 + second % 3, 20 + second // 2
+        steady = 20 + second % 3
+        leaking = 20 + second // 2
         processes = [
             Process(1, "rank0", "", steady),
             Process(2, "controller", "", leaking),
@@ -124,12 +127,15 @@ def test_ports_of_a_process_are_found() -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[str]]:
-    """A process that writes a file of two bytes for each line that it reads, and says what came of it."""
+    """A process that writes a file of two bytes for each line that it reads, and says
+    what came of it.
+    """
     code = (
         "import sys\n"
         "for line in sys.stdin:\n"
         "    try:\n"
-        "        with open(line.strip(), 'wb', buffering=0) as file: print(file.write(b'ab') == 2, flush=True)\n"
+        "        with open(line.strip(), 'wb', buffering=0) as file: print(file.write(b'ab') =="
+        " 2, flush=True)\n"
         "    except OSError as error: print(error.strerror, flush=True)\n"
     )
     process = subprocess.Popen(

@@ -36,7 +36,8 @@ def result(shift: float, dtype: torch.dtype = torch.float32) -> Result:
     return {name: tensor.to(dtype) for name, tensor in tensors.items()}
 
 
-EXACT, SINGLE = result(0.0, torch.float64), result(0.25)
+EXACT = result(0.0, torch.float64)
+SINGLE = result(0.25)
 
 
 def rows(found: Result) -> dict[str, Row]:
@@ -88,7 +89,9 @@ def test_float32_s_own_error_is_the_root_mean_square_of_its_draws() -> None:
 def test_runs_of_a_layout_count_by_their_root_mean_square(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of 0.1, 0.7 and 0.8 it is 0.616, under the bar of 0.75. What wrote the dumps and what reads them agree."""
+    """Of 0.1, 0.7 and 0.8 it is 0.616, under the bar of 0.75. What wrote the dumps and what
+    reads them agree.
+    """
     shifts = (0.8, 0.1, 0.7)
     report = dump(tmp_path, *map(result, shifts))
     found = {row["quantity"]: row for row in json.loads(report.read_text())["rows"]}
@@ -162,7 +165,9 @@ VALUE_START = {
 def value_result(
     shift: float, bias_shift: float = 0.0, dtype: torch.dtype = torch.float32
 ) -> Result:
-    """A critic's, off by `shift` in one place of every quantity, the head's bias by `bias_shift`."""
+    """A critic's, off by `shift` in one place of every quantity,
+    the head's bias by `bias_shift`.
+    """
     tensors = {
         "values": torch.tensor([9.0, -1.0, -2.0 + shift]),
         "values_after": torch.tensor([9.0, -1.0, -2.0 + shift]),
@@ -178,8 +183,11 @@ def value_result(
 
 
 def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Float32 is right about the bias by luck: alone its bar would be 0. With the weight it is 3 x 0.25 / 5."""
-    exact, single = value_result(0.0, dtype=torch.float64), value_result(0.25)
+    """Float32 is right about the bias by luck: alone its bar would be 0. With the weight it
+    is 3 x 0.25 / 5.
+    """
+    exact = value_result(0.0, dtype=torch.float64)
+    single = value_result(0.25)
     found = {}
     for name, result_of in (("near", value_result(0.25, 0.5)), ("far", value_result(0.25, 1.0))):
         measured = measure(
@@ -193,7 +201,8 @@ def test_a_critic_s_head_is_one_tensor(tmp_path: Path, capsys: pytest.CaptureFix
         "value_update",
         "value_grad_norm",
     }
-    near, far = found["near"]["value_gradient"], found["far"]["value_gradient"]
+    near = found["near"]["value_gradient"]
+    far = found["far"]["value_gradient"]
     assert (near.tensor, near.ok, far.tensor, far.ok) == ("score", True, "score", False)
     assert near.error == pytest.approx((0.25**2 + 0.5**2) ** 0.5 / 5) and near.bar == pytest.approx(
         0.15

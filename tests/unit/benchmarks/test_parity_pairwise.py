@@ -1,4 +1,6 @@
-"""The cover that `make test` runs: that it covers, by the package's own rules of what a layout can be."""
+"""The cover that `make test` runs: that it covers, by the package's own rules of what a
+layout can be.
+"""
 
 from __future__ import annotations
 
@@ -128,8 +130,9 @@ def test_the_short_cover_of_the_critic() -> None:
 
 
 def test_a_cover_by_hand() -> None:
-    """Of a, b, c with two values each: any two of the four rows (a b c) = 000 011 101 110 differ in two columns, and
-    all pairs occur. Where 1 1 is not allowed for a and b, the pair is left out."""
+    """Of a, b, c with two values each: any two of the four rows (a b c) = 000 011 101 110 differ in
+    two columns, and all pairs occur. Where 1 1 is not allowed for a and b, the pair is left out.
+    """
     axes = dict.fromkeys("abc", (0, 1))
     cells = pairwise(axes, lambda cell: True, cost=lambda cell: 0.0)
     assert [tuple(cell.values()) for cell in cells] == [(0, 0, 0), (0, 1, 1), (1, 0, 1), (1, 1, 0)]
@@ -185,7 +188,9 @@ def test_the_list_has_what_the_documents_promise() -> None:
 
 
 def test_a_run_accepts_every_layout() -> None:
-    """By the rules on settings, with the quickstart's other settings and each model that can be split so."""
+    """By the rules on settings, with the quickstart's other settings and each model that
+    can be split so.
+    """
     for axes in LAYOUTS.values():
         loaded = read_run_config(CONFIG, in_layout(axes))
         assert validate_config(loaded) == [], axes.name

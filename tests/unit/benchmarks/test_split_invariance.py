@@ -1,4 +1,5 @@
-"""The gradient does not depend on how a mini-batch was cut; and where it does, the comparison says so.
+"""The gradient does not depend on how a mini-batch was cut; and where it does, the
+comparison says so.
 
 A part of benchmarks/split_invariance.py, which has every combination.
 """
@@ -61,10 +62,8 @@ def test_error_is_relative_over_all_tensors_and_the_worst_alone_is_named() -> No
 
 
 def test_not_a_number_is_over_the_bar() -> None:
-    value, truth = (
-        {"a": torch.tensor([1.0]), "b": torch.tensor([float("nan")])},
-        {k: torch.ones(1) for k in "ab"},
-    )
+    value = {"a": torch.tensor([1.0]), "b": torch.tensor([float("nan")])}
+    truth = {k: torch.ones(1) for k in "ab"}
     whole, worst, _ = compare(value, truth)
     row = Row("pure", "loss", "mode", "split", whole, 1e9)
     assert worst == "b" and not row.is_ok
@@ -151,10 +150,13 @@ def test_every_correction_meets_every_loss_and_aggregation() -> None:
 
 
 def test_every_correction_bites() -> None:
-    """Some weights are cut or 0, and some tokens are rejected and others not: nothing is compared with itself."""
+    """Some weights are cut or 0, and some tokens are rejected and others not: nothing is
+    compared with itself.
+    """
     for mode in split_correction.modes():
         case = split_pure.LossCase(mode.name, "policy", ActorConfig(), mode.section)
-        batch, settings = split_pure.batch_of(case), resolve_rollout_correction(mode.section)
+        batch = split_pure.batch_of(case)
+        settings = resolve_rollout_correction(mode.section)
         assert batch.old_log_probs is not None
         before = (
             split_pure.moving_log_probs(batch)
@@ -221,7 +223,8 @@ def test_a_correction_that_sees_parts_of_sequences_is_caught(
 
 
 def test_budgets_make_the_micro_batches_that_they_are_called_after() -> None:
-    batch, case = split_pure.make_batch(), PPO["token-mean"]
+    batch = split_pure.make_batch()
+    case = PPO["token-mean"]
     counts = {
         parts: split_pure.split_gradient(batch, case, Split(parts=parts)).num_micro_batches
         for parts in (1, 2, 7)
@@ -271,8 +274,11 @@ def test_mistakes_in_the_weights_are_caught(mode: str) -> None:
 
 
 def test_a_wrong_denominator_everywhere_is_caught_by_the_plain_means() -> None:
-    """The whole mini-batch divided by all its tokens is the same however it is cut: invariance does not see it."""
-    batch, case = split_pure.make_batch(), PPO["token-mean"]
+    """The whole mini-batch divided by all its tokens is the same however it is cut: invariance
+    does not see it.
+    """
+    batch = split_pure.make_batch()
+    case = PPO["token-mean"]
     share = float(batch.response_mask.sum()) / batch.num_tokens
 
     def all_tokens(shard: MiniBatch) -> MiniBatch:
@@ -387,7 +393,9 @@ def run_with_local_denominators(world: World, **arguments: Any) -> Any:
 def test_a_local_denominator_is_caught_through_megatron(
     dist_pool: DistPool, case: Case, baseline: dict[str, dict[str, Tensor]]
 ) -> None:
-    """In three parts: in seven, both replicas have as many response tokens, and the mistake shows nothing."""
+    """In three parts: in seven, both replicas have as many response tokens, and the mistake
+    shows nothing.
+    """
     (cell,) = split_mcore.run_layout(
         dist_pool, case, Axes(dp=2), ["token-mean"], parts=(3,), job=run_with_local_denominators
     )

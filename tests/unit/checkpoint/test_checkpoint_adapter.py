@@ -1,4 +1,6 @@
-"""Adapters as peft writes them: read back as they were, or refused with what is not of this model."""
+"""Adapters as peft writes them: read back as they were,
+or refused with what is not of this model.
+"""
 
 from __future__ import annotations
 

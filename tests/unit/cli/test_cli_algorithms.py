@@ -110,9 +110,9 @@ def test_the_table_names_all_and_fits(capsys: pytest.CaptureFixture[str]) -> Non
     assert "parameters: gamma=1.0, lam=1.0, whiten=true" in out
     assert "policy loss (actor.policy_loss.loss_mode)" in out
     assert (
-        " bypass_pg_is          mode=bypass, loss_type=reinforce, rollout_is=sequence, rollout_is_threshold=2.0"
-        in out
-    )
+        " bypass_pg_is          mode=bypass, loss_type=reinforce, rollout_is=sequence,"
+        " rollout_is_threshold=2.0"
+    ) in out
     assert set(PRESETS) <= words
 
 

@@ -100,7 +100,7 @@ def test_overrides_stand_anywhere_among_the_options() -> None:
         ["train", "run.yaml", "a=1", "--record", "b.c=[1, 2]", "--replay", "3", "d=x=y"]
     )
     assert args.config == Path("run.yaml") and args.overrides == ["a=1", "b.c=[1, 2]", "d=x=y"]
-    assert args.record and args.replay == 3 and args.run == ".train:train"
+    assert args.record and args.replay == 3 and args.run == ".train_command:run_train_job_command"
     for wrong in (
         ["train", "run.yaml", "--recrod"],
         ["train", "run.yaml", "--record", "x"],

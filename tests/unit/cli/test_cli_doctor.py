@@ -182,12 +182,12 @@ def on_gpu(
     """The same machine with two GPUs, and none of the packages."""
     assert facts.torch is not None
     found = {
-        "cuda": "12.8",
+        "cuda_version": "12.8",
         "why_no_cuda": "",
-        "devices": ("NVIDIA H200, 139 GiB",) * 2,
+        "device_names": ("NVIDIA H200, 139 GiB",) * 2,
         "capability": capability,
         "architectures": ("sm_80", "sm_90"),
-        "nccl": "2.27.5",
+        "nccl_version": "2.27.5",
         "has_bfloat16": True,
         "flash_why_not": "",
         "triton_why_not": "",
@@ -364,7 +364,7 @@ def test_a_torch_for_another_gpu_is_broken(facts: MachineFacts) -> None:
     assert row(make_device_rows(on_gpu(facts)), "torch").state == "live"
     other = row(make_device_rows(on_gpu(facts, capability=(12, 0))), "torch")
     assert other.state == "broken" and "sm_120" in other.fix
-    assert row(make_device_rows(on_gpu(facts, nccl="")), "collectives").state == "broken"
+    assert row(make_device_rows(on_gpu(facts, nccl_version="")), "collectives").state == "broken"
     broken = replace(facts, torch=None, torch_error="ImportError: libcudart.so.12")
     assert make_device_rows(broken)[0].why == "ImportError: libcudart.so.12"
     assert (

@@ -58,7 +58,7 @@ def reports(**of_last: Any) -> list[RankReport]:
     facts = {
         name: of_last.pop(name)
         for name in list(of_last)
-        if name in ("alike", "device_id", "used_bytes")
+        if name in ("uniform_values", "device_id", "used_bytes")
     }
     ranks[4] = dataclasses.replace(
         ranks[4], facts=dataclasses.replace(ranks[4].facts, **facts), **of_last
@@ -91,37 +91,37 @@ def test_nodes_that_are_alike() -> None:
             "torch",
             "broken",
             "differs: 2.12.1 on node 2 (gpu-c)",
-            {"alike": {**ALIKE, "torch": "2.12.1"}},
+            {"uniform_values": {**ALIKE, "torch": "2.12.1"}},
         ),
         (
             "device",
             "broken",
             "differs: NVIDIA H100, 80 GiB on",
-            {"alike": {**ALIKE, "device": "NVIDIA H100, 80 GiB"}},
+            {"uniform_values": {**ALIKE, "device": "NVIDIA H100, 80 GiB"}},
         ),
         (
             "driver",
             "broken",
             "differs: 570.86 on node 2 (gpu-c)",
-            {"alike": {**ALIKE, "driver": "570.86"}},
+            {"uniform_values": {**ALIKE, "driver": "570.86"}},
         ),
         (
             "NCCL",
             "broken",
             "differs: 2.28.3 on node 2 (gpu-c)",
-            {"alike": {**ALIKE, "NCCL": "2.28.3"}},
+            {"uniform_values": {**ALIKE, "NCCL": "2.28.3"}},
         ),
         (
             "InfiniBand",
             "not live",
             "differs: none on node 2 (gpu-c)",
-            {"alike": {**ALIKE, "InfiniBand": "none"}},
+            {"uniform_values": {**ALIKE, "InfiniBand": "none"}},
         ),
         (
             "NCCL_DEBUG",
             "not live",
             "differs: none on node 2 (gpu-c)",
-            {"alike": NO_DEBUG},
+            {"uniform_values": NO_DEBUG},
         ),
         ("devices", "broken", "ranks 0, 4 have the same one", {"device_id": "id0"}),
         ("devices", "broken", "node 2 (gpu-c)", {"why_no_device": "torch finds no CUDA device"}),
@@ -130,14 +130,14 @@ def test_nodes_that_are_alike() -> None:
             "ports",
             "broken",
             "node 0 cannot be reached from node 2 (gpu-c)",
-            {"unreachable": {"0": "timed out"}},
+            {"unreachable_nodes": {"0": "timed out"}},
         ),
-        ("clocks", "not live", "node 2 (gpu-c) is -3.2 s from node 0", {"clock_s": -3.2}),
+        ("clocks", "not live", "node 2 (gpu-c) is -3.2 s from node 0", {"clock_offset_s": -3.2}),
         (
             "shared folder",
             "broken",
             "node 2 (gpu-c) does not see what other nodes write",
-            {"unseen": [0, 1]},
+            {"unseen_nodes": [0, 1]},
         ),
         (
             "shared folder",
@@ -149,13 +149,13 @@ def test_nodes_that_are_alike() -> None:
             "all-reduce in a node",
             "not live",
             "slower from node 2 (gpu-c): 50.0 GB/s",
-            {"in_node": 50e9},
+            {"node_bytes_per_s": 50e9},
         ),
         (
             "message to the next node",
             "not live",
             "slower from node 2 (gpu-c): 1.0 GB/s",
-            {"to_next": 1e9},
+            {"next_node_bytes_per_s": 1e9},
         ),
         (
             "collectives",

@@ -1,4 +1,6 @@
-"""`rlhf-megatron init`: what it writes is a run that can start, from any folder, also out of an installed package."""
+"""`rlhf-megatron init`: what it writes is a run that can start, from any folder, also out of an
+installed package.
+"""
 
 import os
 import subprocess
@@ -39,7 +41,10 @@ def test_a_folder_and_one_kind_are_named(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["init", *words]) == 1
-    expected = f"`init {' '.join(words)}` must name a folder, and before it one of quickstart, grpo, ppo, async"
+    expected = (
+        f"`init {' '.join(words)}` must name a folder, and before it one of quickstart,"
+        " grpo, ppo, async"
+    )
     assert expected in capsys.readouterr().err and not list(tmp_path.iterdir())
 
 
@@ -83,7 +88,8 @@ def test_what_cannot_be(
 
 def test_what_is_installed_brings_its_examples(tmp_path: Path) -> None:
     """The files of a wheel, in an empty folder: nothing of the working tree is read."""
-    site, empty = tmp_path / "site", tmp_path / "empty"
+    site = tmp_path / "site"
+    empty = tmp_path / "empty"
     empty.mkdir()
     command = [
         sys.executable,
@@ -100,7 +106,10 @@ def test_what_is_installed_brings_its_examples(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(site)}
     warm = site / "rlhf_megatron/shipped/configs/quickstart_warm.yaml"
     calls = [["init", "."], ["config", "check", "run.yaml"], ["config", "check", str(warm)]]
-    program = f"from rlhf_megatron.cli.main import main\nraise SystemExit(any([main(words) for words in {calls}]))"
+    program = (
+        "from rlhf_megatron.cli.main import main\n"
+        f"raise SystemExit(any([main(words) for words in {calls}]))"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=empty, env=environment, capture_output=True, text=True
     )

@@ -208,8 +208,8 @@ def test_the_next_attempt_waits_for_what_the_last_has_left(start: Start, tmp_pat
 
 RUN_ONCE = """
 import sys
-from rlhf_megatron.cli.restarts import Attempts
-sys.exit(Attempts().run(sys.argv[1:]))
+from rlhf_megatron.cli.restarts import RestartSupervisor
+sys.exit(RestartSupervisor().run_command(sys.argv[1:]))
 """
 
 

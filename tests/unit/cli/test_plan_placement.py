@@ -68,7 +68,8 @@ def test_torchrun_deals_engines_to_machines_which_must_have_room(
     )
     assert "engine0 on GPUs 8-15" in lines[2]
     assert lines[-1].startswith(
-        "does not fit: machine 0 needs 16 GPUs and has 8. Name machines with free GPUs in rollout.engine_machines"
+        "does not fit: machine 0 needs 16 GPUs and has 8. Name machines with free GPUs"
+        " in rollout.engine_machines"
     )
     assert (
         placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1", "--gpus", "16")[0] == 0

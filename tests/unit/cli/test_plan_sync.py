@@ -32,8 +32,9 @@ def test_the_parser_offers_all_gpus_and_networks() -> None:
 
 
 def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """tp2 on two GPUs, to an engine of tp2 on the same ones: each rank's half stays on its GPU, and of the norms, which
-    one of the two sends, a copy goes over NVLink."""
+    """tp2 on two GPUs, to an engine of tp2 on the same ones: each rank's half stays on its GPU, and
+    of the norms, which one of the two sends, a copy goes over NVLink.
+    """
     hf_config = {
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -87,7 +88,9 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
 
 
 def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    """59 GB for each rank of an engine at 50 GB/s, or each stage's 59 GB to 32 engines by one rank."""
+    """59 GB for each rank of an engine at 50 GB/s,
+    or each stage's 59 GB to 32 engines by one rank.
+    """
     out = plan(capsys, str(RUN))
     assert "floor          1.18 s: engine" in out and "receives 59 GB by network" in out
     assert "whole tensors  38.2" in out
@@ -100,7 +103,9 @@ def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_shared_expert_is_cut_as_sglang_cuts_it() -> None:
-    """With dense layers; fused with the others of each of the ep parts; whole on every rank that DeepEP serves."""
+    """With dense layers; fused with the others of each of the ep parts; whole on every rank that
+    DeepEP serves.
+    """
     table = make_weight_table({**DEEPSEEK_V3, "num_hidden_layers": 4})
     (rule,) = [
         r for r in table if r.megatron_name.endswith("3.mlp.shared_experts.linear_fc2.weight")

@@ -1,6 +1,6 @@
-"""Rules of the section `algorithm`: one message for each mistake, none for what may stand together."""
-
-# ruff: noqa: E501  (tables of messages)
+"""Rules of the section `algorithm`: one message for each mistake,
+none for what may stand together.
+"""
 
 from pathlib import Path
 
@@ -25,12 +25,11 @@ def run_file(tmp_path: Path) -> Path:
     return path
 
 
+# also with the group estimator of the sample run: its rewards become sums of token rewards
 @pytest.mark.parametrize(
     "overrides",
     [
-        [
-            KL
-        ],  # also with the group estimator of the sample run: its rewards become sums of token rewards
+        [KL],
         [KL, "algorithm.kl_penalty=abs", "algorithm.kl_ctrl.kl_coef=0.1"],
         [KL, ADAPTIVE, "algorithm.kl_ctrl.target_kl=6", "algorithm.kl_ctrl.horizon=103"],
         [KL, "actor.use_kl_loss=true"],  # both at once
@@ -50,24 +49,79 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["algorithm.kl_ctrl.kl_coef=0.001"], "algorithm.kl_ctrl.kl_coef (0.001) would be ignored because algorithm.use_kl_in_reward is false; remove it, or set it to true."),
-        (["algorithm.kl_penalty=k3"], "algorithm.kl_penalty (k3) would be ignored because algorithm.use_kl_in_reward is false"),
-        (["algorithm.kl_ctrl.target_kl=6"], "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.use_kl_in_reward is false"),
-        ([KL, "algorithm.kl_ctrl.target_kl=6"], "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.kl_ctrl.type is fixed; remove it, or set that to adaptive."),
-        ([KL, "algorithm.kl_ctrl.horizon=6"], "algorithm.kl_ctrl.horizon (6) would be ignored because algorithm.kl_ctrl.type is fixed"),
-        ([KL, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward, or the reference is run for nothing"),
-        ([KL, ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"], "algorithm.kl_ctrl.kl_coef (0) must be above 0"),
-        ([KL, ADAPTIVE, "algorithm.kl_ctrl.horizon=102"], "algorithm.kl_ctrl.horizon (102 samples) must be above 0.2 x the samples of a step (data.train_batch_size x rollout.n = 32 x 16 = 512), or one step can turn the sign of the KL term; use 5120."),
-        (["algorithm.filter_groups.metric=exact_match"], "algorithm.filter_groups.metric (exact_match) would be ignored because algorithm.filter_groups.enable is false; remove it, or set it to true."),
-        (["algorithm.filter_groups.max_num_gen_batches=3"], "algorithm.filter_groups.max_num_gen_batches (3) would be ignored because algorithm.filter_groups.enable is false"),
-        ([FILTER, "algorithm.filter_groups.metric=exact_mach"], "algorithm.filter_groups.metric ('exact_mach') must be one of 'reward', 'exact_match'; did you mean 'exact_match'?"),
-        ([FILTER, "algorithm.filter_groups.metric=x"], "algorithm.filter_groups.metric ('x') must be one of 'reward', 'exact_match'; name one of them."),
-        ([FILTER, "algorithm.filter_groups.max_num_gen_batches=0"], "algorithm.filter_groups.max_num_gen_batches (0) must be at least 1; the default is 10."),
-        ([FILTER, "rollout.n=1", "actor.mini_batch_size=32", "algorithm.adv_estimator=remax"], "rollout.n (1) must be at least 2 with algorithm.filter_groups.enable"),
-        (["algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is false; remove it, or set it to true."),
-        (["algorithm.pf_ppo.reweight_method=max_min"], "algorithm.pf_ppo.reweight_method (max_min) would be ignored because algorithm.pf_ppo.enable is false"),
-        ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"], "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."),
-        ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"], "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0; the default is 2.0."),
+        (["algorithm.kl_ctrl.kl_coef=0.001"],
+         (
+             "algorithm.kl_ctrl.kl_coef (0.001) would be ignored because algorithm.use_kl_in_reward"
+             " is false; remove it, or set it to true."
+         )),
+        (["algorithm.kl_penalty=k3"],
+         "algorithm.kl_penalty (k3) would be ignored because algorithm.use_kl_in_reward is false"),
+        (["algorithm.kl_ctrl.target_kl=6"],
+         (
+             "algorithm.kl_ctrl.target_kl (6.0) would be ignored because"
+             " algorithm.use_kl_in_reward is false"
+         )),
+        ([KL, "algorithm.kl_ctrl.target_kl=6"],
+         (
+             "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.kl_ctrl.type is"
+             " fixed; remove it, or set that to adaptive."
+         )),
+        ([KL, "algorithm.kl_ctrl.horizon=6"],
+         "algorithm.kl_ctrl.horizon (6) would be ignored because algorithm.kl_ctrl.type is fixed"),
+        ([KL, "algorithm.kl_ctrl.kl_coef=0"],
+         (
+             "algorithm.kl_ctrl.kl_coef (0) must be above 0 with algorithm.use_kl_in_reward, or the"
+             " reference is run for nothing"
+         )),
+        ([KL, ADAPTIVE, "algorithm.kl_ctrl.kl_coef=0"],
+         "algorithm.kl_ctrl.kl_coef (0) must be above 0"),
+        ([KL, ADAPTIVE, "algorithm.kl_ctrl.horizon=102"],
+         (
+             "algorithm.kl_ctrl.horizon (102 samples) must be above 0.2 x the samples of a step"
+             " (data.train_batch_size x rollout.n = 32 x 16 = 512), or one step can turn the sign"
+             " of the KL term; use 5120."
+         )),
+        (["algorithm.filter_groups.metric=exact_match"],
+         (
+             "algorithm.filter_groups.metric (exact_match) would be ignored because"
+             " algorithm.filter_groups.enable is false; remove it, or set it to true."
+         )),
+        (["algorithm.filter_groups.max_num_gen_batches=3"],
+         (
+             "algorithm.filter_groups.max_num_gen_batches (3) would be ignored because"
+             " algorithm.filter_groups.enable is false"
+         )),
+        ([FILTER, "algorithm.filter_groups.metric=exact_mach"],
+         (
+             "algorithm.filter_groups.metric ('exact_mach') must be one of 'reward', 'exact_match';"
+             " did you mean 'exact_match'?"
+         )),
+        ([FILTER, "algorithm.filter_groups.metric=x"],
+         (
+             "algorithm.filter_groups.metric ('x') must be one of 'reward', 'exact_match'; name"
+             " one of them."
+         )),
+        ([FILTER, "algorithm.filter_groups.max_num_gen_batches=0"],
+         "algorithm.filter_groups.max_num_gen_batches (0) must be at least 1; the default is 10."),
+        ([FILTER, "rollout.n=1", "actor.mini_batch_size=32", "algorithm.adv_estimator=remax"],
+         "rollout.n (1) must be at least 2 with algorithm.filter_groups.enable"),
+        (["algorithm.pf_ppo.weight_pow=3"],
+         (
+             "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is"
+             " false; remove it, or set it to true."
+         )),
+        (["algorithm.pf_ppo.reweight_method=max_min"],
+         (
+             "algorithm.pf_ppo.reweight_method (max_min) would be ignored because"
+             " algorithm.pf_ppo.enable is false"
+         )),
+        ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"],
+         (
+             "algorithm.pf_ppo.weight_pow (3.0) would be ignored because"
+             " algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."
+         )),
+        ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"],
+         "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0; the default is 2.0."),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected: str) -> None:
@@ -78,7 +132,8 @@ def test_a_mistake_is_one_problem(run_file: Path, overrides: list[str], expected
 def test_the_command_line_may_switch_off_what_a_file_sets_up(run_file: Path) -> None:
     with run_file.open("a") as file:
         file.write(
-            "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, target_kl: 3, horizon: 9999}}\n"
+            "algorithm: {use_kl_in_reward: true, kl_ctrl: {type: adaptive, target_kl: 3,"
+            " horizon: 9999}}\n"
         )
     assert validate_config(read_run_config(run_file)) == []
     assert validate_config(read_run_config(run_file, ["algorithm.use_kl_in_reward=false"])) == []

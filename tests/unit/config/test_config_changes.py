@@ -1,4 +1,6 @@
-"""A configuration against the one before: what is refused, what is recorded, what the journal depends on."""
+"""A configuration against the one before: what is refused, what is recorded, what the
+journal depends on.
+"""
 
 from dataclasses import replace
 

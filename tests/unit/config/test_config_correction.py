@@ -1,6 +1,6 @@
-"""Rules of `algorithm.rollout_correction`: one message for each mistake, none for what may stand together."""
-
-# ruff: noqa: E501  (tables of messages)
+"""Rules of `algorithm.rollout_correction`: one message for each mistake, none for what may
+stand together.
+"""
 
 from pathlib import Path
 
@@ -78,25 +78,81 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
-        (["preset=decoupled_token_iss"], f"{SECTION}.preset (decoupled_token_iss) must be one of disabled, decoupled_token_is, "),
-        (["rollout_is_threshold=3.0"], f"{SECTION}.rollout_is_threshold (3.0) would be ignored because {SECTION}.rollout_is is null; remove it, or set that to token or sequence."),
-        (["rollout_is_batch_normalize=true"], f"{SECTION}.rollout_is_batch_normalize (true) would be ignored because {SECTION}.rollout_is is null"),
-        (["rollout_rs_threshold=[2.0]"], f"{SECTION}.rollout_rs_threshold (['2.0']) would be ignored because {SECTION}.rollout_rs is null; remove it, or name filters there."),
-        (["rollout_is=token", "rollout_is_threshold=5_0.5"], f"{SECTION}.rollout_is_threshold (5_0.5) must be one number above 0, where weights are cut, or LOW_HIGH, outside of which they are 0; use 2.0 or 0.5_5.0."),
-        (["rollout_is=token", "rollout_is_threshold=0"], f"{SECTION}.rollout_is_threshold (0) must be one number above 0"),
-        (["rollout_rs=[token_k4]", "rollout_rs_threshold=[2.0]"], f"{SECTION}.rollout_rs (token_k4) must be among token_k1, token_k2,"),
-        (["rollout_rs=[seq_max_k1]", "rollout_rs_threshold=[2.0]"], f"{SECTION}.rollout_rs (seq_max_k1) must be among"),
-        (["rollout_rs=[token_k2, token_k2]", "rollout_rs_threshold=[2.0, 3.0]"], f"{SECTION}.rollout_rs (token_k2, token_k2) must differ; name each filter once."),
-        (["rollout_rs=[token_k1, token_k2]", "rollout_rs_threshold=[2.0]"], f"{SECTION}.rollout_rs_threshold (1 entries) must have one entry for each of the 2 filters"),
-        (["preset=decoupled_geo_rs", "rollout_rs=[token_k1]"], f"{SECTION}.rollout_rs_threshold (0 entries) must have one entry for each of the 1 filters"),
-        (["rollout_rs=[token_k1]", "rollout_rs_threshold=[0.5]"], f"{SECTION}.rollout_rs_threshold (0.5) of token_k1 must be bounds of the ratio, LOW_HIGH with LOW below HIGH, or one number x above 1 for 1/x_x; use one such as 0.5_2.0."),
-        (["rollout_rs=[seq_mean_k3]", "rollout_rs_threshold=['0.1_0.2']"], f"{SECTION}.rollout_rs_threshold (0.1_0.2) of seq_mean_k3 must be one number above 0, an upper bound"),
-        (["rollout_token_veto_threshold=1.0"], f"{SECTION}.rollout_token_veto_threshold (1.0) must be above 0 and below 1"),
-        (["rollout_token_veto_threshold=0"], f"{SECTION}.rollout_token_veto_threshold (0.0) must be above 0 and below 1"),
-        (["loss_type=reinforce"], f"{SECTION}.loss_type (reinforce) would be ignored because {SECTION}.mode is decoupled, where any actor.policy_loss.loss_mode may stand; remove it, or set mode: bypass."),
-        (["preset=bypass_pg_is"], f"actor.policy_loss.loss_mode (ppo_clip) must be reinforce, which {SECTION}.loss_type asks for (preset bypass_pg_is); set it, or use mode: decoupled, where any loss may stand."),
-        (["mode=bypass", "actor.policy_loss.loss_mode=gpg"], f"actor.policy_loss.loss_mode (gpg) must be ppo_clip, which {SECTION}.loss_type asks for"),
-        (["mode=bypass", "rollout_is=token"], f"{SECTION}.rollout_is (token) must be null with {SECTION}.mode bypass and {SECTION}.loss_type ppo_clip, whose ratio is already that of policy and engine: it would count twice; remove it, or use loss_type: reinforce."),
+        (["preset=decoupled_token_iss"],
+         f"{SECTION}.preset (decoupled_token_iss) must be one of disabled, decoupled_token_is, "),
+        (["rollout_is_threshold=3.0"],
+         (
+             f"{SECTION}.rollout_is_threshold (3.0) would be ignored because {SECTION}.rollout_is"
+             " is null; remove it, or set that to token or sequence."
+         )),
+        (["rollout_is_batch_normalize=true"],
+         (
+             f"{SECTION}.rollout_is_batch_normalize (true) would be ignored because"
+             f" {SECTION}.rollout_is is null"
+         )),
+        (["rollout_rs_threshold=[2.0]"],
+         (
+             f"{SECTION}.rollout_rs_threshold (['2.0']) would be ignored because"
+             f" {SECTION}.rollout_rs is null; remove it, or name filters there."
+         )),
+        (["rollout_is=token", "rollout_is_threshold=5_0.5"],
+         (
+             f"{SECTION}.rollout_is_threshold (5_0.5) must be one number above 0, where weights are"
+             " cut, or LOW_HIGH, outside of which they are 0; use 2.0 or 0.5_5.0."
+         )),
+        (["rollout_is=token", "rollout_is_threshold=0"],
+         f"{SECTION}.rollout_is_threshold (0) must be one number above 0"),
+        (["rollout_rs=[token_k4]", "rollout_rs_threshold=[2.0]"],
+         f"{SECTION}.rollout_rs (token_k4) must be among token_k1, token_k2,"),
+        (["rollout_rs=[seq_max_k1]", "rollout_rs_threshold=[2.0]"],
+         f"{SECTION}.rollout_rs (seq_max_k1) must be among"),
+        (["rollout_rs=[token_k2, token_k2]", "rollout_rs_threshold=[2.0, 3.0]"],
+         f"{SECTION}.rollout_rs (token_k2, token_k2) must differ; name each filter once."),
+        (["rollout_rs=[token_k1, token_k2]", "rollout_rs_threshold=[2.0]"],
+         (
+             f"{SECTION}.rollout_rs_threshold (1 entries) must have one entry for each of"
+             " the 2 filters"
+         )),
+        (["preset=decoupled_geo_rs", "rollout_rs=[token_k1]"],
+         (
+             f"{SECTION}.rollout_rs_threshold (0 entries) must have one entry for each of"
+             " the 1 filters"
+         )),
+        (["rollout_rs=[token_k1]", "rollout_rs_threshold=[0.5]"],
+         (
+             f"{SECTION}.rollout_rs_threshold (0.5) of token_k1 must be bounds of the ratio,"
+             " LOW_HIGH with LOW below HIGH, or one number x above 1 for 1/x_x; use one such"
+             " as 0.5_2.0."
+         )),
+        (["rollout_rs=[seq_mean_k3]", "rollout_rs_threshold=['0.1_0.2']"],
+         (
+             f"{SECTION}.rollout_rs_threshold (0.1_0.2) of seq_mean_k3 must be one number above 0,"
+             " an upper bound"
+         )),
+        (["rollout_token_veto_threshold=1.0"],
+         f"{SECTION}.rollout_token_veto_threshold (1.0) must be above 0 and below 1"),
+        (["rollout_token_veto_threshold=0"],
+         f"{SECTION}.rollout_token_veto_threshold (0.0) must be above 0 and below 1"),
+        (["loss_type=reinforce"],
+         (
+             f"{SECTION}.loss_type (reinforce) would be ignored because {SECTION}.mode is"
+             " decoupled, where any actor.policy_loss.loss_mode may stand; remove it, or set"
+             " mode: bypass."
+         )),
+        (["preset=bypass_pg_is"],
+         (
+             f"actor.policy_loss.loss_mode (ppo_clip) must be reinforce, which {SECTION}.loss_type"
+             " asks for (preset bypass_pg_is); set it, or use mode: decoupled, where any"
+             " loss may stand."
+         )),
+        (["mode=bypass", "actor.policy_loss.loss_mode=gpg"],
+         f"actor.policy_loss.loss_mode (gpg) must be ppo_clip, which {SECTION}.loss_type asks for"),
+        (["mode=bypass", "rollout_is=token"],
+         (
+             f"{SECTION}.rollout_is (token) must be null with {SECTION}.mode bypass and"
+             f" {SECTION}.loss_type ppo_clip, whose ratio is already that of policy and engine: it"
+             " would count twice; remove it, or use loss_type: reinforce."
+         )),
     ],
 )  # fmt: skip
 def test_a_mistake_is_one_problem(run_file: Path, settings: list[str], expected: str) -> None:

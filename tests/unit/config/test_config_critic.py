@@ -1,6 +1,6 @@
-"""Rules on the critic's settings, each with a value on both sides of its border; and who has which ranks."""
-
-# ruff: noqa: E501  (tables of messages)
+"""Rules on the critic's settings, each with a value on both sides of its border; and who
+has which ranks.
+"""
 
 import json
 from collections.abc import Callable
@@ -24,7 +24,9 @@ algorithm: {adv_estimator: gae}
 critic: {num_ranks: 4, megatron: {tensor_model_parallel_size: 2}}
 """
 )
-"""Of 8 ranks: one actor in tp2 pp2, two critics in tp2. 32 x 16 samples a step, of at most 10 tokens."""
+"""Of 8 ranks: one actor in tp2 pp2, two critics in tp2. 32 x 16 samples a step, of at
+most 10 tokens.
+"""
 
 SHARED = VALID + "\nalgorithm: {adv_estimator: gae}\n"
 Problems = Callable[..., list[str]]
@@ -47,15 +49,46 @@ def test_valid_runs_have_no_problem(problems: Problems) -> None:
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["reward_model.num_ranks=3"], "reward_model.num_ranks (3) must be a multiple of reward_model.megatron.tensor_model_parallel_size"),
-        (["reward_model.num_ranks=2", "critic.num_ranks=4"], "critic.num_ranks + reward_model.num_ranks (4 + 2) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor"),
-        (["reward_model.max_token_len_per_gpu=10"], "reward_model.max_token_len_per_gpu (10) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10, and 1 place behind it); use 11"),
-        (["reward_model.granularity=step", "reward_model.step_separator=''"], "reward_model.step_separator ('') must be the text that ends a step"),
-        (["reward_model.step_separator=x"], "reward_model.step_separator (x) would be ignored because reward_model.granularity is response"),
-        (["algorithm.filter_groups.enable=true"], "algorithm.filter_groups.metric (reward) is read before the model of reward_model.path scores; name the reward of `reward` that decides, such as exact_match"),
-        (["algorithm.adv_estimator=remax"], "algorithm.adv_estimator (remax) compares with greedy samples, which the model of reward_model.path does not score"),
-        (["rollout.colocated=true"], "reward_model.param_offload (false) must be true with rollout.colocated"),
-        (["reward_model.path=null", "reward_model.weight=0.25"], "reward_model.weight (0.25) would be ignored because reward_model.path is null; remove it, or name a model there."),
+        (["reward_model.num_ranks=3"],
+         (
+             "reward_model.num_ranks (3) must be a multiple"
+             " of reward_model.megatron.tensor_model_parallel_size"
+         )),
+        (["reward_model.num_ranks=2", "critic.num_ranks=4"],
+         (
+             "critic.num_ranks + reward_model.num_ranks (4 + 2) leaves 2 of trainer.nnodes x"
+             " n_gpus_per_node (8) ranks for the actor"
+         )),
+        (["reward_model.max_token_len_per_gpu=10"],
+         (
+             "reward_model.max_token_len_per_gpu (10) must hold the longest sample,"
+             " data.max_prompt_length + max_response_length (6 + 4 = 10, and 1 place behind"
+             " it); use 11"
+         )),
+        (["reward_model.granularity=step", "reward_model.step_separator=''"],
+         "reward_model.step_separator ('') must be the text that ends a step"),
+        (["reward_model.step_separator=x"],
+         (
+             "reward_model.step_separator (x) would be ignored because reward_model.granularity"
+             " is response"
+         )),
+        (["algorithm.filter_groups.enable=true"],
+         (
+             "algorithm.filter_groups.metric (reward) is read before the model of reward_model.path"
+             " scores; name the reward of `reward` that decides, such as exact_match"
+         )),
+        (["algorithm.adv_estimator=remax"],
+         (
+             "algorithm.adv_estimator (remax) compares with greedy samples, which the model of"
+             " reward_model.path does not score"
+         )),
+        (["rollout.colocated=true"],
+         "reward_model.param_offload (false) must be true with rollout.colocated"),
+        (["reward_model.path=null", "reward_model.weight=0.25"],
+         (
+             "reward_model.weight (0.25) would be ignored because reward_model.path is null; remove"
+             " it, or name a model there."
+         )),
     ],
 )  # fmt: skip
 def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Problems) -> None:
@@ -72,12 +105,26 @@ def test_rules_of_a_reward_model(wrong: list[str], expected: str, problems: Prob
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["reference.num_ranks=3"], "reference.num_ranks (3) must be a multiple of reference.megatron.tensor_model_parallel_size"),
-        (["reference.num_ranks=6"], "reference.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor"),
+        (["reference.num_ranks=3"],
+         (
+             "reference.num_ranks (3) must be a multiple"
+             " of reference.megatron.tensor_model_parallel_size"
+         )),
+        (["reference.num_ranks=6"],
+         (
+             "reference.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks"
+             " for the actor"
+         )),
         (["reference.path=null"], "reference.num_ranks (4) is for a model of reference.path"),
-        (["reference.max_token_len_per_gpu=9"], "reference.max_token_len_per_gpu (9) must hold the longest sample"),
-        (["reference.param_offload=true"], "reference.param_offload (true) would be ignored because reference.num_ranks is 4"),
-        (["reference.num_ranks=0", "reference.megatron.tensor_model_parallel_size=4"], "reference.megatron.tensor_model_parallel_size (4) would be ignored because reference.num_ranks is 0"),
+        (["reference.max_token_len_per_gpu=9"],
+         "reference.max_token_len_per_gpu (9) must hold the longest sample"),
+        (["reference.param_offload=true"],
+         "reference.param_offload (true) would be ignored because reference.num_ranks is 4"),
+        (["reference.num_ranks=0", "reference.megatron.tensor_model_parallel_size=4"],
+         (
+             "reference.megatron.tensor_model_parallel_size (4) would be ignored because"
+             " reference.num_ranks is 0"
+         )),
     ],
 )  # fmt: skip
 def test_rules_of_a_reference_with_a_pool(
@@ -94,24 +141,97 @@ def test_rules_of_a_reference_with_a_pool(
 @pytest.mark.parametrize(
     ("wrong", "expected", "right"),
     [
-        (["critic.num_ranks=3"], "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 1 x 1 = 2); use 2 or 4 ranks or another layout.", ["critic.num_ranks=4"]),
-        (["critic.num_ranks=6"], "critic.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the actor, which must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (4), at least one; use 10 ranks in all.", ["critic.num_ranks=6", "trainer.n_gpus_per_node=10"]),
-        (["critic.num_ranks=8"], "critic.num_ranks (8) leaves 0 of", ["critic.num_ranks=8", "trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=1"]),
-        (["trainer.runtime=inline", "trainer.n_gpus_per_node=1"], "critic.num_ranks (4) needs several processes, but trainer.runtime (inline) has one; set it to 0 or use runtime: torchrun.", []),
-        (["critic.mini_batch_size=96"], "critic.mini_batch_size (96 samples) must divide data.train_batch_size x rollout.n (32 x 16 = 512 samples a step); use 64 or 128.", ["critic.mini_batch_size=64"]),
-        (["critic.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2), or replicas have no work in any optimizer step; use 2 or more, or fewer ranks.", ["critic.mini_batch_size=1", "critic.num_ranks=2", "trainer.n_gpus_per_node=6"]),
-        (["actor.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)", ["actor.mini_batch_size=1", "critic.mini_batch_size=2"]),
-        (["critic.ppo_max_token_len_per_gpu=9"], "critic.ppo_max_token_len_per_gpu (9) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more.", ["critic.ppo_max_token_len_per_gpu=10"]),
-        (["actor.ppo_max_token_len_per_gpu=11", "critic.megatron.context_parallel_size=2", "critic.megatron.sequence_parallel=true", "data.max_response_length=17"], "critic.ppo_max_token_len_per_gpu (11 x context_parallel_size 2 = 22) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 17 = 23, padded to a multiple of 8: 24); use 12 or more.", ["actor.ppo_max_token_len_per_gpu=23", "critic.ppo_max_token_len_per_gpu=12", "critic.megatron.context_parallel_size=2", "critic.megatron.sequence_parallel=true", "data.max_response_length=17"]),
-        (["trainer.critic_warmup=20"], "trainer.critic_warmup (20) must be below trainer.total_training_steps (20), or the policy is never trained; use 19 or less.", ["trainer.critic_warmup=19"]),
-        (["critic.optim.min_lr=0.5", "critic.optim.lr_decay_style=linear"], "critic.optim.min_lr (0.5) must not be above critic.optim.lr (1e-05); lower it.", ["critic.optim.min_lr=1e-6", "critic.optim.lr_decay_style=linear"]),
-        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=160", "critic.mini_batch_size=64"], "critic.optim.lr_warmup_steps (160) must be below the run's optimizer steps (160)", ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=159", "critic.mini_batch_size=64"]),
-        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=240", "critic.ppo_epochs=3"], "must be below the run's optimizer steps (240)", ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=239", "critic.ppo_epochs=3"]),
-        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60", "trainer.critic_warmup=5"], "actor.optim.lr_warmup_steps (60) must be below the run's optimizer steps (60)", ["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60", "trainer.critic_warmup=4"]),
-        (["critic.megatron.tensor_model_parallel_size=1", "critic.megatron.sequence_parallel=true"], "critic.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks", ["critic.megatron.sequence_parallel=true"]),
-        (["critic.megatron.virtual_pipeline_model_parallel_size=2"], "critic.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages into chunks, but pipeline_model_parallel_size is 1", ["critic.megatron.virtual_pipeline_model_parallel_size=2", "critic.megatron.pipeline_model_parallel_size=2"]),
-        (["critic.num_ranks=2", "trainer.n_gpus_per_node=6", "critic.megatron.use_distributed_optimizer=true"], "critic.megatron.use_distributed_optimizer (true) would be ignored because data- and context-parallel size are both 1 (2 ranks", ["critic.megatron.use_distributed_optimizer=true"]),
-        (["actor.megatron.use_distributed_optimizer=true"], "actor.megatron.use_distributed_optimizer (true) would be ignored because data- and context-parallel size are both 1 (4 ranks", ["actor.megatron.use_distributed_optimizer=true", "trainer.n_gpus_per_node=12"]),
+        (["critic.num_ranks=3"],
+         (
+             "critic.num_ranks (3) must be a multiple of critic.megatron.tensor_model_parallel_size"
+             " x pipeline_model_parallel_size x context_parallel_size (2 x 1 x 1 = 2); use 2 or 4"
+             " ranks or another layout."
+         ), ["critic.num_ranks=4"]),
+        (["critic.num_ranks=6"],
+         (
+             "critic.num_ranks (6) leaves 2 of trainer.nnodes x n_gpus_per_node (8) ranks for the"
+             " actor, which must be a multiple of actor.megatron.tensor_model_parallel_size x"
+             " pipeline_model_parallel_size x context_parallel_size (4), at least one; use 10"
+             " ranks in all."
+         ), ["critic.num_ranks=6", "trainer.n_gpus_per_node=10"]),
+        (["critic.num_ranks=8"], "critic.num_ranks (8) leaves 0 of",
+         ["critic.num_ranks=8", "trainer.nnodes=2",
+          "actor.megatron.pipeline_model_parallel_size=1"]),
+        (["trainer.runtime=inline", "trainer.n_gpus_per_node=1"],
+         (
+             "critic.num_ranks (4) needs several processes, but trainer.runtime (inline) has one;"
+             " set it to 0 or use runtime: torchrun."
+         ), []),
+        (["critic.mini_batch_size=96"],
+         (
+             "critic.mini_batch_size (96 samples) must divide data.train_batch_size x rollout.n (32"
+             " x 16 = 512 samples a step); use 64 or 128."
+         ), ["critic.mini_batch_size=64"]),
+        (["critic.mini_batch_size=1"],
+         (
+             "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2), or"
+             " replicas have no work in any optimizer step; use 2 or more, or fewer ranks."
+         ), ["critic.mini_batch_size=1", "critic.num_ranks=2", "trainer.n_gpus_per_node=6"]),
+        (["actor.mini_batch_size=1"],
+         "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)",
+         ["actor.mini_batch_size=1", "critic.mini_batch_size=2"]),
+        (["critic.ppo_max_token_len_per_gpu=9"],
+         (
+             "critic.ppo_max_token_len_per_gpu (9) must hold the longest sample,"
+             " data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more."
+         ), ["critic.ppo_max_token_len_per_gpu=10"]),
+        (["actor.ppo_max_token_len_per_gpu=11", "critic.megatron.context_parallel_size=2",
+          "critic.megatron.sequence_parallel=true",
+          "data.max_response_length=17"],
+          (
+              "critic.ppo_max_token_len_per_gpu (11 x context_parallel_size 2 = 22) must hold the"
+              " longest sample, data.max_prompt_length + max_response_length (6 + 17 = 23, padded"
+              " to a multiple of 8: 24); use 12 or more."
+          ), ["actor.ppo_max_token_len_per_gpu=23", "critic.ppo_max_token_len_per_gpu=12",
+              "critic.megatron.context_parallel_size=2", "critic.megatron.sequence_parallel=true",
+              "data.max_response_length=17"]),
+        (["trainer.critic_warmup=20"],
+         (
+             "trainer.critic_warmup (20) must be below trainer.total_training_steps (20), or the"
+             " policy is never trained; use 19 or less."
+         ), ["trainer.critic_warmup=19"]),
+        (["critic.optim.min_lr=0.5", "critic.optim.lr_decay_style=linear"],
+         "critic.optim.min_lr (0.5) must not be above critic.optim.lr (1e-05); lower it.",
+         ["critic.optim.min_lr=1e-6", "critic.optim.lr_decay_style=linear"]),
+        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=160",
+          "critic.mini_batch_size=64"],
+          "critic.optim.lr_warmup_steps (160) must be below the run's optimizer steps (160)",
+          ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=159",
+           "critic.mini_batch_size=64"]),
+        (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=240",
+          "critic.ppo_epochs=3"], "must be below the run's optimizer steps (240)",
+          ["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=239",
+           "critic.ppo_epochs=3"]),
+        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60",
+          "trainer.critic_warmup=5"],
+          "actor.optim.lr_warmup_steps (60) must be below the run's optimizer steps (60)",
+          ["actor.optim.lr_decay_style=cosine", "actor.optim.lr_warmup_steps=60",
+           "trainer.critic_warmup=4"]),
+        (["critic.megatron.tensor_model_parallel_size=1", "critic.megatron.sequence_parallel=true"],
+         "critic.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks",
+         ["critic.megatron.sequence_parallel=true"]),
+        (["critic.megatron.virtual_pipeline_model_parallel_size=2"],
+         (
+             "critic.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages into"
+             " chunks, but pipeline_model_parallel_size is 1"
+         ), ["critic.megatron.virtual_pipeline_model_parallel_size=2",
+             "critic.megatron.pipeline_model_parallel_size=2"]),
+        (["critic.num_ranks=2", "trainer.n_gpus_per_node=6",
+          "critic.megatron.use_distributed_optimizer=true"],
+          (
+              "critic.megatron.use_distributed_optimizer (true) would be ignored because data- and"
+              " context-parallel size are both 1 (2 ranks"
+          ), ["critic.megatron.use_distributed_optimizer=true"]),
+        (["actor.megatron.use_distributed_optimizer=true"],
+         (
+             "actor.megatron.use_distributed_optimizer (true) would be ignored because data- and"
+             " context-parallel size are both 1 (4 ranks"
+         ), ["actor.megatron.use_distributed_optimizer=true", "trainer.n_gpus_per_node=12"]),
     ],
 )  # fmt: skip
 def test_rules_of_a_critic_with_its_own_pool(
@@ -125,9 +245,21 @@ def test_rules_of_a_critic_with_its_own_pool(
 @pytest.mark.parametrize(
     ("wrong", "expected"),
     [
-        (["critic.mini_batch_size=1"], "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
-        (["critic.megatron.tensor_model_parallel_size=2"], "critic.megatron.tensor_model_parallel_size (2) would be ignored because critic.num_ranks is 0; remove it, or give the critic ranks of its own."),
-        (["actor.ppo_max_token_len_per_gpu=16", "actor.megatron.sequence_parallel=true", "data.max_response_length=9", "critic.ppo_max_token_len_per_gpu=15"], "critic.ppo_max_token_len_per_gpu (15) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 9 = 15, padded to a multiple of 2: 16)"),
+        (["critic.mini_batch_size=1"],
+         "critic.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["critic.megatron.tensor_model_parallel_size=2"],
+         (
+             "critic.megatron.tensor_model_parallel_size (2) would be ignored because"
+             " critic.num_ranks is 0; remove it, or give the critic ranks of its own."
+         )),
+        (["actor.ppo_max_token_len_per_gpu=16", "actor.megatron.sequence_parallel=true",
+          "data.max_response_length=9",
+          "critic.ppo_max_token_len_per_gpu=15"],
+          (
+              "critic.ppo_max_token_len_per_gpu (15) must hold the longest sample,"
+              " data.max_prompt_length + max_response_length (6 + 9 = 15, padded to a"
+              " multiple of 2: 16)"
+          )),
     ],
 )  # fmt: skip
 def test_rules_of_a_critic_in_the_actors_pool(
@@ -143,14 +275,16 @@ def test_rules_of_a_critic_in_the_actors_pool(
 def test_without_a_critic_its_settings_would_be_ignored(setting: str, problems: Problems) -> None:
     (found,) = problems(VALID, setting)
     assert (
-        "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that needs values"
-        in found
-    )
+        "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that"
+        " needs values"
+    ) in found
     assert problems(SHARED, setting) == []
 
 
 def test_a_later_estimator_without_values_takes_the_critic_away(tmp_path: Path) -> None:
-    """A file may configure the critic and the command line switch it off: the actor has all ranks."""
+    """A file may configure the critic and the command line switch it off:
+    the actor has all ranks.
+    """
     path = tmp_path / "run.yaml"
     path.write_text(OWN_POOL)
     loaded = read_run_config(path, ["algorithm.adv_estimator=grpo"])
@@ -165,7 +299,11 @@ def test_a_later_estimator_without_values_takes_the_critic_away(tmp_path: Path) 
 def test_a_later_critic_may_take_the_ranks_that_shared_optimizer_state(tmp_path: Path) -> None:
     """The file's two replicas share it; the command line gives the ranks of one to the critic."""
     path = tmp_path / "run.yaml"
-    path.write_text(SHARED.replace("pipeline_model_parallel_size: 2", "pipeline_model_parallel_size: 2, use_distributed_optimizer: true"))  # fmt: skip
+    path.write_text(SHARED.replace("pipeline_model_parallel_size: 2",
+                                   (
+                                       "pipeline_model_parallel_size: 2, use_distributed_optimizer:"
+                                       " true"
+                                   )))  # fmt: skip
     assert (
         validate_config(read_run_config(path))
         == validate_config(read_run_config(path, ["critic.num_ranks=4"]))
@@ -189,7 +327,10 @@ def test_the_model_must_fit_the_critics_layout_too(tmp_path: Path) -> None:
     path.write_text(OWN_POOL)
     wrong = ["critic.megatron.tensor_model_parallel_size=4"]
     (found,) = validate_model_config(read_run_config(path, wrong), MODEL)
-    assert "/model/config.json: num_key_value_heads (2) must be a multiple of critic.megatron.tensor_model_parallel_size (4)" in found  # fmt: skip
+    assert (
+        "/model/config.json: num_key_value_heads (2) must be a multiple of"
+        " critic.megatron.tensor_model_parallel_size (4)"
+    ) in found  # fmt: skip
     assert validate_model_config(read_run_config(path), MODEL) == []
 
 
@@ -197,7 +338,11 @@ def test_the_model_must_fit_the_critics_layout_too(tmp_path: Path) -> None:
     ("model", "expected"),
     [
         ({}, []),
-        ({"num_key_value_heads": 1}, ["num_key_value_heads (1) must be a multiple of critic.megatron.tensor_model_parallel_size (2)"]),
+        ({"num_key_value_heads": 1},
+         [
+             "num_key_value_heads (1) must be a multiple of"
+             " critic.megatron.tensor_model_parallel_size (2)"
+         ]),
         ({"num_hidden_layers": 3}, []),  # its pool has one stage
         ({"vocab_size": 33}, ["critic.path: vocab_size (33) must be that of model.path (32)"]),
         (None, ["is not a directory; correct it"]),
@@ -234,11 +379,17 @@ SERVED = (
     [
         (
             ["reward_model.num_ranks=4"],
-            "reward_model.num_ranks (4) would be ignored because reward_model.served.num_servers is 2; remove it, or set that to 0.",
+            (
+                "reward_model.num_ranks (4) would be ignored because"
+                " reward_model.served.num_servers is 2; remove it, or set that to 0."
+            ),
         ),
         (
             ["reward_model.granularity=step"],
-            "reward_model.granularity (step) would be ignored because reward_model.served.num_servers is 2",
+            (
+                "reward_model.granularity (step) would be ignored because"
+                " reward_model.served.num_servers is 2"
+            ),
         ),
         (["reward_model.param_offload=true"], "reward_model.param_offload (true) would be ignored"),
         (
@@ -268,9 +419,9 @@ def test_rules_of_a_served_reward_model(
     )
 
 
-JUDGED = (
-    VALID
-    + "\nreward_model: {path: judge, served: {num_servers: 2, judge: {num_votes: 3, temperature: 0.7}}}\n"
+JUDGED = VALID + (
+    "\nreward_model: {path: judge, served: {num_servers: 2, judge: {num_votes: 3,"
+    " temperature: 0.7}}}\n"
 )
 
 
@@ -346,9 +497,9 @@ def test_settings_of_servers_that_are_not_there(problems: Problems) -> None:
     assert "reward_model.served.judge.num_votes (1) would be ignored" in problem
     [problem] = problems(VALID + "\nreward_model: {path: judge, served: {ending: x}}\n")
     assert (
-        "reward_model.served.ending (x) would be ignored because reward_model.served.num_servers is 0"
-        in problem
-    )
+        "reward_model.served.ending (x) would be ignored because"
+        " reward_model.served.num_servers is 0"
+    ) in problem
 
 
 def test_what_reads_rewards_early_has_those_of_a_served_model(problems: Problems) -> None:

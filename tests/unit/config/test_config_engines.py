@@ -1,7 +1,5 @@
 """Rules on how engines are got: started or running ones, their keys, their router."""
 
-# ruff: noqa: E501  (tables of messages)
-
 from __future__ import annotations
 
 from collections.abc import Callable
@@ -57,7 +55,10 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             VALID,
             [ONE],
-            "rollout.endpoints (['http://127.0.0.1:1']) needs rollout.engine sglang, which is local; set that, or remove it.",
+            (
+                "rollout.endpoints (['http://127.0.0.1:1']) needs rollout.engine sglang, which is"
+                " local; set that, or remove it."
+            ),
         ),
         (
             VALID,
@@ -72,7 +73,10 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             SGLANG,
             ["rollout.endpoints=['gpu7:30000']"],
-            "rollout.endpoints (gpu7:30000) must be http://HOST:PORT or https://HOST:PORT and nothing more; correct it.",
+            (
+                "rollout.endpoints (gpu7:30000) must be http://HOST:PORT or https://HOST:PORT and"
+                " nothing more; correct it."
+            ),
         ),
         (
             SGLANG,
@@ -82,22 +86,35 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             SGLANG,
             ["rollout.endpoints=['http://127.0.0.1:1','http://localhost:1/']"],
-            "rollout.endpoints (http://localhost:1/) is the same server as http://127.0.0.1:1; name each once.",
+            (
+                "rollout.endpoints (http://localhost:1/) is the same server as http://127.0.0.1:1;"
+                " name each once."
+            ),
         ),
         (
             SGLANG,
             [AFAR],
-            "rollout.endpoints (https://gpu7:30000) is on another machine, which rollout.weight_transport (tensor) does not reach; use process_group or disk, or write 127.0.0.1 if it is this machine.",
+            (
+                "rollout.endpoints (https://gpu7:30000) is on another machine, which"
+                " rollout.weight_transport (tensor) does not reach; use process_group or disk, or"
+                " write 127.0.0.1 if it is this machine."
+            ),
         ),
         (
             SGLANG,
             [ONE, "rollout.colocated=true"],
-            "rollout.colocated (true) needs servers that the run starts on its own devices, but rollout.endpoints names running ones; remove either.",
+            (
+                "rollout.colocated (true) needs servers that the run starts on its own devices, but"
+                " rollout.endpoints names running ones; remove either."
+            ),
         ),
         (
             SGLANG,
             [ONE, "rollout.router=sglang"],
-            "rollout.router (sglang) has nothing to choose with one engine; remove it, or set rollout.num_engines or rollout.endpoints to more.",
+            (
+                "rollout.router (sglang) has nothing to choose with one engine; remove it, or set"
+                " rollout.num_engines or rollout.endpoints to more."
+            ),
         ),
         (
             SGLANG,
@@ -107,7 +124,10 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             SGLANG,
             [ONE, "rollout.sglang.args={tp_size: 2}"],
-            "rollout.sglang.args.tp_size (2) would be ignored because rollout.endpoints is ['http://127.0.0.1:1']; remove it, or start the servers with them.",
+            (
+                "rollout.sglang.args.tp_size (2) would be ignored because rollout.endpoints is"
+                " ['http://127.0.0.1:1']; remove it, or start the servers with them."
+            ),
         ),
         (
             SGLANG,
@@ -122,22 +142,34 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             SGLANG,
             [ONE, "rollout.max_engine_restarts=1"],
-            "rollout.max_engine_restarts (1) would be ignored because rollout.endpoints is ['http://127.0.0.1:1']; remove it, or let the run start the servers.",
+            (
+                "rollout.max_engine_restarts (1) would be ignored because rollout.endpoints is"
+                " ['http://127.0.0.1:1']; remove it, or let the run start the servers."
+            ),
         ),
         (
             SGLANG,
             ["rollout.sglang.api_key_file=key"],
-            "rollout.sglang.api_key_file (key) would be ignored because rollout.endpoints is []; remove it, or name the servers that want these keys there.",
+            (
+                "rollout.sglang.api_key_file (key) would be ignored because rollout.endpoints is"
+                " []; remove it, or name the servers that want these keys there."
+            ),
         ),
         (
             SGLANG,
             ["rollout.sglang.admin_api_key_file=key"],
-            "rollout.sglang.admin_api_key_file (key) would be ignored because rollout.endpoints is []",
+            (
+                "rollout.sglang.admin_api_key_file (key) would be ignored because"
+                " rollout.endpoints is []"
+            ),
         ),
         (
             SGLANG,
             ["rollout.sglang.env={RLHF_MEGATRON_TRANSFER_DIR: /x}"],
-            "rollout.sglang.env.RLHF_MEGATRON_TRANSFER_DIR is set by the run; set rollout.transfer_dir.",
+            (
+                "rollout.sglang.env.RLHF_MEGATRON_TRANSFER_DIR is set by the run;"
+                " set rollout.transfer_dir."
+            ),
         ),
         (
             SGLANG,
@@ -162,7 +194,10 @@ def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -
     for backend in ("megatron", "fsdp"):
         found = validate_config(load(VALID, given, f"actor.backend={backend}"))
         assert not any(given.partition("=")[0] in str(problem) for problem in found), found
-    words = "rollout.weight_transport (process_group) brings parts of tensors to rollout.engine local on one machine"
+    words = (
+        "rollout.weight_transport (process_group) brings parts of tensors to rollout.engine local"
+        " on one machine"
+    )
     assert any(
         words in str(problem) for problem in validate_config(load(VALID, given, "trainer.nnodes=2"))
     )
@@ -177,7 +212,10 @@ def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -
         ),
         (
             [ONE],
-            "rollout.quantization (fp8) is of servers that the run starts, but rollout.endpoints names running ones",
+            (
+                "rollout.quantization (fp8) is of servers that the run starts, but"
+                " rollout.endpoints names running ones"
+            ),
         ),
     ],
 )
@@ -190,7 +228,9 @@ def test_fp8_needs_servers_of_the_run_and_a_way_to_them(
 
 
 def test_a_base_file_may_say_how_servers_would_be_started(load: Load, tmp_path: Path) -> None:
-    """A later file names running ones: the settings of the earlier one are idle, and nobody expects them to act."""
+    """A later file names running ones: the settings of the earlier one are idle, and nobody
+    expects them to act.
+    """
     base = SGLANG.replace(
         "engine: sglang", "engine: sglang, sglang: {python: x, args: {tp_size: 2}}"
     )

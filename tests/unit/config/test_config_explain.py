@@ -100,7 +100,9 @@ def test_what_other_trainers_call_it() -> None:
 def test_names_of_verl_are_answered_with_what_to_write(
     name: str, answer: str, tmp_path: Path
 ) -> None:
-    """By `config explain` and by every command that reads the key, in a file or on the command line."""
+    """By `config explain` and by every command that reads the key, in a file or on
+    the command line.
+    """
     (tmp_path / "run.yaml").write_text("{}\n")
     if name in ("actor_rollout_ref.actor.optim.lr",):
         assert explain_setting(name).startswith("actor.optim.lr: ")

@@ -1,4 +1,6 @@
-"""Shipped files with random mistakes: each ends in a message or in a run that could start, within a second."""
+"""Shipped files with random mistakes: each ends in a message or in a run that could start,
+within a second.
+"""
 
 from __future__ import annotations
 
@@ -143,10 +145,8 @@ def a_configuration(chance: random.Random, directory: Path) -> None:
         if isinstance(below, dict):
             below[name] = copy.deepcopy(chance.choice(ODD))
     tree.pop("extends", None)
-    node, converter = (
-        convert_to_nodes(tree, ValueOrigin("fuzz", 1, 0)),
-        ConfigConverter(suggest_setting, has_known_subkeys),
-    )
+    node = convert_to_nodes(tree, ValueOrigin("fuzz", 1, 0))
+    converter = ConfigConverter(suggest_setting, has_known_subkeys)
     assert isinstance(node, MappingNode)
     config = converter.convert_section(RunConfig, node, "", RunConfig())
     if config is not BROKEN:

@@ -91,10 +91,8 @@ def test_a_job_downloads_the_model_and_every_later_look_finds_it(
 
 
 def test_a_copy_of_a_tokenizer_is_no_copy_of_the_model(hub: Hub, tmp_path: Path) -> None:
-    path, words = (
-        _run(tmp_path, "owner/tiny"),
-        [f"model.path={MODEL}", "model.tokenizer_path=owner/tiny"],
-    )
+    path = _run(tmp_path, "owner/tiny")
+    words = [f"model.path={MODEL}", "model.tokenizer_path=owner/tiny"]
     with pytest.raises(ConfigError):  # the file names no data
         _ = TrainJob(path, tuple(words)).config
     tokenizer = Path(read_run_config(path, words).config.model.tokenizer_path or "")
@@ -113,7 +111,8 @@ def test_a_model_without_weights_in_our_format_is_told(hub: Hub, tmp_path: Path)
     with pytest.raises(ConfigError) as caught:
         _ = TrainJob(_run(tmp_path, "owner/tiny")).config
     assert caught.value.problems == [
-        "model.path (owner/tiny): it has no *.safetensors on the hub, which is needed; name another."
+        "model.path (owner/tiny): it has no *.safetensors on the hub, which is needed;"
+        " name another."
     ]
 
 

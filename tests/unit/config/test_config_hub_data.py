@@ -1,4 +1,6 @@
-"""Data sets named as on a hub: which files are a split's, and against a small server of the hub's protocol."""
+"""Data sets named as on a hub: which files are a split's, and against a small server of the
+hub's protocol.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +181,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 def run_file(tmp_path: Path, train: str = "owner/tiny:train", val: str = "owner/tiny:test") -> Path:
     path = tmp_path / "run.yaml"
     path.write_text(
-        f"model: {{path: {MODEL}, init_seed: 1}}\ndata: {{train_files: [{train}], val_files: [{val}]}}\n"
+        f"model: {{path: {MODEL}, init_seed: 1}}\n"
+        f"data: {{train_files: [{train}], val_files: [{val}]}}\n"
     )
     return path
 
@@ -190,12 +193,16 @@ def test_a_job_downloads_the_files_and_every_later_look_finds_them(
     path = run_file(tmp_path)
     with pytest.raises(ConfigError) as caught:
         load_run_config(path)
-    told = "data.train_files (owner/tiny:train) does not exist; `rlhf-megatron fetch owner/tiny:train` brings it"
+    told = (
+        "data.train_files (owner/tiny:train) does not exist; `rlhf-megatron fetch"
+        " owner/tiny:train` brings it"
+    )
     assert told in str(caught.value) and not hub.asked  # a check leaves the network alone
     with pytest.raises(ConfigError, match="max_prompt_length"):  # the model is too small
         _ = TrainJob(path).config
     assert capsys.readouterr().out.startswith("owner/tiny:train is fetched from the hub\n")
-    data, asked = read_run_config(path).config.data, len(hub.asked)
+    data = read_run_config(path).config.data
+    asked = len(hub.asked)
     assert [Path(file).name for file in data.train_files] == ["a_train.jsonl", "b_train.jsonl"]
     assert all(Path(file).parent.name == COMMIT for file in (*data.train_files, *data.val_files))
     rows, _ = read_prompt_rows(data.train_files, "prompt", "answer", False)
@@ -212,7 +219,8 @@ def test_a_lock_file_names_files_of_the_hub_and_another_machine_fetches_them(
     for name in ("train", "test"):
         fetch_split(split(f"owner/tiny:{name}"))
     text = make_lock_yaml(render_config_yaml(read_run_config(run_file(tmp_path)).config))
-    data, lock = yaml.safe_load(text)["data"], tmp_path / LOCK_FILE
+    data = yaml.safe_load(text)["data"]
+    lock = tmp_path / LOCK_FILE
     assert data["train_files"] == [f"owner/tiny@{COMMIT}:{name}_train.jsonl" for name in "ab"]
     assert (
         data["val_files"] == [f"owner/tiny@{COMMIT}:test.jsonl"]

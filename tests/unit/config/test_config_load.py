@@ -1,7 +1,5 @@
 """YAML, extends, overrides and provenance: how a run's configuration is put together."""
 
-# ruff: noqa: E501  (tables of messages)
-
 import subprocess
 import sys
 from dataclasses import replace
@@ -35,8 +33,8 @@ def test_shipped_configuration_is_valid(path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.chdir(ROOT)
     loaded = load_run_config(path, with_files=False)
     model = Path(loaded.config.model.path)
-    # A model that is fetched or trained first may be absent, and one of many ranks is a shape only; one that the
-    # repository holds must fit its configuration.
+    # A model that is fetched or trained first may be absent, and one of many ranks is a shape only;
+    # one that the repository holds must fit its configuration.
     is_held = loaded.config.model.init_seed is not None or any(model.glob("*.safetensors"))
     if is_held and not model.is_relative_to(".cache"):
         load_run_config(path)
@@ -50,7 +48,8 @@ trainer:
   experiment_name: 2024
   logger: [console]
 data: {prompt_key: yes, train_files: ["a.jsonl", b.jsonl]}
-rollout: {dtype: null, sglang: {env: {OMP_NUM_THREADS: 08}, args: {mem-fraction-static: 5e-1, "on": on}}}
+rollout: {dtype: null, sglang: {env: {OMP_NUM_THREADS: 08}, args: {mem-fraction-static: 5e-1, \
+"on": on}}}
 """
     config = read_run_config(write(tmp_path / "run.yaml", text)).config
     assert config.actor.optim == OptimConfig(lr=0.0001, eps=1.0, betas=(0.0, 0.95))
@@ -73,25 +72,43 @@ def test_a_section_given_in_part_keeps_its_own_defaults(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("actor: {mini_batch_size: 1e3}", "actor.mini_batch_size (1e3) must be a whole number; write it without point and exponent, such as 1000."),
-        ("actor: {mini_batch_size: true}", "actor.mini_batch_size (true) must be a whole number; write digits only, such as 8."),
-        ("actor: {mini_batch_size: 010}", "actor.mini_batch_size (010) must be a whole number; write digits only, such as 8."),
-        ('actor: {optim: {lr: "1e-4"}}', "actor.optim.lr ('1e-4') must be a number; remove the quotes and write it plainly."),
-        ("actor: {optim: {lr: .nan}}", "actor.optim.lr (.nan) must be a number; write one such as 1e-6."),
-        ("actor: {optim: {betas: [0.9]}}", "actor.optim.betas ([0.9]) must have 2 entries; write 2, between brackets."),
-        ("actor: {shuffle: yes}", "actor.shuffle (yes) must be true or false; write true or false."),
-        ("actor: {optim: 3}", "actor.optim (3) is not a section; give it keys with values or remove it."),
+        ("actor: {mini_batch_size: 1e3}",
+         (
+             "actor.mini_batch_size (1e3) must be a whole number; write it without point and"
+             " exponent, such as 1000."
+         )),
+        ("actor: {mini_batch_size: true}",
+         "actor.mini_batch_size (true) must be a whole number; write digits only, such as 8."),
+        ("actor: {mini_batch_size: 010}",
+         "actor.mini_batch_size (010) must be a whole number; write digits only, such as 8."),
+        ('actor: {optim: {lr: "1e-4"}}',
+         "actor.optim.lr ('1e-4') must be a number; remove the quotes and write it plainly."),
+        ("actor: {optim: {lr: .nan}}",
+         "actor.optim.lr (.nan) must be a number; write one such as 1e-6."),
+        ("actor: {optim: {betas: [0.9]}}",
+         "actor.optim.betas ([0.9]) must have 2 entries; write 2, between brackets."),
+        ("actor: {shuffle: yes}",
+         "actor.shuffle (yes) must be true or false; write true or false."),
+        ("actor: {optim: 3}",
+         "actor.optim (3) is not a section; give it keys with values or remove it."),
         ("actor:", "actor is empty; give it keys with values or remove it."),
-        ("data: {train_files: a.jsonl}", "data.train_files (a.jsonl) must be a list; write [a.jsonl] with brackets."),
-        ("data: {train_files: [1, [2]]}", "data.train_files[1] ([2]) must be text; write a single value."),
-        ("reward: {name: null}", "reward.name (null) must be text; give a value, or remove the key for the default."),
+        ("data: {train_files: a.jsonl}",
+         "data.train_files (a.jsonl) must be a list; write [a.jsonl] with brackets."),
+        ("data: {train_files: [1, [2]]}",
+         "data.train_files[1] ([2]) must be text; write a single value."),
+        ("reward: {name: null}",
+         "reward.name (null) must be text; give a value, or remove the key for the default."),
         ("reward: {params: 3}", "reward.params (3) must be a mapping; write {name: value}."),
-        ("model: {init_seed: x}", "model.init_seed (x) must be a whole number; write digits only, such as 8."),
-        ("model: {dtype: bfloat}", "model.dtype (bfloat) must be one of float32, bfloat16; did you mean bfloat16?"),
-        ("model: {path: !!python/name:os.system x}", "tag 'tag:yaml.org,2002:python/name:os.system' is not supported; write a plain value."),
+        ("model: {init_seed: x}",
+         "model.init_seed (x) must be a whole number; write digits only, such as 8."),
+        ("model: {dtype: bfloat}",
+         "model.dtype (bfloat) must be one of float32, bfloat16; did you mean bfloat16?"),
+        ("model: {path: !!python/name:os.system x}",
+         "tag 'tag:yaml.org,2002:python/name:os.system' is not supported; write a plain value."),
         ("model: {path: a, path: b}", "key 'path' is written twice in one section; keep one."),
         ("model: &m {path: *m}", "an anchor contains itself; remove the alias."),
-        ("model: {<<: {path: a}}", "a merge key '<<' is not supported; use extends or write the keys out."),
+        ("model: {<<: {path: a}}",
+         "a merge key '<<' is not supported; use extends or write the keys out."),
     ],
 )  # fmt: skip
 def test_a_wrong_value_is_named_with_rule_fix_and_place(
@@ -107,15 +124,23 @@ def test_a_wrong_value_is_named_with_rule_fix_and_place(
         ("actor.mini_batch_sise", "Did you mean actor.mini_batch_size?"),
         ("rollout.train_batch_size", "A key of that name exists as data.train_batch_size."),
         ("actr.mini_batch_size", "Did you mean actor?"),
-        ("lr", "A key of that name exists as actor.optim.lr and warmup.optim.lr and critic.optim.lr."),
+        ("lr", (
+            "A key of that name exists as actor.optim.lr and warmup.optim.lr and critic.optim.lr."
+        )),
         ("trainer.zzz", "Remove it; `rlhf-megatron config reference` lists all keys."),
-        ("actor.ppo_mini_batch_size", "Here it is actor.mini_batch_size (it counts samples (prompts x rollout.n), where verl counts prompts: multiply by rollout.n)."),
+        ("actor.ppo_mini_batch_size",
+         (
+             "Here it is actor.mini_batch_size (it counts samples (prompts x rollout.n), where verl"
+             " counts prompts: multiply by rollout.n)."
+         )),
         ("actor_rollout_ref.actor.optim.lr", "Here it is actor.optim.lr."),
-        ("actor_rollout_ref.actor.clip_ratio_high", "Here it is actor.policy_loss.params.clip_ratio_high."),
+        ("actor_rollout_ref.actor.clip_ratio_high",
+         "Here it is actor.policy_loss.params.clip_ratio_high."),
         ("actor_rollout_ref.rollout.mode", "Engines are always servers; remove it."),
         ("trainer.max_actor_ckpt_to_keep", "Here it is trainer.max_ckpt_to_keep."),
         ("critic.model.path", "Here it is critic.path."),
-        ("algorithm.norm_adv_by_std_in_grpo", "Here it is algorithm.params.norm_adv_by_std_in_grpo."),
+        ("algorithm.norm_adv_by_std_in_grpo",
+         "Here it is algorithm.params.norm_adv_by_std_in_grpo."),
     ],
 )  # fmt: skip
 def test_an_unknown_key_gets_the_nearest_or_the_name_it_has_here(
@@ -172,7 +197,10 @@ def test_later_wins_and_every_value_knows_its_place(tmp_path: Path) -> None:
     )
     run = write(
         tmp_path / "run.yaml",
-        "extends: [base/left.yaml, right.yaml]\nreward:\n  params: {b: 3}\ndata:\n  train_files: [a, b]\n",
+        (
+            "extends: [base/left.yaml, right.yaml]\nreward:\n  params: {b: 3}\ndata:\n"
+            "  train_files: [a, b]\n"
+        ),
     )
     loaded = read_run_config(
         run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[/c]"]
@@ -217,7 +245,10 @@ def test_extends_that_cannot_be_followed(tmp_path: Path) -> None:
     c = write(tmp_path / "c.yaml", "extends: [gone.yaml, 3]")
     assert problems(c) == [
         f"extends must be a file name, relative to this file, or a list of them. [{c}:1]",
-        f"cannot read {tmp_path / 'gone.yaml'}: No such file or directory; correct the path. [{c}:1]",
+        (
+            f"cannot read {tmp_path / 'gone.yaml'}: No such file or directory; correct the"
+            f" path. [{c}:1]"
+        ),
     ]
     assert problems(write(tmp_path / "d.yaml", "- 1")) == [
         f"{tmp_path / 'd.yaml'} must be a mapping of sections (model:, data:, ...)."
@@ -238,8 +269,12 @@ def test_malformed_override(tmp_path: Path, override: str) -> None:
 def test_a_path_counts_from_the_file_that_it_stands_in(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of what is read; not of what is written, of programs on the PATH, of modules, of absolute paths."""
-    base, run, there = tmp_path / "base", tmp_path / "run", tmp_path / "there"
+    """Of what is read; not of what is written, of programs on the PATH, of modules, of
+    absolute paths.
+    """
+    base = tmp_path / "base"
+    run = tmp_path / "run"
+    there = tmp_path / "there"
     for folder in (base, run, there):
         folder.mkdir()
     write(
@@ -250,7 +285,8 @@ def test_a_path_counts_from_the_file_that_it_stands_in(
 extends: ../base/base.yaml
 plugins: [parts.py, some.module]
 data: {sources: [{name: a, train_files: [a.jsonl]}]}
-reward: {name: function, params: {path: "score.py:f"}, terms: [{name: function, params: {path: "package.module:f"}}]}
+reward: {name: function, params: {path: "score.py:f"}, terms: [{name: function, params: {path: \
+"package.module:f"}}]}
 trainer: {default_local_dir: out}
 """
     monkeypatch.chdir(there)
@@ -265,11 +301,17 @@ trainer: {default_local_dir: out}
 
 
 def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
-    text = "data: {task: addition}\nmodel: {path: m, tokenizer_path: 'no'}\nactor: {use_kl_loss: true, kl_loss_coef: 0.3}\n"
+    text = (
+        "data: {task: addition}\nmodel: {path: m, tokenizer_path: 'no'}\n"
+        "actor: {use_kl_loss: true, kl_loss_coef: 0.3}\n"
+    )
     run = write(tmp_path / "run.yaml", text)
     overrides = [
         "actor.optim.lr=3.3e-7",
-        "reward={name: function, params: {path: a:b, kwargs: {a: [1e-9, null], b: '1e-4', c: 'no'}}}",
+        (
+            "reward={name: function, params: {path: a:b, kwargs: {a: [1e-9, null], b:"
+            " '1e-4', c: 'no'}}}"
+        ),
         "rollout.sglang.args.tp-size=2",
     ]
     config = load_run_config(run, overrides, with_files=False).config
@@ -282,7 +324,8 @@ def test_the_resolved_yaml_loads_as_the_same_run(tmp_path: Path) -> None:
         "b": "1e-4",
         "c": "no",
     }
-    # What a switch has put out of use is left out: written down beside the switch, it would be an error.
+    # What a switch has put out of use is left out: written down beside the switch, it
+    # would be an error.
     config = load_run_config(run, [*overrides, "actor.use_kl_loss=false"], with_files=False).config
     assert config.actor.kl_loss_coef == 0.3 and "kl_loss_coef" not in render_config_yaml(config)
     again = load_run_config(
@@ -319,9 +362,11 @@ def test_every_default_has_the_type_it_is_annotated_with(tmp_path: Path) -> None
 
 def test_importing_the_configuration_imports_no_torch() -> None:
     code = (
-        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.type_conversion, rlhf_megatron.cli.main;"
+        "import sys, rlhf_megatron.config.load, rlhf_megatron.config.type_conversion,"
+        " rlhf_megatron.cli.main;"
         "rlhf_megatron.cli.main.build_parser();"
-        "sys.exit(', '.join(n for n in ('torch', 'numpy', 'transformers', 'megatron', 'rich') if n in sys.modules) or 0)"
+        "sys.exit(', '.join(n for n in ('torch', 'numpy', 'transformers', 'megatron', 'rich') if n"
+        " in sys.modules) or 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr

@@ -11,7 +11,9 @@ from rlhf_megatron.algorithms.losses import POLICY_LOSSES
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.validate import validate_config
 
-LOSS, MODE, FACTOR = "actor.policy_loss.loss_mode", "actor.loss_agg_mode", "actor.loss_scale_factor"
+LOSS = "actor.policy_loss.loss_mode"
+MODE = "actor.loss_agg_mode"
+FACTOR = "actor.loss_scale_factor"
 
 
 @pytest.fixture

@@ -44,7 +44,10 @@ def test_all_problems_at_once_with_their_places(tmp_path: Path) -> None:
         )
     prefix = "actor.policy_loss.params"
     assert caught.value.problems == [
-        f"unknown key {prefix}.clip_ratio_hi (0.3). Did you mean {prefix}.clip_ratio_high? [{path}:4]",
+        (
+            f"unknown key {prefix}.clip_ratio_hi (0.3). Did you mean"
+            f" {prefix}.clip_ratio_high? [{path}:4]"
+        ),
         f"{prefix}.mode ('tokn') must be one of token, sequence; did you mean token? [{path}:5]",
         f"{prefix}.tau ('high') must be a number; write one such as 1e-6. [command line]",
         f"{prefix}.clip_ratio_low is missing; it has no default: give a number. [{path}:3]",

@@ -1,4 +1,6 @@
-"""What the configuration says about registered parts, which it must not import, is what they say themselves."""
+"""What the configuration says about registered parts, which it must not import, is what they
+say themselves.
+"""
 
 from dataclasses import fields
 

@@ -1,7 +1,5 @@
 """The rules of the section `reward`: sources, weights, lengths, settings that nothing reads."""
 
-# ruff: noqa: E501  (tables of messages)
-
 from pathlib import Path
 
 import pytest
@@ -51,11 +49,17 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
     [
         (
             [f"reward.by_source={{ad: {FORMAT}}}"],
-            "reward.by_source has a reward for 'ad', but the data sources of this run are 'add', 'mul'; did you mean 'add'?",
+            (
+                "reward.by_source has a reward for 'ad', but the data sources of this run are"
+                " 'add', 'mul'; did you mean 'add'?"
+            ),
         ),
         (
             ["reward.name=code", "reward.timeout_s=2"],
-            "reward.timeout_s (2) ends a sample before code ends a test of 6 s; raise it to what all tests of a sample may take, 60 for instance.",
+            (
+                "reward.timeout_s (2) ends a sample before code ends a test of 6 s; raise it to"
+                " what all tests of a sample may take, 60 for instance."
+            ),
         ),
         ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove it."),
         (
@@ -64,7 +68,11 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
         ),
         (
             ["reward.num_workers=2"],
-            "reward.num_workers (2) would be ignored because reward.name is exact_match; remove it, or name a reward that runs in a process of its own, such as math_verify or function.",
+            (
+                "reward.num_workers (2) would be ignored because reward.name is exact_match; remove"
+                " it, or name a reward that runs in a process of its own, such as math_verify"
+                " or function."
+            ),
         ),
         (
             [
@@ -75,7 +83,10 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
         ),
         (
             ["reward.terms=[{name: character_share, weight: .inf}]"],
-            "reward.terms[0].weight (inf) must be at most 1000000.0: it would drown everything else in float32",
+            (
+                "reward.terms[0].weight (inf) must be at most 1000000.0: it would drown everything"
+                " else in float32"
+            ),
         ),
         (
             ["reward.by_source={add: {name: exact_match, weight: .inf}}"],
@@ -83,7 +94,10 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
         ),
         (
             ["reward.terms=[{name: overlong, params: {max_len: 8, buffer: 4}}]"],
-            "reward.terms[0]: overlong acts on responses from 4 tokens on, but none has more than data.max_response_length (4); lower its parameters.",
+            (
+                "reward.terms[0]: overlong acts on responses from 4 tokens on, but none has more"
+                " than data.max_response_length (4); lower its parameters."
+            ),
         ),
     ],
 )

@@ -1,7 +1,5 @@
 """Rules of `schedule`: one message for each mistake, none for what may stand together."""
 
-# ruff: noqa: E501  (tables of messages)
-
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,8 @@ from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.schema import RunConfig, ScheduleConfig
 from rlhf_megatron.config.show import render_config_yaml
 
-ASYNCHRONOUS, STREAMING = "schedule.name=asynchronous", "schedule.name=streaming"
+ASYNCHRONOUS = "schedule.name=asynchronous"
+STREAMING = "schedule.name=streaming"
 CARRY = (
     "schedule.params.tail=carry_over",
     "schedule.params.max_lag=1",
@@ -21,7 +20,10 @@ CARRY = (
 )
 CORRECTED = "algorithm.rollout_correction.preset=decoupled_token_is"
 WITHOUT = "algorithm.rollout_correction.preset=disabled"
-LAGS = "trains on tokens of older policies, and nothing says what is made of them: by default their ratio starts at 1"
+LAGS = (
+    "trains on tokens of older policies, and nothing says what is made of them: by default their"
+    " ratio starts at 1"
+)
 
 
 @pytest.fixture
@@ -65,7 +67,10 @@ def test_what_may_stand_together(run_file: Path, settings: tuple[str, ...]) -> N
         ((STREAMING, *CARRY), f"schedule.name (streaming) {LAGS}"),
         (
             (STREAMING, "rollout.colocated=true"),
-            "schedule.name (streaming) lets engines generate while the trainer works, but rollout.colocated (true)",
+            (
+                "schedule.name (streaming) lets engines generate while the trainer works, but"
+                " rollout.colocated (true)"
+            ),
         ),
         (
             (ASYNCHRONOUS, CORRECTED, "trainer.deterministic=true"),
@@ -78,11 +83,17 @@ def test_what_may_stand_together(run_file: Path, settings: tuple[str, ...]) -> N
                 "schedule.params.max_lag=20",
                 "trainer.total_training_steps=20",
             ),
-            "schedule.params.max_lag (20) must be below trainer.total_training_steps (20): it would bound nothing",
+            (
+                "schedule.params.max_lag (20) must be below trainer.total_training_steps (20): it"
+                " would bound nothing"
+            ),
         ),
         (
             (STREAMING, "schedule.params.oversampling=1.5"),
-            "schedule.params ({'oversampling': 1.5}) of streaming start groups that no step trains on: only algorithm.filter_groups.enable makes room",
+            (
+                "schedule.params ({'oversampling': 1.5}) of streaming start groups that no step"
+                " trains on: only algorithm.filter_groups.enable makes room"
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Configurations and templates of strangers: a clear error in bounded time, and nothing of theirs runs."""
+"""Configurations and templates of strangers: a clear error in bounded time, and nothing
+of theirs runs.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ EVIL_YAML = {
 @pytest.mark.parametrize("kind", EVIL_YAML)
 def test_evil_yaml_is_an_error_and_runs_nothing(tmp_path: Path, kind: str) -> None:
     text, message = EVIL_YAML[kind]
-    path, marker = tmp_path / "run.yaml", tmp_path / "marker"
+    path = tmp_path / "run.yaml"
+    marker = tmp_path / "marker"
     path.write_text(text if kind == "laughs" else text.format(marker=marker))
     start = time.process_time()
     with pytest.raises(ConfigError, match=message):
@@ -112,7 +115,8 @@ ESCAPES = (
 
 @pytest.mark.parametrize("code", ESCAPES)
 def test_a_template_does_not_reach_out_of_its_sandbox(tmp_path: Path, code: str) -> None:
-    marker, messages = tmp_path / "marker", (ChatMessage("user", "hello"),)
+    marker = tmp_path / "marker"
+    messages = (ChatMessage("user", "hello"),)
     expression = code.format(marker=marker)
     try:
         text = chat_format(tmp_path, "{{ strftime_now and " + expression + " }}").render_prompt(
@@ -128,11 +132,18 @@ def test_a_template_does_not_reach_out_of_its_sandbox(tmp_path: Path, code: str)
 
 
 ENDLESS = {
-    "loops": "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999) %}{% endfor %}"
-    "{% endfor %}{% endfor %}",
-    "loops over a list": "{% set x = range(9999)|list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}"
-    "{% endfor %}{% endfor %}",
-    "macros": "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}",
+    "loops": (
+        "{% for a in range(99999) %}{% for b in range(99999) %}{% for c in range(99999)"
+        " %}{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    ),
+    "loops over a list": (
+        "{% set x = range(9999)|list %}{% for a in x %}{% for b in x %}{% for c in x %}{% endfor %}"
+        "{% endfor %}{% endfor %}"
+    ),
+    "macros": (
+        "{% macro m(n) %}{% if n %}{{ m(n - 1) }}{{ m(n - 1) }}{% endif %}{% endmacro %}{{ m(99) }}"
+    ),
     "a macro in itself": "{% macro m() %}{{ m() }}{% endmacro %}{{ m() }}",
     "a recursive loop": "{% for a in [1, 2] recursive %}{{ loop([1, 2]) }}{% endfor %}",
     "ranges": "{% for a in range(99999) %}{% set x = range(99999)|list %}{% endfor %}",
@@ -140,17 +151,29 @@ ENDLESS = {
     "a power of a variable": "{% set x = 999999 %}{{ x ** x }}",
     "repetition": "{{ 'a' * 99999999999 }}",
     "repetition of a list": "{{ ([0] * 9999999999)|length }}",
-    "doubling": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x %}{% endfor %}",
-    "joining": "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}",
-    "squares": "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}",
+    "doubling": (
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x + n.x"
+        " %}{% endfor %}"
+    ),
+    "joining": (
+        "{% set n = namespace(x='aaaaaaaa') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x"
+        " %}{% endfor %}"
+    ),
+    "squares": (
+        "{% set n = namespace(x=7) %}{% for i in range(99) %}{% set n.x = n.x * n.x %}{% endfor %}"
+    ),
     "padding": "{{ 'x'.ljust(10 ** 10) }}",
     "a format": "{{ '{:>9999999999}'.format(1) }}",
     "an old format": "{{ '%9999999999d' % 1 }}",
     "an old format, as a filter": "{{ '%9999999999d'|format(1) }}",
     "indents": "{{ [1]|tojson(indent=9999999999) }}",
     "replacing": "{% set x = 'a' * 999999 %}{{ x|replace('a', x) }}",
-    "a huge text, often": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{{ x }}{% endfor %}",
-    "a huge text, upper": "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{% set y = x.upper() %}{% endfor %}",
+    "a huge text, often": (
+        "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{{ x }}{% endfor %}"
+    ),
+    "a huge text, upper": (
+        "{% set x = 'a' * 9999999 %}{% for i in range(99999) %}{% set y = x.upper() %}{% endfor %}"
+    ),
     "lists of lists": "{% set n = namespace(x=[]) %}{% for i in range(9999) %}"
     "{% set n.x = [n.x, (range(99999)|list)] %}{% endfor %}",
     "slices": "{{ 'a'|slice(9999999999)|list }}",
@@ -177,7 +200,8 @@ def test_the_bounds_leave_templates_as_they_are() -> None:
         "{% for m in items recursive %}{{ loop.index }}/{{ loop.length }}{{ ',' if not loop.last }}"
         "{% if m is iterable %}({{ loop(m) }}){% endif %}{% else %}none{% endfor %}"
         " {{ 2 ** 10 }} {{ 'ab' * 3 }} {{ 'a' ~ 1 ~ 'b' }} {{ [1] + [2] }} {{ 3 * 2.5 }}"
-        "{% for m in nothing %}x{% else %} empty{% endfor %}{% for a, b in pairs if a %} {{ a }}{{ b }}{% endfor %}"
+        "{% for m in nothing %}x{% else %} empty{% endfor %}{% for a, b in pairs if a %} {{ a }}{{"
+        " b }}{% endfor %}"
     )
     text = render_chat_template(template, items=[1, [2, 3]], nothing=[], pairs=[(0, 1), (2, 3)])
     assert text == "1/2,2/2(1/2,2/2) 1024 ababab a1b [1, 2] 7.5 empty 23"

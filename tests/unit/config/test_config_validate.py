@@ -1,7 +1,5 @@
 """Rules between settings, with the model, with the world size and with files."""
 
-# ruff: noqa: E501  (tables of messages)
-
 import json
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -53,48 +51,120 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["trainer.n_gpus_per_node=6"], "trainer.nnodes x n_gpus_per_node (1 x 6 = 6) must be a multiple of actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x context_parallel_size (2 x 2 x 1 = 4); use 4 or 8 ranks or another layout."),
+        (["trainer.n_gpus_per_node=6"],
+         (
+             "trainer.nnodes x n_gpus_per_node (1 x 6 = 6) must be a multiple of"
+             " actor.megatron.tensor_model_parallel_size x pipeline_model_parallel_size x"
+             " context_parallel_size (2 x 2 x 1 = 4); use 4 or 8 ranks or another layout."
+         )),
         (["trainer.n_gpus_per_node=2"], "(1 x 2 = 2) must be a multiple of"),
-        (["trainer.runtime=inline"], "trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is 8; set both to 1 or use runtime: torchrun."),
-        (["actor.mini_batch_size=100"], "actor.mini_batch_size (100 samples) must divide data.train_batch_size x rollout.n (32 x 16 = 512 samples a step); use 64 or 128."),
+        (["trainer.runtime=inline"],
+         (
+             "trainer.runtime (inline) has one rank, but trainer.nnodes x n_gpus_per_node is 8; set"
+             " both to 1 or use runtime: torchrun."
+         )),
+        (["actor.mini_batch_size=100"],
+         (
+             "actor.mini_batch_size (100 samples) must divide data.train_batch_size x rollout.n (32"
+             " x 16 = 512 samples a step); use 64 or 128."
+         )),
         (["actor.mini_batch_size=1024"], "(32 x 16 = 512 samples a step); use 512."),
-        (["actor.mini_batch_size=1"], "actor.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
-        (["warmup.max_steps=5", "warmup.batch_size=1"], "warmup.batch_size (1 samples) must be at least the data-parallel size (2)"),
-        (["actor.ppo_max_token_len_per_gpu=9"], "actor.ppo_max_token_len_per_gpu (9) must hold the longest sample, data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more."),
-        (["rollout.max_num_batched_tokens=9"], "rollout.max_num_batched_tokens (9) must hold the longest sample"),
-        (["actor.use_kl_loss=true", "reference.max_token_len_per_gpu=9"], "reference.max_token_len_per_gpu (9) must hold"),
-        (["rollout.temperature=0"], "rollout.temperature (0.0) must be at least 0.01: the loss needs log-probs of the distribution that was sampled"),
+        (["actor.mini_batch_size=1"],
+         "actor.mini_batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["warmup.max_steps=5", "warmup.batch_size=1"],
+         "warmup.batch_size (1 samples) must be at least the data-parallel size (2)"),
+        (["actor.ppo_max_token_len_per_gpu=9"],
+         (
+             "actor.ppo_max_token_len_per_gpu (9) must hold the longest sample,"
+             " data.max_prompt_length + max_response_length (6 + 4 = 10); use 10 or more."
+         )),
+        (["rollout.max_num_batched_tokens=9"],
+         "rollout.max_num_batched_tokens (9) must hold the longest sample"),
+        (["actor.use_kl_loss=true", "reference.max_token_len_per_gpu=9"],
+         "reference.max_token_len_per_gpu (9) must hold"),
+        (["rollout.temperature=0"],
+         (
+             "rollout.temperature (0.0) must be at least 0.01: the loss needs log-probs of the"
+             " distribution that was sampled"
+         )),
         (["rollout.temperature=.inf"], "rollout.temperature (inf) must be at most 100"),
-        (["rollout.top_p=0.9"], "rollout.top_p (0.9) must be 1.0: the trainer's log-probs are those of the full distribution"),
+        (["rollout.top_p=0.9"],
+         (
+             "rollout.top_p (0.9) must be 1.0: the trainer's log-probs are those of the"
+             " full distribution"
+         )),
         (["rollout.top_k=50"], "rollout.top_k (50) must be -1: the trainer's"),
         (["rollout.min_p=0.1"], "rollout.min_p (0.1) must be 0.0: the trainer's"),
-        (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}", "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"], "rollout.val_kwargs.min_p (0.1) cannot be used where SGLang draws by seeds (rollout.sglang.args.enable_deterministic_inference); set min_p to 0 and use top_p, or give up the seeds."),
+        (["rollout.engine=sglang", "rollout.sglang.args={enable-deterministic-inference: true}",
+          "rollout.val_kwargs={temperature: 1.0, min_p: 0.1}"],
+          (
+              "rollout.val_kwargs.min_p (0.1) cannot be used where SGLang draws by seeds"
+              " (rollout.sglang.args.enable_deterministic_inference); set min_p to 0 and use top_p,"
+              " or give up the seeds."
+          )),
         (["rollout.val_kwargs.n=4"], "rollout.val_kwargs.n (4) must be 1 at temperature 0"),
-        (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"], "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with ranks (trainer.nnodes): 2 pipeline stages lie on several machines"),
-        (["actor.megatron.pipeline_model_parallel_layout=Et|tt"], "actor.megatron.pipeline_model_parallel_layout ('Et|tt') must be E, then layers t"),
-        (["actor.megatron.pipeline_model_parallel_layout=Et|t|tL"], "actor.megatron.pipeline_model_parallel_layout ('Et|t|tL') has 3 chunks; pipeline_model_parallel_size x virtual_pipeline_model_parallel_size must be as many, and is 2."),
+        (["trainer.nnodes=2", "actor.megatron.pipeline_model_parallel_size=2"],
+         (
+             "rollout.weight_transport (tensor) does not reach engines on machines [0] of 2 with"
+             " ranks (trainer.nnodes): 2 pipeline stages lie on several machines"
+         )),
+        (["actor.megatron.pipeline_model_parallel_layout=Et|tt"],
+         "actor.megatron.pipeline_model_parallel_layout ('Et|tt') must be E, then layers t"),
+        (["actor.megatron.pipeline_model_parallel_layout=Et|t|tL"],
+         (
+             "actor.megatron.pipeline_model_parallel_layout ('Et|t|tL') has 3 chunks;"
+             " pipeline_model_parallel_size x virtual_pipeline_model_parallel_size must be as"
+             " many, and is 2."
+         )),
         (["rollout.stop=[a,a]"], "rollout.stop (['a', 'a']) must be distinct, non-empty strings."),
-        (["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator grpo"),
-        (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"], "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),
-        (["model.dtype=bfloat16", "rollout.dtype=float32"], "rollout.dtype (float32) must not be wider than model.dtype (bfloat16)"),
-        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"], "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss"),
-        (["data.train_files=[/a]"], "data.train_files (['/a']) and data.task (addition) exclude each other"),
-        (["data.task=null", "data.val_files=[a]"], "data.train_files ([]) must name a JSONL file; give one, or name a data.task."),
+        (["rollout.n=1", "actor.mini_batch_size=32"],
+         "rollout.n (1) must be at least 2 for algorithm.adv_estimator grpo"),
+        (["rollout.engine=sglang", "rollout.sglang.args={--tp-size: 2}"],
+         "rollout.sglang.args.--tp-size must be written without leading dashes; use tp-size."),
+        (["model.dtype=bfloat16", "rollout.dtype=float32"],
+         "rollout.dtype (float32) must not be wider than model.dtype (bfloat16)"),
+        (["actor.use_kl_loss=true", "actor.kl_loss_coef=0"],
+         "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss"),
+        (["data.train_files=[/a]"],
+         "data.train_files (['/a']) and data.task (addition) exclude each other"),
+        (["data.task=null", "data.val_files=[a]"],
+         "data.train_files ([]) must name a JSONL file; give one, or name a data.task."),
         (["data.task=null", "data.train_files=[a]"], "data.val_files ([]) must name a JSONL file"),
-        (["warmup.max_steps=5", "warmup.stop_accuracy=0.5"], "warmup.test_freq (20) must be at most warmup.max_steps (5)"),
-        (["actor.optim.lr_decay_style=linear", "actor.optim.min_lr=1e-3"], "actor.optim.min_lr (0.001) must not be above actor.optim.lr (1e-06); lower it."),
-        (["actor.optim.lr_decay_style=linear", "actor.optim.lr_warmup_steps=80"], "actor.optim.lr_warmup_steps (80) must be below the run's optimizer steps (80) for lr_decay_style linear; warm up for 8 steps or run longer."),
-        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=9", "actor.optim.lr_warmup_steps=9"], "actor.optim.lr_warmup_steps (9) must be below actor.optim.lr_decay_steps (9)"),
-        (["actor.optim.weight_decay_end=0.001"], "actor.optim.weight_decay_end (0.001) must be at least actor.optim.weight_decay (0.01)"),
-        (["trainer.experiment_name=../x"], "trainer.experiment_name ('../x') must be one plain directory name"),
+        (["warmup.max_steps=5", "warmup.stop_accuracy=0.5"],
+         "warmup.test_freq (20) must be at most warmup.max_steps (5)"),
+        (["actor.optim.lr_decay_style=linear", "actor.optim.min_lr=1e-3"],
+         "actor.optim.min_lr (0.001) must not be above actor.optim.lr (1e-06); lower it."),
+        (["actor.optim.lr_decay_style=linear", "actor.optim.lr_warmup_steps=80"],
+         (
+             "actor.optim.lr_warmup_steps (80) must be below the run's optimizer steps (80) for"
+             " lr_decay_style linear; warm up for 8 steps or run longer."
+         )),
+        (["actor.optim.lr_decay_style=cosine", "actor.optim.lr_decay_steps=9",
+          "actor.optim.lr_warmup_steps=9"],
+          "actor.optim.lr_warmup_steps (9) must be below actor.optim.lr_decay_steps (9)"),
+        (["actor.optim.weight_decay_end=0.001"],
+         "actor.optim.weight_decay_end (0.001) must be at least actor.optim.weight_decay (0.01)"),
+        (["trainer.experiment_name=../x"],
+         "trainer.experiment_name ('../x') must be one plain directory name"),
         (["trainer.logger=[jsonl,jsonl]"], "trainer.logger (['jsonl', 'jsonl']) must differ"),
-        (["trainer.logger=[jsonl,nosuch]"], "trainer.logger: unknown logger 'nosuch'. Known: console, jsonl, mlflow, swanlab, tensorboard, wandb."),
-        (["actor.optim.lr=-1"], "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
-        (["actor.optim.betas=[0.9,1]"], "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
+        (["trainer.logger=[jsonl,nosuch]"],
+         (
+             "trainer.logger: unknown logger 'nosuch'. Known: console, jsonl, mlflow, swanlab,"
+             " tensorboard, wandb."
+         )),
+        (["actor.optim.lr=-1"],
+         "actor.optim.lr (-1.0) must be at least 0 and below 1; the default is 1e-06."),
+        (["actor.optim.betas=[0.9,1]"],
+         "actor.optim.betas (1.0) must be at least 0 and below 1; the default is [0.9, 0.95]."),
         (["actor.optim.eps=0"], "actor.optim.eps (0.0) must be at least 1e-30: it is 0 in float32"),
-        (["actor.entropy_coeff=-0.1"], "actor.entropy_coeff (-0.1) must be at least 0 and below 1; the default is 0.0."),
+        (["actor.entropy_coeff=-0.1"],
+         "actor.entropy_coeff (-0.1) must be at least 0 and below 1; the default is 0.0."),
         (["trainer.test_freq=-1"], "trainer.test_freq (-1) must be at least 0; the default is 10."),
-        (["trainer.stage_timeout_s=0"], "trainer.stage_timeout_s (0.0) must be at least 0.001: clocks are not finer; the default is 1800.0."),
+        (["trainer.stage_timeout_s=0"],
+         (
+             "trainer.stage_timeout_s (0.0) must be at least 0.001: clocks are not finer; the"
+             " default is 1800.0."
+         )),
         (["model.path=''"], "model.path ('') must name a model directory; set it."),
     ],
 )  # fmt: skip
@@ -141,7 +211,8 @@ def test_a_later_layer_may_switch_off_what_an_earlier_one_set(
 ) -> None:
     base = tmp_path / "kl.yaml"
     base.write_text(
-        "extends: run.yaml\nactor: {use_kl_loss: true, kl_loss_coef: 0.1}\nreference: {param_offload: true}\n"
+        "extends: run.yaml\nactor: {use_kl_loss: true, kl_loss_coef: 0.1}\n"
+        "reference: {param_offload: true}\n"
     )
     assert validate_config(read_run_config(base)) == []
     assert validate_config(read_run_config(base, ["actor.use_kl_loss=false"])) == []
@@ -154,28 +225,65 @@ def test_a_later_layer_may_switch_off_what_an_earlier_one_set(
 def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path) -> None:
     config = read_run_config(run_file).config
     assert validate_config(replace(config, actor=replace(config.actor, kl_loss_coef=0.5))) == [
-        "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove it, or set it to true."
+        "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove it,"
+        " or set it to true."
     ]
 
 
 @pytest.mark.parametrize(
     ("changes", "overrides", "expected"),
     [
-        ({"model_type": "gpt2"}, [], "model_type ('gpt2') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama, mistral, mixtral, qwen2, qwen3"),
-        ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96}, ["actor.megatron.tensor_model_parallel_size=4"], "num_attention_heads (6) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2 or 3."),
-        ({}, ["actor.megatron.tensor_model_parallel_size=4"], "num_key_value_heads (2) must be a multiple of actor.megatron.tensor_model_parallel_size (4); use 1 or 2."),
-        ({"num_key_value_heads": None, "intermediate_size": 383}, [], "intermediate_size (383) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."),
-        ({"num_hidden_layers": 5}, [], "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size (2); use 1."),
-        ({"num_hidden_layers": 5}, ["actor.megatron.pipeline_model_parallel_layout=Ett|ttL"], "num_hidden_layers (5) must be the 4 layers t of actor.megatron.pipeline_model_parallel_layout."),
-        ({"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, [], "num_attention_heads (6) must be a multiple of num_key_value_heads (4)."),
-        ({"max_position_embeddings": 9}, [], "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length (6 + 4 = 10); shorten one by 1."),
-        ({"hidden_size": 130}, [], "hidden_size (130) must be a multiple of num_attention_heads (4)."),
-        ({"vocab_size": "32"}, [], "vocab_size ('32') must be a positive integer that some machine can hold; mend the file."),
-        ({"model_type": "qwen3", "attention_bias": True}, [], "attention_bias (True) is not supported; it must be False"),
-        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, [], "rotary embeddings of type 'dynamic' are not supported"),
-        ({"rope_parameters": {"rope_type": "longrope"}}, [], "rotary embeddings of type 'longrope' are not supported"),
+        ({"model_type": "gpt2"}, [],
+         (
+             "model_type ('gpt2') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama,"
+             " mistral, mixtral, qwen2, qwen3"
+         )),
+        ({"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 96},
+         ["actor.megatron.tensor_model_parallel_size=4"],
+         (
+             "num_attention_heads (6) must be a multiple of"
+             " actor.megatron.tensor_model_parallel_size (4); use 1 or 2 or 3."
+         )),
+        ({}, ["actor.megatron.tensor_model_parallel_size=4"],
+         (
+             "num_key_value_heads (2) must be a multiple of"
+             " actor.megatron.tensor_model_parallel_size (4); use 1 or 2."
+         )),
+        ({"num_key_value_heads": None, "intermediate_size": 383}, [],
+         (
+             "intermediate_size (383) must be a multiple of"
+             " actor.megatron.tensor_model_parallel_size (2); use 1."
+         )),
+        ({"num_hidden_layers": 5}, [],
+         (
+             "num_hidden_layers (5) must be a multiple of"
+             " actor.megatron.pipeline_model_parallel_size (2); use 1."
+         )),
+        ({"num_hidden_layers": 5}, ["actor.megatron.pipeline_model_parallel_layout=Ett|ttL"],
+         (
+             "num_hidden_layers (5) must be the 4 layers t"
+             " of actor.megatron.pipeline_model_parallel_layout."
+         )),
+        ({"num_attention_heads": 6, "num_key_value_heads": 4, "hidden_size": 96}, [],
+         "num_attention_heads (6) must be a multiple of num_key_value_heads (4)."),
+        ({"max_position_embeddings": 9}, [],
+         (
+             "max_position_embeddings (9) must cover data.max_prompt_length + max_response_length"
+             " (6 + 4 = 10); shorten one by 1."
+         )),
+        ({"hidden_size": 130}, [],
+         "hidden_size (130) must be a multiple of num_attention_heads (4)."),
+        ({"vocab_size": "32"}, [],
+         "vocab_size ('32') must be a positive integer that some machine can hold; mend the file."),
+        ({"model_type": "qwen3", "attention_bias": True}, [],
+         "attention_bias (True) is not supported; it must be False"),
+        ({"model_type": "llama", "rope_scaling": {"rope_type": "dynamic", "factor": 8.0}}, [],
+         "rotary embeddings of type 'dynamic' are not supported"),
+        ({"rope_parameters": {"rope_type": "longrope"}}, [],
+         "rotary embeddings of type 'longrope' are not supported"),
         ({"hidden_act": "gelu"}, [], "hidden_act ('gelu') is not supported; it must be 'silu'"),
-        ({"layer_types": ["full_attention", "sliding_attention"]}, [], "layer_types ['sliding_attention'] are not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, [],
+         "layer_types ['sliding_attention'] are not supported"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit(
@@ -187,7 +295,9 @@ def test_a_model_that_does_not_fit(
 
 
 def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
-    """Experts with biases over tensor-parallel ranks, and servers that would not compute with its weights."""
+    """Experts with biases over tensor-parallel ranks, and servers that would not compute
+    with its weights.
+    """
     given = [
         "actor.megatron.sequence_parallel=true",
         "rollout.engine=sglang",
@@ -196,11 +306,20 @@ def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
     given += ["rollout.sglang.args={device: cpu}", "rollout.endpoints=['http://127.0.0.1:1']"]
     found = validate_model_config(read_run_config(run_file, given), EXPERT_FAMILIES["gpt_oss"])
     expected = (
-        "actor.megatron.expert_tensor_parallel_size (2, null: as tensor_model_parallel_size) must be 1",
-        "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or GPUs for the servers.",
+        (
+            "actor.megatron.expert_tensor_parallel_size (2, null: as"
+            " tensor_model_parallel_size) must be 1"
+        ),
+        (
+            "attention with sinks has no backend of SGLang on a CPU; use rollout.engine: local, or"
+            " GPUs for the servers."
+        ),
         "rollout.dtype (float32) would be rounded to it; set rollout.dtype: bfloat16.",
         "rollout.quantization (fp8) cannot be sent; leave it out.",
-        "which servers that the run did not start may drop without a word; leave rollout.endpoints out.",
+        (
+            "which servers that the run did not start may drop without a word; leave"
+            " rollout.endpoints out."
+        ),
         "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
     )
     assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
@@ -314,9 +433,15 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
     model = tmp_path / "model"
     model.mkdir()
     assert problems() == [
-        "model.path (model) has no *.safetensors; put weights there, or set model.init_seed for random ones.",
+        (
+            "model.path (model) has no *.safetensors; put weights there, or set model.init_seed for"
+            " random ones."
+        ),
         "model.path (model) has no config.json; name a model in Hugging Face layout.",
-        "model.path (model) has no tokenizer.json; set model.tokenizer_path to a directory that has.",
+        (
+            "model.path (model) has no tokenizer.json; set model.tokenizer_path to a"
+            " directory that has."
+        ),
     ]
     (model / "tokenizer.json").write_text("{}")
     (model / "config.json").write_text("{")
@@ -327,7 +452,10 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
     (model / "model.safetensors").write_bytes(b"")
     assert problems() == []
     assert problems("model.tokenizer_path=other", "rollout.transfer_dir=gone") == [
-        "model.tokenizer_path (other) has no tokenizer.json; set model.tokenizer_path to a directory that has.",
+        (
+            "model.tokenizer_path (other) has no tokenizer.json; set model.tokenizer_path to a"
+            " directory that has."
+        ),
         "rollout.transfer_dir (gone) must be a directory; make it or remove the key.",
     ]
     reference = tmp_path / "reference"
@@ -335,7 +463,8 @@ def test_files(tmp_path: Path, run_file: Path, monkeypatch: pytest.MonkeyPatch) 
     (reference / "model.safetensors").write_bytes(b"")
     (reference / "config.json").write_text(json.dumps({**HF_CONFIG, "vocab_size": 64}))
     assert problems("actor.use_kl_loss=true", "reference.path=reference") == [
-        "reference.path: vocab_size (64) must be that of model.path (32); choose a reference of the same architecture."
+        "reference.path: vocab_size (64) must be that of model.path (32); choose a reference of"
+        " the same architecture."
     ]
 
 

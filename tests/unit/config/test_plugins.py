@@ -1,6 +1,6 @@
-"""Parts in files of a user's own: found, run once a process, shipped, and what is wrong with them told."""
-
-# ruff: noqa: E501  (tables of messages)
+"""Parts in files of a user's own: found, run once a process, shipped, and what is wrong
+with them told.
+"""
 
 from __future__ import annotations
 
@@ -82,14 +82,22 @@ def test_a_module_is_found_from_the_working_directory(
 @pytest.mark.parametrize(
     ("text", "overrides", "expected"),
     [
-        (None, ["plugins=[gone.py]"], "gone.py is not a file; correct the path, which counts from the file that names it. [command line]"),
+        (None, ["plugins=[gone.py]"],
+         (
+             "gone.py is not a file; correct the path, which counts from the file that names it."
+             " [command line]"
+         )),
         (None, ["plugins=[gone.module]"], "plugins: gone.module is no module in"),
         ("import gone_module", [], "cannot be run: ModuleNotFoundError in "),
         ("x = 1\n1 / 0", [], "mine.py:2: division by zero"),
-        (ESTIMATOR.replace('"mine"', '"grpo"'), [], "advantage estimator 'grpo' is registered already; choose another name."),
-        (ESTIMATOR.replace('"values"', '"dreams"'), [], "algorithm.adv_estimator='mine' needs dreams, which this run does not compute"),
-        (ESTIMATOR.replace('"mine"', '"mein"'), [], "algorithm: unknown advantage estimator 'mine'. Did you mean 'mein'?"),
-        (ESTIMATOR.replace('"sample"', '"group"'), ["rollout.n=1", "actor.mini_batch_size=32"], "rollout.n (1) must be at least 2 for algorithm.adv_estimator mine"),
+        (ESTIMATOR.replace('"mine"', '"grpo"'), [],
+         "advantage estimator 'grpo' is registered already; choose another name."),
+        (ESTIMATOR.replace('"values"', '"dreams"'), [],
+         "algorithm.adv_estimator='mine' needs dreams, which this run does not compute"),
+        (ESTIMATOR.replace('"mine"', '"mein"'), [],
+         "algorithm: unknown advantage estimator 'mine'. Did you mean 'mein'?"),
+        (ESTIMATOR.replace('"sample"', '"group"'), ["rollout.n=1", "actor.mini_batch_size=32"],
+         "rollout.n (1) must be at least 2 for algorithm.adv_estimator mine"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_told(

@@ -1,4 +1,6 @@
-"""Weights on disk change layout and come back bit for bit; what is broken is named; nothing half-written stays."""
+"""Weights on disk change layout and come back bit for bit; what is broken is named; nothing
+half-written stays.
+"""
 
 import json
 import runpy
@@ -89,7 +91,9 @@ def test_round_trip_is_bitwise(tmp_path: Path, config: dict, tp: int, pp: int) -
 @pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool) -> None:
-    """Three key-value heads at tp 3 and a vocabulary that 3 does not divide, by the command line and back."""
+    """Three key-value heads at tp 3 and a vocabulary that 3 does not divide, by the command
+    line and back.
+    """
     config = {
         **FAMILIES[name],
         **THREE_KV_HEADS,
@@ -99,11 +103,9 @@ def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool)
     }
     config = tied(config) if is_tied else config
     config |= {"rope_scaling": LLAMA3_ROPE, "rope_theta": 500000.0}
-    hf, megatron, back = (
-        make_hf(tmp_path / "hf", config, max_bytes=7000),
-        tmp_path / "m",
-        tmp_path / "back",
-    )
+    hf = make_hf(tmp_path / "hf", config, max_bytes=7000)
+    megatron = tmp_path / "m"
+    back = tmp_path / "back"
     layout = ["--tp", "3", "--pp", "2", "--verify"]
     assert main(["convert", str(hf), "--to", "ranks", "--out", str(megatron), *layout]) == 0
     held = [load_file(megatron / f"tp{tp}_pp1.safetensors") for tp in range(3)]
@@ -120,7 +122,9 @@ def test_every_family_over_three_ranks(tmp_path: Path, name: str, is_tied: bool)
 
 
 def test_biases_of_a_rank(tmp_path: Path) -> None:
-    """Two key-value heads a rank at tp 2; what is added after the sum over ranks is whole on both."""
+    """Two key-value heads a rank at tp 2; what is added after the sum over ranks
+    is whole on both.
+    """
     hf = read_all(make_hf(tmp_path / "hf", FAMILIES["biased llama"]))
     write_megatron(open_stored_model(tmp_path / "hf"), tmp_path / "m", 2, 1)
     first, second = (load_file(tmp_path / "m" / f"tp{tp}_pp0.safetensors") for tp in range(2))
@@ -146,10 +150,8 @@ def test_biases_of_a_rank(tmp_path: Path) -> None:
 def test_shards_are_what_a_rank_holds(tmp_path: Path) -> None:
     hf = read_all(make_hf(tmp_path / "hf", CONFIG))
     write_megatron(open_stored_model(tmp_path / "hf"), tmp_path / "m", 2, 2)
-    first, last = (
-        load_file(tmp_path / "m" / "tp1_pp0.safetensors"),
-        load_file(tmp_path / "m" / "tp1_pp1.safetensors"),
-    )
+    first = load_file(tmp_path / "m" / "tp1_pp0.safetensors")
+    last = load_file(tmp_path / "m" / "tp1_pp1.safetensors")
     embedding = first["embedding.word_embeddings.weight"]
     assert (
         torch.equal(embedding[:10], hf["model.embed_tokens.weight"][11:])
@@ -195,7 +197,9 @@ def stored(family: str) -> dict[str, torch.Tensor]:
 def test_experts_at_any_layout(
     tmp_path: Path, family: str, axes: dict[str, int], files: set[str] | None
 ) -> None:
-    """Layers by turns under virtual stages, experts in files of their own where they lie in another order."""
+    """Layers by turns under virtual stages, experts in files of their own where they lie in
+    another order.
+    """
     (tmp_path / "hf").mkdir()
     save_file(stored(family), tmp_path / "hf" / "model.safetensors")
     (tmp_path / "hf" / "config.json").write_text(json.dumps(EXPERT_FAMILIES[family]))
@@ -288,7 +292,8 @@ class TestRefused:
 
     def test_missing_truncated_and_reshaped_files(self, megatron: Path) -> None:
         file = megatron / "tp0_pp1.safetensors"
-        content, tensors = file.read_bytes(), load_file(file)
+        content = file.read_bytes()
+        tensors = load_file(file)
         file.write_bytes(content[:-1])
         with pytest.raises(ValueError, match=r"tp0_pp1\.safetensors is truncated or corrupt"):
             open_stored_model(megatron)
@@ -301,7 +306,8 @@ class TestRefused:
         del tensors["output_layer.weight"]
         save_file(tensors, file)
         reader = MegatronReader(megatron)
-        head, norm = reader.table[-1], reader.table[-2]
+        head = reader.table[-1]
+        norm = reader.table[-2]
         with pytest.raises(ValueError, match=r"tp0_pp1\.safetensors lacks output_layer\.weight"):
             reader.read_hf_tensors(head)
         with pytest.raises(
@@ -329,7 +335,8 @@ class TestRefused:
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    hf, m = make_hf(tmp_path / "hf", CONFIG), tmp_path / "m"
+    hf = make_hf(tmp_path / "hf", CONFIG)
+    m = tmp_path / "m"
     assert (
         main(["convert", str(hf), "--to", "ranks", "--out", str(m), "--tp", "2", "--verify"]) == 0
     )
@@ -386,7 +393,9 @@ def test_layers_are_stacked_where_all_are_alike() -> None:
 def test_layers_that_predict_further_tokens_are_kept(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Through both conversions, under a cast as well, with digests; their router's bias stays float32."""
+    """Through both conversions, under a cast as well, with digests; their router's bias
+    stays float32.
+    """
     config = {**EXPERT_FAMILIES["deepseek_v3"], "num_nextn_predict_layers": 1}
     ahead = {
         "model.layers.4.eh_proj.weight": torch.randn(4, 8).bfloat16(),

@@ -1,4 +1,6 @@
-"""A conversion that is killed goes on where it was; what is wrong in a result or a source is named."""
+"""A conversion that is killed goes on where it was;
+what is wrong in a result or a source is named.
+"""
 
 import contextlib
 import json
@@ -113,7 +115,9 @@ def in_child(work: Callable[[], None]) -> int:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn])
 def test_a_tensor_that_passes_in_pieces_has_the_digest_of_the_whole(dtype: torch.dtype) -> None:
-    """Of an odd size, over several pieces; one that is not what was recorded is refused when its last piece is out."""
+    """Of an odd size, over several pieces; one that is not what was recorded is refused when its
+    last piece is out.
+    """
     tensor = torch.randn(999_999).to(dtype)
     (rule,) = [
         rule for rule in make_weight_table(CONFIG) if rule.hf_tensors[0].name == "model.norm.weight"
@@ -131,7 +135,9 @@ def test_a_tensor_that_passes_in_pieces_has_the_digest_of_the_whole(dtype: torch
 
 
 def test_processes_work_in_files_of_their_own() -> None:
-    """Each begins at its own part of the groups, and helps with the longest that is left when that is done."""
+    """Each begins at its own part of the groups, and helps with the longest that is left
+    when that is done.
+    """
     found = dict(
         run_groups_in_processes(range(9), lambda number: (os.getpid(), time.monotonic()), 2)
     )
@@ -147,14 +153,15 @@ def test_processes_work_in_files_of_their_own() -> None:
 def test_killed_again_and_again_and_resumed(
     tmp_path: Path, hf: Path, kind: str, num_processes: int
 ) -> None:
-    """Killed at ten points, in the middle of a line of the journal at one: identical bytes, nothing done twice."""
+    """Killed at ten points, in the middle of a line of the journal at one: identical bytes,
+    nothing done twice.
+    """
     model = open_stored_model(hf)
-    target, items = (
-        target_of(kind, model),
-        model.make_conversion_items(vocabulary_tp=2 if kind == "ranks" else 1),
-    )
+    target = target_of(kind, model)
+    items = model.make_conversion_items(vocabulary_tp=2 if kind == "ranks" else 1)
     convert_model(model, items, target, tmp_path / "whole", group_bytes=1)
-    out, aside = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
+    aside = tmp_path / ".out.partial"
     done_before = 0
     for kills in (1, 9, 3, 12, 5, 8, 2, 14, 6, 11):
         calls: list[int] = []
@@ -197,9 +204,12 @@ def test_killed_again_and_again_and_resumed(
 
 @pytest.mark.parametrize("kind", ["header", "size", "gone", "journal"])
 def test_what_a_power_cut_tore_is_not_kept(tmp_path: Path, hf: Path, kind: str) -> None:
-    """A file that lost its beginning or its end, or a journal with zeros, after groups were done."""
+    """A file that lost its beginning or its end, or a journal with zeros,
+    after groups were done.
+    """
     model = open_stored_model(hf)
-    target, items = target_of("hf", model), model.make_conversion_items()
+    target = target_of("hf", model)
+    items = model.make_conversion_items()
     convert_model(model, items, target, tmp_path / "whole", group_bytes=1)
     told = list[int]()
 
@@ -208,7 +218,8 @@ def test_what_a_power_cut_tore_is_not_kept(tmp_path: Path, hf: Path, kind: str) 
         if len(told) == 20:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    out, aside = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
+    aside = tmp_path / ".out.partial"
     assert (
         in_child(lambda: convert_model(model, items, target, out, 1, end, group_bytes=1))
         == -signal.SIGKILL
@@ -231,11 +242,13 @@ def test_what_a_power_cut_tore_is_not_kept(tmp_path: Path, hf: Path, kind: str) 
 
 def test_another_source_or_target_begins_anew(tmp_path: Path, hf: Path) -> None:
     own = write(tmp_path / "hf", load_file(hf / "model.safetensors"))
-    out, aside = tmp_path / "out", tmp_path / ".out.partial"
+    out = tmp_path / "out"
+    aside = tmp_path / ".out.partial"
 
     def killed(kind: str, after: int = 1) -> int:
         """Lines of the journal when so many groups were told."""
-        model, told = open_stored_model(own), list[int]()
+        model = open_stored_model(own)
+        told = list[int]()
 
         def end(num_bytes: int) -> None:
             told.append(num_bytes)
@@ -268,7 +281,8 @@ def test_another_source_or_target_begins_anew(tmp_path: Path, hf: Path) -> None:
 
 def test_a_process_left_over_writes_into_its_own_directory_only(tmp_path: Path, hf: Path) -> None:
     model = open_stored_model(hf)
-    target, aside = target_of("hf", model), tmp_path / "aside"
+    target = target_of("hf", model)
+    aside = tmp_path / "aside"
     for _ in range(2):
         aside.mkdir()
         for file, size in target.file_bytes.items():
@@ -342,7 +356,9 @@ def test_two_at_once_are_refused(tmp_path: Path, hf: Path) -> None:
 def test_round_trip_and_what_goes_along(
     tmp_path: Path, hf: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Over torch_dist and files a rank, by the command; companions byte for byte, config.json too."""
+    """Over torch_dist and files a rank, by the command;
+    companions byte for byte, config.json too.
+    """
     steps = [
         [
             str(hf),
@@ -373,10 +389,8 @@ def test_round_trip_and_what_goes_along(
         assert main(["convert", *words]) == 0, capsys.readouterr().err
     for name in ("config.json", "tokenizer.json"):
         assert (tmp_path / "c" / name).read_bytes() == (hf / name).read_bytes()
-    found, wanted = (
-        load_file(tmp_path / "c" / "model.safetensors"),
-        load_file(hf / "model.safetensors"),
-    )
+    found = load_file(tmp_path / "c" / "model.safetensors")
+    wanted = load_file(hf / "model.safetensors")
     assert found.keys() == wanted.keys() and all(
         torch.equal(found[name], wanted[name]) for name in wanted
     )
@@ -435,7 +449,8 @@ def test_planted_errors_are_named(tmp_path: Path, hf: Path, name: str) -> None:
     change, of_bits, of_logits = PLANTED[name]
     state = load_file(hf / "model.safetensors")
     change(state)
-    source, wrong = open_stored_model(hf), open_stored_model(write(tmp_path / "wrong", state))
+    source = open_stored_model(hf)
+    wrong = open_stored_model(write(tmp_path / "wrong", state))
     with pytest.raises(ValueError, match=of_bits):
         verify_weight_bits(source, source.make_conversion_items(), wrong)
     with pytest.raises(ValueError, match=of_logits) as error:
@@ -539,9 +554,9 @@ def test_parts_that_overlap_and_a_norm_that_is_too_long_are_named(
     with pytest.raises(ValueError) as error:
         verify_weight_bits(model, model.make_conversion_items(), source)
     assert (
-        f"{held} of the {num_rows * columns} elements of embedding.word_embeddings.weight are stored"
-        in str(error.value)
-    )
+        f"{held} of the {num_rows * columns} elements of"
+        " embedding.word_embeddings.weight are stored"
+    ) in str(error.value)
     assert "decoder.final_layernorm.weight has shape" in str(error.value)
 
 
@@ -566,7 +581,9 @@ def test_broken_companions_are_named(
 
 
 def test_pickled_objects_of_others_are_left_alone(tmp_path: Path, hf: Path) -> None:
-    """As Transformer Engine's layers write them; config.json comes from elsewhere. Nothing is loaded from them."""
+    """As Transformer Engine's layers write them; config.json comes from elsewhere. Nothing is
+    loaded from them.
+    """
     model = open_stored_model(hf)
     convert_model(
         model, model.make_conversion_items(), target_of("torch_dist", model), tmp_path / "td"
@@ -590,7 +607,9 @@ def test_pickled_objects_of_others_are_left_alone(tmp_path: Path, hf: Path) -> N
 
 
 def test_fp8_blocks_and_mxfp4_are_read_as_numbers(tmp_path: Path, hf: Path) -> None:
-    """By hand: blocks of 4 x 3 over 6 x 7 have short ends; 2^(scale - 127) times two 4-bit floats a byte."""
+    """By hand: blocks of 4 x 3 over 6 x 7 have short ends; 2^(scale - 127) times two 4-bit
+    floats a byte.
+    """
     quantised = torch.arange(42).view(6, 7).remainder(9).to(torch.float8_e4m3fn)
     scale = torch.tensor([[1.0, 2.0, 4.0], [0.5, 8.0, 3.0]])
     found = dequantise_fp8(quantised, scale, (4, 3), torch.bfloat16)
@@ -599,7 +618,9 @@ def test_fp8_blocks_and_mxfp4_are_read_as_numbers(tmp_path: Path, hf: Path) -> N
     with pytest.raises(ValueError, match=r"scales \(2, 2\) .* must be \(2, 3\)"):
         dequantise_fp8(quantised, scale[:, :2], (4, 3), torch.bfloat16)
     blocks = torch.zeros(1, 2, 1, 16, dtype=torch.uint8)
-    blocks[0, 1, 0, 0], blocks[0, 1, 0, 15] = 0x2F, 0x91  # low nibble first: -6 and 1; 0.5 and -0.5
+    # low nibble first: -6 and 1; 0.5 and -0.5
+    blocks[0, 1, 0, 0] = 0x2F
+    blocks[0, 1, 0, 15] = 0x91
     matrix = dequantise_mxfp4(
         blocks, torch.tensor([[[127], [129]]], dtype=torch.uint8), torch.float32
     )
@@ -608,7 +629,9 @@ def test_fp8_blocks_and_mxfp4_are_read_as_numbers(tmp_path: Path, hf: Path) -> N
 
 
 def test_an_fp8_model_becomes_bfloat16(tmp_path: Path, hf: Path) -> None:
-    """Scales are no tensors of their own, and quantization_config is gone; a scale that is missing is named."""
+    """Scales are no tensors of their own, and quantization_config is gone; a scale that is
+    missing is named.
+    """
     state = load_file(hf / "model.safetensors")
     plain = dict(state)
     for name in [name for name in state if ".experts." in name]:
@@ -642,7 +665,8 @@ def test_fp8_is_written_in_blocks(
 ) -> None:
     """Each block by hand; what stays as it is; through bfloat16 and back the same bytes."""
     state = load_file(hf / "model.safetensors")
-    name, router = f"{LAYER}mlp.experts.3.down_proj.weight", f"{LAYER}mlp.gate.weight"
+    name = f"{LAYER}mlp.experts.3.down_proj.weight"
+    router = f"{LAYER}mlp.gate.weight"
     torch.manual_seed(1)
     wide = torch.randn(288, 288).bfloat16() * 3
     wide[128:256, :128] = 0
@@ -725,9 +749,9 @@ def test_dry_run(
         and f"units: {num_units}, the largest" in text
     )
     assert (
-        "    48 x model.layers.*.mlp.experts.*.gate_proj.weight [32, 64] bfloat16 -> decoder.layers.*.mlp"
-        in text
-    )
+        "    48 x model.layers.*.mlp.experts.*.gate_proj.weight [32, 64] bfloat16"
+        " -> decoder.layers.*.mlp"
+    ) in text
     assert main(["convert", str(index_alone), *words]) == 1
     text = capsys.readouterr().out
     assert (

@@ -1,4 +1,6 @@
-"""Prompts as chats: the same token ids as transformers from the same files, and what cannot be rendered."""
+"""Prompts as chats: the same token ids as transformers from the same files, and what
+cannot be rendered.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -72,7 +74,8 @@ def test_token_ids_are_those_of_transformers(
 @pytest.mark.smollm2
 @pytest.mark.skipif(not SMOLLM2.is_dir(), reason="fetch it with `rlhf-megatron fetch smollm2`")
 def test_smollm2() -> None:
-    tokenizer, other = load_tokenizer(SMOLLM2), PreTrainedTokenizerFast.from_pretrained(SMOLLM2)
+    tokenizer = load_tokenizer(SMOLLM2)
+    other = PreTrainedTokenizerFast.from_pretrained(SMOLLM2)
     chat = make_chat_format(tokenizer, None, {})
     for messages in CHATS.values():
         found = tokenizer.encode(
@@ -134,7 +137,10 @@ def test_where_the_template_stands(tmp_path: Path) -> None:
 
 
 def test_special_tokens_reach_the_template(tmp_path: Path) -> None:
-    template = "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ unk_token }}|{{ messages[0].content }}"
+    template = (
+        "{{ bos_token }}|{{ eos_token }}|{{ image_token }}|{{ unk_token }}|{{"
+        " messages[0].content }}"
+    )
     tokens = {
         "bos_token": {"content": "<|bos|>", "__type": "AddedToken"},
         "image_token": "<|eot_id|>",
@@ -195,7 +201,9 @@ def test_a_template_is_kept_in_its_sandbox(tmp_path: Path) -> None:
 
 
 def test_the_day_stands_still(tmp_path: Path) -> None:
-    """Prompts that change overnight could not be resumed: the day is named, or the template's variable is."""
+    """Prompts that change overnight could not be resumed: the day is named, or the
+    template's variable is.
+    """
     directory = write_chat_tokenizer(tmp_path, chat_template=LLAMA)
     with pytest.raises(
         ValueError, match=r"today's date.*name one with .*\{strftime_now: 2025-01-31\}"
@@ -215,7 +223,10 @@ def test_the_day_stands_still(tmp_path: Path) -> None:
     [
         (
             "enable_thinkng",
-            r"would be ignored: the chat template reads no such variable \(it reads enable_thinking, tools\)",
+            (
+                r"would be ignored: the chat template reads no such variable \(it reads"
+                r" enable_thinking, tools\)"
+            ),
         ),
         ("strftime_now", "would be ignored: the chat template reads no such variable"),
         ("messages", "apply_chat_template_kwargs.messages is set by the trainer; remove it"),

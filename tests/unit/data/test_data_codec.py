@@ -80,7 +80,8 @@ def round_trip(obj: Any) -> Any:
 
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text() | st.binary()
-    | st.builds(lambda numbers: torch.tensor(numbers, dtype=torch.float32), st.lists(st.floats(width=32), max_size=5)),
+    | st.builds(lambda numbers: torch.tensor(numbers, dtype=torch.float32),
+                st.lists(st.floats(width=32), max_size=5)),
     lambda inner: st.lists(inner) | st.lists(inner).map(tuple) | st.dictionaries(st.text(), inner),
     max_leaves=20,
 )  # fmt: skip
@@ -195,7 +196,9 @@ def test_a_renamed_field_keeps_its_wire_name() -> None:
 
 
 def test_the_wire_names_of_the_package_never_change() -> None:
-    """A file of wire_names.txt that an older version wrote must stay readable: add lines, change none."""
+    """A file of wire_names.txt that an older version wrote must stay readable: add
+    lines, change none.
+    """
     for module in pkgutil.walk_packages(rlhf_megatron.__path__, "rlhf_megatron."):
         source = Path(module.module_finder.path) / (module.name.rpartition(".")[2] + ".py")  # type: ignore[union-attr]
         if source.is_file() and "codec.register(" in source.read_text():

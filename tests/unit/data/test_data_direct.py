@@ -1,4 +1,6 @@
-"""Files that are written around the system's cache have each byte, wherever pieces begin and end."""
+"""Files that are written around the system's cache have each byte,
+wherever pieces begin and end.
+"""
 
 import errno
 import os
@@ -30,7 +32,8 @@ def parts_of(sizes: tuple[int, ...]) -> list[Any]:
 def test_every_byte_arrives(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, ...], way: str
 ) -> None:
-    is_direct, write = False, os.write
+    is_direct = False
+    write = os.write
     num_direct = 0
 
     def set_flags(descriptor: int, command: int, flags: int = 0) -> int:

@@ -1,4 +1,6 @@
-"""The examples of docs/data.md: each configuration is loaded, and what the page shows of it is what comes out."""
+"""The examples of docs/data.md: each configuration is loaded, and what the page shows of it is
+what comes out.
+"""
 
 import re
 from itertools import pairwise

@@ -224,7 +224,7 @@ def test_pairs_of_conversations_are_written_by_the_chat_template(tmp_path: Path)
         [
             tokenizer.decode_with_special_tokens(document.token_ids[slice(*span)])
             for document in sample.documents
-            for span in document.trained
+            for span in document.trained_spans
         ]
         for sample in sets.sources[0].items
     ]
@@ -234,7 +234,7 @@ def test_pairs_of_conversations_are_written_by_the_chat_template(tmp_path: Path)
     ]
     for sample in sets.sources[0].items:
         begins = [
-            tokenizer.decode_with_special_tokens(document.token_ids[: document.trained[0][0]])
+            tokenizer.decode_with_special_tokens(document.token_ids[: document.trained_spans[0][0]])
             for document in sample.documents
         ]
         assert begins[0] == begins[1] and begins[0].startswith("<|im_start|>user\n1+1=<|im_end|>\n")

@@ -174,7 +174,8 @@ def test_nested_keys(tmp_path: Path) -> None:
         only(path, "p.q", "r.false")
 
 
-SYSTEM, USER = {"role": "system", "content": "be short"}, {"role": "user", "content": "1+1?"}
+SYSTEM = {"role": "system", "content": "be short"}
+USER = {"role": "user", "content": "1+1?"}
 
 
 def test_chat_messages(tmp_path: Path) -> None:

@@ -1,4 +1,6 @@
-"""Bins: never too long, as few as promised, dealt evenly; exchanges by hand; how good plans of real sizes are."""
+"""Bins: never too long, as few as promised, dealt evenly; exchanges by hand; how good plans of
+real sizes are.
+"""
 
 import math
 import random
@@ -56,9 +58,12 @@ def test_the_bound_is_never_above_the_best_packing(case: tuple[int, list[int]]) 
 
 
 def test_the_bound_by_hand() -> None:
-    """Three of 6 take a bin of 10 each; 5 goes nowhere beside them. By volume two bins and a half would do."""
+    """Three of 6 take a bin of 10 each; 5 goes nowhere beside them. By volume two bins and a
+    half would do.
+    """
     assert compute_bin_lower_bound([6, 6, 6, 5], 10) == 4 and -(-23 // 10) == 3
-    # 3 x 7 leaves three holes of 3: of 4 + 4 + 4 + 1 only the 1 fits into them, and 12 need two more bins.
+    # 3 x 7 leaves three holes of 3: of 4 + 4 + 4 + 1 only the 1 fits into them, and 12 need
+    # two more bins.
     assert compute_bin_lower_bound([7, 7, 7, 4, 4, 4, 1], 10) == 5
     assert compute_bin_lower_bound([], 10) == 0
 
@@ -75,7 +80,9 @@ def documents_of(shares: list[ReplicaShare]) -> list[int]:
 @given(st.data())
 def test_exchanges_keep_every_document_and_the_room(data: st.DataObject) -> None:
     """And make replicas no less even, whatever they began with."""
-    room, num_replicas, num_each = data.draw(st.integers(4, 30)), data.draw(st.integers(1, 4)), 2
+    room = data.draw(st.integers(4, 30))
+    num_replicas = data.draw(st.integers(1, 4))
+    num_each = 2
     lengths = data.draw(st.lists(st.integers(1, 10), max_size=24))
     costs = costs_of(lengths)
     contents: list[list[int]] = [[] for _ in range(num_replicas * num_each)]
@@ -86,10 +93,8 @@ def test_exchanges_keep_every_document_and_the_room(data: st.DataObject) -> None
         [DocumentBin.from_documents(documents, lengths, costs) for documents in contents],
         num_replicas,
     )
-    before, num_empty = (
-        compute_imbalance(shares),
-        sum(not each.documents for share in shares for each in share),
-    )
+    before = compute_imbalance(shares)
+    num_empty = sum(not each.documents for share in shares for each in share)
     exchange_documents(shares, lengths, costs, room)
     assert documents_of(shares) == list(range(len(lengths)))
     assert compute_imbalance(shares) <= before
@@ -103,9 +108,11 @@ def test_exchanges_keep_every_document_and_the_room(data: st.DataObject) -> None
 
 
 def test_exchanges_by_hand() -> None:
-    """Costs are lengths. Whole bins: 9 and 2 against 5 and 4 leave a gap of 2, which no swap of bins makes smaller.
+    """Costs are lengths. Whole bins: 9 and 2 against 5 and 4 leave a gap of 2, which no swap of
+    bins makes smaller.
 
-    Documents: 9 + 1 and 5 + 1 against 4 + 2 and 3 leave a gap of 7; what a swap moves must be 3 or 4, and there is one.
+    Documents: 9 + 1 and 5 + 1 against 4 + 2 and 3 leave a gap of 7; what a swap moves must be 3 or
+    4, and there is one.
     """
     bins = [DocumentBin.from_documents((i,), [9, 5, 4, 2], [9, 5, 4, 2]) for i in range(4)]
     shares = deal_bins(bins, 2)  # dealt: 9 and 2, 5 and 4
@@ -133,8 +140,11 @@ def test_exchanges_by_hand() -> None:
 
 
 def test_full_bins_are_not_searched_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three full bins are cheaper than those with room: the last document finds its bin behind them, or gives up."""
-    lengths, costs = [10, 10, 10, 1, 1, 1, 1], [1, 1, 1, 5, 5, 5, 5]
+    """Three full bins are cheaper than those with room: the last document finds its bin behind
+    them, or gives up.
+    """
+    lengths = [10, 10, 10, 1, 1, 1, 1]
+    costs = [1, 1, 1, 5, 5, 5, 5]
     assert bin_packing._pack_by_even_cost(list(range(7)), lengths, costs, 6, 10) == [
         [0],
         [1],
@@ -175,8 +185,10 @@ def bimodal(num: int, longest: int) -> list[int]:
     ],
 )
 def test_plans_of_real_sizes_are_even_and_full(draw, dp: int, multiples: tuple[int, int]) -> None:  # type: ignore[no-untyped-def]
-    """4096 samples up to 30000 tokens into 32768: no more micro-batches than the bound demands where it is by volume,
-    replicas within 2 % of their mean, less than 3 % of padding where that many tokens could be without."""
+    """4096 samples up to 30000 tokens into 32768: no more micro-batches than the bound demands
+    where it is by volume, replicas within 2 % of their mean, less than 3 % of padding where that
+    many tokens could be without.
+    """
     lengths = draw(4096, 30000)
     plans = plan_replicas(lengths, dp, 32768, *multiples)
     padded = [-(-length // multiples[0]) * multiples[0] for length in lengths]

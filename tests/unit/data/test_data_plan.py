@@ -1,4 +1,6 @@
-"""Plans: every sample once, budgets kept, equal counts, balanced, the same each time; and their way there and back."""
+"""Plans: every sample once, budgets kept, equal counts, balanced, the same each time; and their way
+there and back.
+"""
 
 import pytest
 import torch
@@ -33,7 +35,9 @@ def tokens(lengths: list[int]) -> TokenBatch:
 
 @st.composite
 def calls(draw: st.DrawFn) -> dict:
-    """Arguments of plan_replicas that can be met: all three multiples, packed ones of documents among others."""
+    """Arguments of plan_replicas that can be met: all three multiples, packed ones of
+    documents among others.
+    """
     document_multiple = draw(st.integers(1, 6))
     packed_multiple = document_multiple * draw(st.integers(1, 4))
     budget = draw(st.integers(2, 12)) * packed_multiple
@@ -54,7 +58,8 @@ def round_up(length: int, multiple: int) -> int:
 @settings(max_examples=400, deadline=None)
 @given(calls())
 def test_properties(call: dict) -> None:
-    lengths, multiple = call["lengths"], call["document_multiple"]
+    lengths = call["lengths"]
+    multiple = call["document_multiple"]
     plans = plan_replicas(**call)
     assert len(plans) == call["num_replicas"]
     assert plans == plan_replicas(**call)
@@ -126,13 +131,17 @@ def test_one_micro_batch_keeps_the_order() -> None:
 
 
 def test_document_multiple_counts_against_the_budget() -> None:
-    """3 and 5 tokens become 4 and 8: together 12, over a budget of 11 that 8 raw tokens would fit."""
+    """3 and 5 tokens become 4 and 8: together 12,
+    over a budget of 11 that 8 raw tokens would fit.
+    """
     (plan,) = plan_replicas([3, 5], num_replicas=1, token_budget=11, document_multiple=4)
     assert plan == ReplicaPlan(samples=(1, 0), micro_batches=((0,), (1,)), packed_length=8)
 
 
 def test_packed_multiple_rounds_the_budget_down_and_the_length_up() -> None:
-    """Documents of 4 + 4 + 2 = 10 tokens fit in 14, but packed to a multiple of 8 that is 16: 6 and 4, both as 8."""
+    """Documents of 4 + 4 + 2 = 10 tokens fit in 14, but packed to a multiple of 8 that is 16: 6
+    and 4, both as 8.
+    """
     (plan,) = plan_replicas(
         [3, 4, 1], num_replicas=1, token_budget=14, document_multiple=2, packed_multiple=8
     )
@@ -140,7 +149,9 @@ def test_packed_multiple_rounds_the_budget_down_and_the_length_up() -> None:
 
 
 def test_micro_batch_multiple_adds_micro_batches() -> None:
-    """One micro-batch would do; rounds of three spread two samples over two and leave a no-op sample for the third."""
+    """One micro-batch would do; rounds of three spread two samples over two and leave a no-op
+    sample for the third.
+    """
     (plan,) = plan_replicas([3, 4], num_replicas=1, token_budget=14, micro_batch_multiple=3)
     assert plan == ReplicaPlan(
         samples=(1, 0, NO_OP), micro_batches=((0,), (1,), (2,)), packed_length=4
@@ -148,7 +159,9 @@ def test_micro_batch_multiple_adds_micro_batches() -> None:
 
 
 def test_a_tight_packing_is_found() -> None:
-    """Cheapest-bin-first puts 6 and 5 apart and then 4, 3 on 5 and 6, leaving no room for 2; 6+4 and 5+3+2 fit."""
+    """Cheapest-bin-first puts 6 and 5 apart and then 4, 3 on 5 and 6, leaving no room for 2; 6+4
+    and 5+3+2 fit.
+    """
     (plan,) = plan_replicas([6, 5, 4, 3, 2], num_replicas=1, token_budget=10)
     assert len(plan.micro_batches) == 2
     assert {plan.samples[i] for i in plan.micro_batches[0]} == {0, 2}
@@ -173,8 +186,8 @@ def test_no_samples_at_all() -> None:
 
 def test_over_the_budget() -> None:
     fix = (
-        r"over the budget of 10 tokens a micro-batch; raise actor.ppo_max_token_len_per_gpu x context_parallel_size"
-        r" to 12 or more"
+        r"over the budget of 10 tokens a micro-batch; raise actor.ppo_max_token_len_per_gpu x"
+        r" context_parallel_size to 12 or more"
     )
     with pytest.raises(
         ValueError, match=r"sample 1 has 9 tokens \(12 after padding to a multiple of 4\), " + fix

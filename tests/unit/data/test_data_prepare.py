@@ -1,4 +1,6 @@
-"""Published sets: small files with the columns of the real ones, and what is said where they differ."""
+"""Published sets: small files with the columns of the real ones, and what is said
+where they differ.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ from rlhf_megatron.rewards.scorers.reward_types import RewardSample
 
 BOXED = "\n\nReason step by step, and put the final answer into \\boxed{}."
 DAPO = (
-    "Solve the following math problem step by step. The last line of your response should be of the form Answer: "
-    "$Answer (without quotes) where $Answer is the answer to the problem.\n\n1+1?\n\nRemember to put your answer on its"
+    "Solve the following math problem step by step. The last line of your response should be of"
+    " the form Answer: $Answer (without quotes) where $Answer is the answer to the problem.\n\n"
+    "1+1?\n\nRemember to put your answer on its"
     ' own line after "Answer:".'
 )
 ROWS: dict[str, list[dict[str, Any]]] = {
@@ -82,7 +85,8 @@ def _copy(directory: Path, name: str, rows: list[dict[str, Any]]) -> Path:
 def test_a_published_set_becomes_prompts_and_labels(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = _copy(tmp_path / "copy", name, ROWS[name]), tmp_path / "out"
+    source = _copy(tmp_path / "copy", name, ROWS[name])
+    out = tmp_path / "out"
     assert main(["data", "prepare", name, "--from", str(source), "--out", str(out)]) == 0
     prompt, answer = EXPECTED[name]
     for split in PUBLISHED_DATASETS[name].files:
@@ -122,10 +126,8 @@ def test_the_settings_printed_for_dapo_read_its_answers() -> None:
 def test_another_layout_of_the_set_is_named_and_nothing_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    source, out = (
-        _copy(tmp_path / "copy", "gsm8k", [{"question": "How many?", "solution": "2"}]),
-        tmp_path / "out",
-    )
+    source = _copy(tmp_path / "copy", "gsm8k", [{"question": "How many?", "solution": "2"}])
+    out = tmp_path / "out"
     assert main(["data", "prepare", "gsm8k", "--from", str(source), "--out", str(out)]) != 0
     said = capsys.readouterr().err
     assert (

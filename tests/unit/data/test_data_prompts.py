@@ -1,4 +1,6 @@
-"""Rows and tasks as items: templates, solved rows in front, the limit on length, sources and held-out sets."""
+"""Rows and tasks as items: templates, solved rows in front, the limit on length, sources and
+held-out sets.
+"""
 
 from collections import Counter
 from pathlib import Path
@@ -48,8 +50,11 @@ def test_prompts_over_the_limit(tokenizer: Tokenizer) -> None:
     assert [item.prompt_ids for item in fitting.items] == [(3, 3), (3, 3, 3)]
     with pytest.raises(
         ValueError,
-        match=r"t.jsonl:4: the prompt has 4 tokens, over data.max_prompt_length \(3\), as have 2 of 4 prompts; "
-        r"raise it to 5, or set data.filter_overlong_prompts=true to drop them, or data.truncation to cut them",
+        match=(
+            r"t.jsonl:4: the prompt has 4 tokens, over data.max_prompt_length \(3\), as have 2 of 4"
+            r" prompts; raise it to 5, or set data.filter_overlong_prompts=true to drop them, or"
+            r" data.truncation to cut them"
+        ),
     ):
         encode_prompt_rows(rows, tokenizer, PLAIN, PromptLimit(3))
     dropped = encode_prompt_rows(rows, tokenizer, PLAIN, PromptLimit(3, filter_overlong=True))
@@ -168,7 +173,8 @@ def test_too_few_rows_to_solve() -> None:
 
 def test_solved_rows_are_not_held_out_either(tmp_path: Path, tokenizer: Tokenizer) -> None:
     rows = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(8)]
-    train, val = written(tmp_path / "train.jsonl", *rows), written(tmp_path / "val.jsonl", *rows)
+    train = written(tmp_path / "train.jsonl", *rows)
+    val = written(tmp_path / "val.jsonl", *rows)
     shots = FewShotConfig(num_shots=2, template="{prompt}{label} ")
     config = DataConfig(train_files=(str(train),), val_files=(str(val),), few_shot=shots)
     sets = load_prompt_sets(config, tokenizer)

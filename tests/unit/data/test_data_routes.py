@@ -1,4 +1,6 @@
-"""Files of the experts that samples met: ids come back as they were, in one byte each where they fit."""
+"""Files of the experts that samples met: ids come back as they were, in one byte each
+where they fit.
+"""
 
 from __future__ import annotations
 

@@ -69,7 +69,9 @@ def test_the_setting_reaches_the_layout_by_which_controller_and_ranks_go() -> No
 
 
 def test_packed_by_hand() -> None:
-    """5 6 7 once; behind it 1 2 and nothing, as the last token of a sample predicts nothing. 8 9 is nobody else's."""
+    """5 6 7 once; behind it 1 2 and nothing, as the last token of a sample predicts nothing. 8 9 is
+    nobody else's.
+    """
     plan = ReplicaPlan(samples=(0, 1, 2), micro_batches=((0, 1, 2),), packed_length=8)
     (micro,) = (packed := pack_batch(PAIR, plan, SHARING)).micro_batches
     assert micro.token_ids.tolist() == [[5, 6, 7, 8, 9, 1, 1, 2]]
@@ -128,13 +130,17 @@ def groups(draw: st.DrawFn) -> TokenBatch:
 def test_each_sample_is_computed_once_behind_its_prompt(
     batch: TokenBatch, dp: int, budget: int, fills: bool
 ) -> None:
-    """Packed and read back, a response token is predicted behind all that stands before it in its sample, and a prompt
-    is forwarded once; no micro-batch is over the budget."""
+    """Packed and read back, a response token is predicted behind all that stands before it in its
+    sample, and a prompt is forwarded once; no micro-batch is over the budget.
+    """
     layout = ParallelLayout(dp * (2 if fills else 1), pp=2 if fills else 1, shares_prompts=True)
-    plans, seen = plan_scattered_call(batch, layout, budget), []
+    plans = plan_scattered_call(batch, layout, budget)
+    seen = []
     assert len({len(plan.micro_batches) for plan in plans}) == 1
     for plan in plans:
-        shard, found, num_forwarded = take_replica_shard(batch, plan), [], 0
+        shard = take_replica_shard(batch, plan)
+        found = []
+        num_forwarded = 0
         packed = pack_batch(shard, plan, layout)
         for micro, group in zip(packed.micro_batches, plan.micro_batches, strict=True):
             assert micro.token_ids.numel() <= budget
@@ -163,14 +169,13 @@ def test_each_sample_is_computed_once_behind_its_prompt(
 
 
 def rows_of(micro: MicroBatch) -> Iterator[tuple[int, list[int]]]:
-    """Yield of each row which sample it is of, and the tokens that its place sees, read through the borders and the
-    prompts, with the one that it predicts."""
+    """Yield of each row which sample it is of, and the tokens that its place sees, read through the
+    borders and the prompts, with the one that it predicts.
+    """
     spans = [slice(*pair) for pair in pairwise(micro.cu_seqlens.tolist())]
     assert micro.prompts is not None
-    behind, rows = (
-        micro.prompts.tolist(),
-        (micro.rows.tolist(), micro.targets.tolist(), micro.sequence_ids.tolist()),
-    )
+    behind = micro.prompts.tolist()
+    rows = (micro.rows.tolist(), micro.targets.tolist(), micro.sequence_ids.tolist())
     for place, target, number in zip(*rows, strict=True):
         (document,) = (d for d, span in enumerate(spans) if span.start <= place < span.stop)
         seen = [] if behind[document] < 0 else micro.token_ids[0, spans[behind[document]]].tolist()
@@ -180,16 +185,21 @@ def rows_of(micro: MicroBatch) -> Iterator[tuple[int, list[int]]]:
 
 
 def num_own_tokens(shard: TokenBatch, group: list[int]) -> Iterator[int]:
-    """Yield the tokens of each sample that a micro-batch of these forwards: the prompt with its first one only."""
-    found, known = find_sample_prompts(shard), set[int]()
+    """Yield the tokens of each sample that a micro-batch of these forwards: the prompt with its
+    first one only.
+    """
+    found = find_sample_prompts(shard)
+    known = set[int]()
     for sample in group:
-        number, shared = found.prompt_numbers[sample], found.prompt_lengths[sample]
+        number = found.prompt_numbers[sample]
+        shared = found.prompt_lengths[sample]
         yield max(1, int(shard.lengths[sample]) - 1) - (shared if number in known else 0)
         known.add(number)
 
 
 def test_groups_stay_together_and_are_parted_where_replicas_would_wait() -> None:
-    lengths, numbers = [100 + 4] * 32, tuple(n // 16 for n in range(32))
+    lengths = [100 + 4] * 32
+    numbers = tuple(n // 16 for n in range(32))
     prompts = SamplePrompts(numbers, (100,) * 32)
 
     def loads(num_replicas: int, budget: int = 1000) -> list[list[tuple[int, ...]]]:
@@ -248,9 +258,12 @@ def plain_varlen(query, key, value, borders: SequenceBorders, scale: float):
 
 @pytest.mark.parametrize("kind", ["plain", "window", "sinks", "kernel"])
 def test_attention_behind_a_prompt_is_that_of_whole_documents(kind: str) -> None:
-    """Prompts of 3 and 2 tokens with 3 and 1 documents behind them, one document without; gradients too."""
+    """Prompts of 3 and 2 tokens with 3 and 1 documents behind them, one document without;
+    gradients too.
+    """
     torch.manual_seed(0)
-    lengths, behind = [3, 2, 4, 2, 5, 2, 1], [-1, -1, -1, 0, 0, 1, 0]
+    lengths = [3, 2, 4, 2, 5, 2, 1]
+    behind = [-1, -1, -1, 0, 0, 1, 0]
     starts = [0, *torch.tensor(lengths).cumsum(0).tolist()]
     own = [list(range(start, stop)) for start, stop in pairwise(starts)]
     whole = [(own[prompt] if prompt >= 0 else []) + own[d] for d, prompt in enumerate(behind)][2:]

@@ -54,7 +54,8 @@ def mixed(
 
 def test_without_shuffling_the_order_is_that_of_the_items() -> None:
     drawn_from = stream_of(items(5), batch_size=3, shuffle=False, seed=0)
-    first, second = drawn_from.draw_step_prompts(1), drawn_from.draw_step_prompts(2)
+    first = drawn_from.draw_step_prompts(1)
+    second = drawn_from.draw_step_prompts(2)
     assert first.prompts == ("0", "1", "2") and first.group_ids == (0, 1, 2)
     assert second.prompts == ("3", "4", "0") and second.group_ids == (3, 4, 5)
     assert second.prompt_ids == ((3,), (4,), (0,)) and second.labels == ("0", "1", "0")
@@ -139,7 +140,9 @@ def test_the_stream_of_a_task_is_pinned() -> None:
 
 
 def test_a_pattern_by_hand() -> None:
-    """Shares 1/2, 1/4, 1/4 of a period of 4: windows [0,2) [2,4), [0,4) and [0,4), the earliest end first."""
+    """Shares 1/2, 1/4, 1/4 of a period of 4: windows [0,2) [2,4), [0,4) and [0,4), the
+    earliest end first.
+    """
     mixture = make_source_mixture([2.0, 1.0, 1.0])
     assert mixture.source_counts == (2, 1, 1)
     assert [mixture.locate_draw(position) for position in range(5)] == [
@@ -204,7 +207,9 @@ def test_batches_hold_the_shares() -> None:
 
 
 def test_every_source_has_epochs_of_its_own() -> None:
-    """Sources of 5, 6 and 7 prompts: whatever the others do, each gives all of its prompts before one comes again."""
+    """Sources of 5, 6 and 7 prompts: whatever the others do, each gives all of its prompts before
+    one comes again.
+    """
     stream = mixed({"a": 3, "b": 1, "c": 1}, batch_size=10, size=5)
     drawn: dict[str, list[str]] = {"a": [], "b": [], "c": []}
     for step in range(1, 43):
@@ -273,7 +278,9 @@ def test_one_named_source_is_the_stream_of_its_items() -> None:
 
 
 def test_items_by_weight() -> None:
-    """Of 4000 draws 3000 are of the source of 2 items, so 1500 each, and 1000 of that of 100, 10 each."""
+    """Of 4000 draws 3000 are of the source of 2 items, so 1500 each, and 1000 of that
+    of 100, 10 each.
+    """
     both = WeightedPromptItems(
         (PromptSource("a", 3, items(2, "a")), PromptSource("b", 1, items(100, "b")))
     )

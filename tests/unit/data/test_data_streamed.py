@@ -1,4 +1,6 @@
-"""Files that are larger than memory: the same batches as if they were held, in few bytes, from any step on."""
+"""Files that are larger than memory: the same batches as if they were held, in few bytes,
+from any step on.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ BATCH = 3
 
 
 def chat(number: int, num_turns: int = 2) -> dict[str, Any]:
-    turns = [{"role": role, "content": f"{role} {number} é\u2028 {turn}"} for turn in range(num_turns)
+    turns = [{"role": role,
+              "content": f"{role} {number} é\u2028 {turn}"} for turn in range(num_turns)
              for role in ("user", "assistant")]  # fmt: skip
     return {"messages": turns, "w": 1.0 + number}
 
@@ -65,7 +68,9 @@ def same(one: DocumentSampleBatch, other: DocumentSampleBatch) -> bool:
 
 @pytest.mark.parametrize("kind", ["chats", "pairs"])
 def test_batches_are_those_of_documents_that_are_held(tmp_path: Path, kind: str) -> None:
-    """Two weighted sources over several epochs; turns that are documents of their own, bad rows, long rows, pairs."""
+    """Two weighted sources over several epochs; turns that are documents of their own, bad rows,
+    long rows, pairs.
+    """
     sft = CHATS if kind == "chats" else SFTConfig("dpo", weight_key="w", max_length=40)
     row = chat if kind == "chats" else pair
     files = [[row(0), "", "{bad", row(1), "   ", row(2)], [row(n) for n in range(3, 12)]]
@@ -114,7 +119,8 @@ def test_a_run_goes_on_in_the_middle_of_a_file(tmp_path: Path) -> None:
 
 
 def test_no_token_is_held(tmp_path: Path) -> None:
-    rows = [[{"messages": [{"role": "user", "content": "ab " * 2000}, *chat(n)["messages"][1:2]], "w": 1} for n in
+    rows = [[{"messages": [{"role": "user", "content": "ab " * 2000}, *chat(n)["messages"][1:2]],
+              "w": 1} for n in
              range(60)]]  # fmt: skip
     sft = replace(CHATS, max_length=10_000)
     streamed, held = sets_of(tmp_path, rows, sft)

@@ -1,4 +1,6 @@
-"""What a teacher told of conversations, from their own rows: at the tokens that train, or refused."""
+"""What a teacher told of conversations, from their own rows:
+at the tokens that train, or refused.
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def test_places_stand_at_the_tokens_that_train(tmp_path: Path, family: str) -> N
     batch = gather_samples([source], places)
     assert batch.teacher_columns is not None
     mask = batch.tokens.response_mask
-    ids, log_probs = batch.teacher_columns.teacher_ids, batch.teacher_columns.teacher_log_probs
+    ids = batch.teacher_columns.teacher_ids
+    log_probs = batch.teacher_columns.teacher_log_probs
     assert ids.shape == log_probs.shape == (batch.tokens.num_tokens, TOP_K)
     assert not ids[~mask].any() and not log_probs[~mask].any()
     assert bool((ids[mask][:, 1] == 8).all()), "the unlikeliest of three is left out"

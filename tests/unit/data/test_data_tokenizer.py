@@ -92,7 +92,9 @@ def test_all_end_of_sequence_ids_count(
 
 
 def test_byte_level_with_a_template_and_padding(tmp_path: Path) -> None:
-    """Nothing is added, padded or cut, whatever the file asks for; specials in the text are recognized."""
+    """Nothing is added, padded or cut, whatever the file asks for; specials in the text
+    are recognized.
+    """
     backend = tokenizers.Tokenizer(tokenizers.models.BPE())
     backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = tokenizers.decoders.ByteLevel()

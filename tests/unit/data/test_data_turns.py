@@ -1,4 +1,6 @@
-"""What trains of a conversation, by the templates of eleven models: exact text, or refused with what differs."""
+"""What trains of a conversation, by the templates of eleven models: exact text, or refused
+with what differs.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def calls(arguments: Any) -> list[dict[str, Any]]:
 
 def with_tools(arguments: Any, **others: Any) -> list[dict[str, Any]]:
     return [user("17+x?"), says("", tool_calls=calls(arguments), **others),
-            {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "3"}, says("It is 3.")]  # fmt: skip
+            {"role": "tool", "tool_call_id": "a1b2c3d4e", "content": "3"},
+            says("It is 3.")]  # fmt: skip
 
 
 THOUGHTS = ("reasoning_content", "thinking")
@@ -53,7 +56,10 @@ ANALYSIS, FINAL = (f"<|channel|>{name}<|message|>" for name in ("analysis", "fin
 EMPTY = "<think>\n\n</think>\n\n"
 ARGUMENTS = '{"a": 17, "b": "x y"}'
 QWEN_CALL = '<tool_call>\n{"name": "add", "arguments": ' + ARGUMENTS + "}\n</tool_call><|im_end|>"
-GLM_CALL = "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>17</arg_value>\n<arg_key>b</arg_key>\n<arg_value>x y"
+GLM_CALL = (
+    "<tool_call>add\n<arg_key>a</arg_key>\n<arg_value>17</arg_value>\n<arg_key>b</arg_key>\n"
+    "<arg_value>x y"
+)
 GLM_CALL += "</arg_value>\n</tool_call><|observation|>"
 MISTRAL_CALL = (
     '[TOOL_CALLS] [{"name": "add", "arguments": ' + ARGUMENTS + ', "id": "a1b2c3d4e"}]<|eos|>'
@@ -95,12 +101,14 @@ def trained(
     ]
 
 
-WHOLE, BY_TURN = True, False
+WHOLE = True
+BY_TURN = False
 EXPECTED = [
     ("llama3", PLAIN, WHOLE, [["Hello!<|eot_id|>", "4<|eot_id|>"]]),
     ("llama3", SYSTEM, WHOLE, [["Hello!<|eot_id|>", "4<|eot_id|>"]]),
     ("llama31", SYSTEM, WHOLE, [["Hello!<|eot_id|>", "4<|eot_id|>"]]),
-    ("llama31", TOOLS, WHOLE, [['{"name": "add", "parameters": ' + ARGUMENTS + "}<|eot_id|>", "It is 3.<|eot_id|>"]]),
+    ("llama31", TOOLS, WHOLE,
+     [['{"name": "add", "parameters": ' + ARGUMENTS + "}<|eot_id|>", "It is 3.<|eot_id|>"]]),
     ("qwen25", PLAIN, WHOLE, [["Hello!<|im_end|>", "4<|im_end|>"]]),
     ("qwen25", SYSTEM, WHOLE, [["Hello!<|im_end|>", "4<|im_end|>"]]),
     ("qwen3", PLAIN, BY_TURN, [[f"{EMPTY}Hello!<|im_end|>"], [f"{EMPTY}4<|im_end|>"]]),
@@ -108,14 +116,16 @@ EXPECTED = [
      [["<think>\ngreet\n</think>\n\nHello!<|im_end|>"], ["<think>\nsum\n</think>\n\n4<|im_end|>"]]),
     ("qwen3", INLINE, WHOLE, [["<think>\ngreet\n</think>\n\nHello!<|im_end|>"]]),
     ("qwen3", TOOLS, BY_TURN, [[EMPTY + QWEN_CALL], [f"{EMPTY}It is 3.<|im_end|>"]]),
-    ("qwen3", TOOLS_THINKING, WHOLE, [["<think>\nlook\n</think>\n\n" + QWEN_CALL, f"{EMPTY}It is 3.<|im_end|>"]]),
+    ("qwen3", TOOLS_THINKING, WHOLE,
+     [["<think>\nlook\n</think>\n\n" + QWEN_CALL, f"{EMPTY}It is 3.<|im_end|>"]]),
     ("mistral", PLAIN, WHOLE, [[" Hello!<|eos|>", " 4<|eos|>"]]),
     ("mistral", TOOLS, WHOLE,
      [[MISTRAL_CALL, " It is 3.<|eos|>"]]),
     ("glm45", PLAIN, WHOLE, [["\n<think></think>\nHello!<|user|>", "\n<think></think>\n4<|eos|>"]]),
     ("glm45", THINKING, BY_TURN,
      [["\n<think>greet</think>\nHello!<|eos|>"], ["\n<think>sum</think>\n4<|eos|>"]]),
-    ("glm45", TOOLS, WHOLE, [["\n<think></think>\n" + GLM_CALL, "\n<think></think>\nIt is 3.<|eos|>"]]),
+    ("glm45", TOOLS, WHOLE,
+     [["\n<think></think>\n" + GLM_CALL, "\n<think></think>\nIt is 3.<|eos|>"]]),
     ("gpt_oss", PLAIN, BY_TURN, [[f"{FINAL}Hello!<|return|>"], [f"{FINAL}4<|return|>"]]),
     ("gpt_oss", THINKING, BY_TURN,
      [[f"{ANALYSIS}greet<|end|><|start|>assistant{FINAL}Hello!<|return|>"],
@@ -146,15 +156,22 @@ def test_what_trains(
 PROMPT_THINKS = r"message 2: .*the prompt goes on with '<think>..', the conversation with "
 REFUSED = [
     ("deepseek_v3", PLAIN, PROMPT_THINKS + "'Hello!"),
-    ("deepseek_v3", TEXT_TOOLS, r"message 2: .* goes on with 'think>..', the conversation with '｜tool▁calls▁begin｜>"),
+    ("deepseek_v3", TEXT_TOOLS,
+     r"message 2: .* goes on with 'think>..', the conversation with '｜tool▁calls▁begin｜>"),
     ("deepseek_v3", TOOLS, "the chat template refuses the prompt"),
     ("deepseek_r1", THINKING, PROMPT_THINKS + "'Hello!"),
-    ("hermes", TOOLS, r"message 4: .*the prompt goes on with '<.im_end.>.*', the conversation with '.n<.im_end.>"),
+    ("hermes", TOOLS,
+     r"message 4: .*the prompt goes on with '<.im_end.>.*', the conversation with '.n<.im_end.>"),
     ("gpt_oss", TOOLS_THINKING,
-     r"message 4: .* goes on with '<.channel.>analysis.*', the conversation with ' to=functions.add"),
+     (
+         r"message 4: .* goes on with '<.channel.>analysis.*', the conversation with"
+         r" ' to=functions.add"
+     )),
     ("llama3", TOOLS, r"leaves out or changes a tool call \('add' is not in"),
     ("phi3", TOOLS, r"leaves out or changes a tool call"),
-    ("mistral", [user("Hi"), says("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {}}}])],
+    ("mistral",
+     [user("Hi"),
+      says("", tool_calls=[{"type": "function", "function": {"name": "add", "arguments": {}}}])],
      "Tool call IDs should be alphanumeric strings with length 9"),
     ("qwen25", TEXT_TOOLS, r'arguments of a tool call as "{..a..: 17}"; write them as an object'),
     ("qwen25", [user("Hi")], r"no message of an assistant"),

@@ -67,7 +67,9 @@ def test_students_t(degrees: int, quantile: float) -> None:
 
 
 def test_the_interval_of_graded_scores_is_students() -> None:
-    """Means 0.2, 0.4, 0.9: mean 0.5, variance 0.13, standard error sqrt(0.13 / 3) = 0.20817, t of 2 degrees 4.30265."""
+    """Means 0.2, 0.4, 0.9: mean 0.5, variance 0.13, standard error sqrt(0.13 / 3) = 0.20817, t of 2
+    degrees 4.30265.
+    """
     interval = compute_item_interval([[0.1, 0.3], [0.4], [0.9, 0.9]])
     assert interval == pytest.approx((0.5 - 4.30265 * 0.20817, 0.5 + 4.30265 * 0.20817), abs=1e-4)
     assert compute_item_interval([[0.5], [0.5]]) == (0.5, 0.5)
@@ -75,7 +77,9 @@ def test_the_interval_of_graded_scores_is_students() -> None:
 
 
 def test_the_interval_of_several_right_or_wrong_samples() -> None:
-    """Item means 1, 0.5, 0, 0.5: mean 0.5, variance of the mean (0.5 / 3) / 4 = 1/24, so 0.25 * 24 = 6 answers."""
+    """Item means 1, 0.5, 0, 0.5: mean 0.5, variance of the mean (0.5 / 3) / 4 = 1/24, so 0.25 *
+    24 = 6 answers.
+    """
     items = [[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [0.0, 1.0]]
     assert compute_item_interval(items) == pytest.approx(
         compute_wilson_interval(0.5, 6, compute_t95_quantile(3))
@@ -102,9 +106,12 @@ def test_the_interval_of_several_right_or_wrong_samples() -> None:
 def test_the_interval_covers_the_truth(
     right: float, wrong: float, num_items: int, num_samples: int
 ) -> None:
-    """Items of Beta(right, wrong) difficulty: the mean of all such items lies inside about 95 times of 100."""
+    """Items of Beta(right, wrong) difficulty: the mean of all such items lies inside about
+    95 times of 100.
+    """
     chance = random.Random(0)
-    truth, inside = right / (right + wrong), 0
+    truth = right / (right + wrong)
+    inside = 0
     for _ in range(400):
         rates = [chance.betavariate(right, wrong) for _ in range(num_items)]
         items = [[float(chance.random() < rate) for _ in range(num_samples)] for rate in rates]
@@ -114,7 +121,9 @@ def test_the_interval_covers_the_truth(
 
 
 def test_best_of() -> None:
-    """Pairs of 0, 1, 5: (1 + 5 + 5) / 3. For 3 right of 10, pass@2 is 1 - C(7, 2) / C(10, 2) = 24 / 45."""
+    """Pairs of 0, 1, 5: (1 + 5 + 5) / 3. For 3 right of 10, pass@2 is 1 - C(7, 2) /
+    C(10, 2) = 24 / 45.
+    """
     assert estimate_best_of_k([5.0, 0.0, 1.0], 2) == pytest.approx(11 / 3)
     assert (
         estimate_best_of_k([5.0, 0.0, 1.0], 1) == 2 and estimate_best_of_k([5.0, 0.0, 1.0], 3) == 5
@@ -212,7 +221,9 @@ def test_majority_answer() -> None:
 def asked(
     sets: Sequence[EvaluationSet], answers: dict[int, list[str]]
 ) -> tuple[EvaluationResult, list[PromptBatch], list[list[RewardSample]]]:
-    """Evaluates with `answers` by group id, exact match as reward; what was generated and scored."""
+    """Evaluates with `answers` by group id, exact match as reward;
+    what was generated and scored.
+    """
     tokenizer = load_tokenizer(MODEL)
     batches: list[PromptBatch] = []
     scored: list[list[RewardSample]] = []
@@ -244,7 +255,9 @@ def test_every_sample_reaches_its_set() -> None:
         ("a", 0.75, 1.0),
         ("b", 0.5, 1.5),
     ]
-    (batch,), (samples,) = batches, scored  # one call for all sets
+    # one call for all sets
+    (batch,) = batches
+    (samples,) = scored
     assert batch.group_ids == (0, 1, 2) and batch.sources == ("a", "a", "b")
     assert [(s.prompt, s.response, s.label, s.source, s.num_tokens) for s in samples[3:5]] == [
         ("a1", "0", "2", "a", 1),

@@ -1,4 +1,6 @@
-"""The figures of `evaluate` against enumeration: every subset of samples, every resample of items."""
+"""The figures of `evaluate` against enumeration:
+every subset of samples, every resample of items.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +76,8 @@ def test_every_figure_is_that_of_all_subsets(seed: int) -> None:
 def test_bootstrap_intervals_are_the_quantiles_of_all_resamples(weights: tuple[int, ...]) -> None:
     """Five items have 3,125 resamples; with weights a mean is that of tokens, not of documents."""
     values = np.array([0.31, 1.7, 0.94, 2.23, 0.05])
-    sums, counts = values * weights, np.array(weights)
+    sums = values * weights
+    counts = np.array(weights)
     rows = np.array(list(product(range(5), repeat=5)))
     means = sums[rows].sum(1) / counts[rows].sum(1)
     ((value, low, high),) = bootstrap_intervals(
@@ -93,7 +96,8 @@ def test_bootstrap_intervals_are_the_quantiles_of_all_resamples(weights: tuple[i
 
 def test_a_paired_comparison_is_students_interval_of_the_differences() -> None:
     """Of 10 shared questions: 9 degrees of freedom, 2.262157. The files' orders are no matter."""
-    first, second = drawn_items(5, 10)[0], drawn_items(6, 11)[0]
+    first = drawn_items(5, 10)[0]
+    second = drawn_items(6, 11)[0]
     differences = [fmean(b) - fmean(a) for a, b in zip(first, second, strict=False)]
 
     def of(scores: Any, order: Sequence[int]) -> ScoredEvaluationSet:

@@ -54,7 +54,8 @@ def test_against_all_subsets() -> None:
 
 def test_by_hand() -> None:
     found = by_name(compute_sample_figures([[1.0, 0.0, 0.0]], [["7", "8", "8"]]))
-    # Of two of three: best is 1 in 2 of 3 pairs, worst is 0 in all; votes: 7 against 8 is a tie twice, then 8 and 8.
+    # Of two of three: best is 1 in 2 of 3 pairs, worst is 0 in all; votes: 7 against 8 is a tie
+    # twice, then 8 and 8.
     assert (found["best@2"].value, found["worst@2"].value) == (pytest.approx(2 / 3), 0.0)
     assert found["maj@2"].value == pytest.approx(1 / 3)
     assert (found["best@3"].value, found["worst@3"].value, found["maj@3"].value) == (1.0, 0.0, 0.0)

@@ -140,7 +140,8 @@ def test_examples_import_from_the_door_alone() -> None:
 def list_our_imports(path: Path) -> set[tuple[str, str]]:
     """(module, name) of what a module imports of this package, or reads of a module of it."""
     tree = ast.parse(path.read_text())
-    found, modules = set(), {}
+    found = set()
+    modules = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("rlhf_megatron."):
             assert node.module

@@ -148,7 +148,7 @@ def test_a_kind_of_engine_must_make_a_client() -> None:
 def test_hooks_of_a_base_between_are_checked() -> None:
     """A user's class may derive from another one of the user."""
     between = type("Between", (extend.LocalEngineKind,), {"connect": hook})
-    with pytest.raises(ValueError, match="Between.connect is make_client now"):
+    with pytest.raises(ValueError, match=r"Between\.connect is make_client now"):
         extend.ENGINES.register("planted")(type("Outer", (between,), {}))
 
 
@@ -189,7 +189,8 @@ def test_a_class_that_no_registry_sees_is_checked_after_the_plugin_ran(tmp_path:
             load_plugins([str(plugin)])
         (problem,) = error.value.problems
         assert problem == (
-            f"plugins: {plugin} Client.pause is pause_decoding now and would never be called; rename it."
+            f"plugins: {plugin} Client.pause is pause_decoding now and would never be called;"
+            " rename it."
         )
 
 

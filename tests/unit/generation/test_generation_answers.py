@@ -19,10 +19,8 @@ ROW = {
 
 
 def test_answers_with_the_columns_of_verl(tmp_path: Path) -> None:
-    path, data = (
-        tmp_path / "out.jsonl",
-        DataConfig(prompt_key="question", label_key="reward_model.ground_truth"),
-    )
+    path = tmp_path / "out.jsonl"
+    data = DataConfig(prompt_key="question", label_key="reward_model.ground_truth")
     path.write_text("".join(json.dumps({**ROW, "id": i}) + "\n" for i in range(2)))
     (found,) = score_answer_file(path, RewardConfig(), tmp_path / "log", data)
     assert (

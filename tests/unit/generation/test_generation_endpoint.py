@@ -1,4 +1,6 @@
-"""`rlhf-megatron generate URL` against a stub that fails in every way that may pass, and a job that is stopped."""
+"""`rlhf-megatron generate URL` against a stub that fails in every way that may pass, and a job
+that is stopped.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ NUM_PROMPTS = 60
 
 
 class Stub:
-    """Each question fails once or twice before it is answered: with 503, 429, a broken connection, or nonsense."""
+    """Each question fails once or twice before it is answered: with 503, 429, a broken
+    connection, or nonsense.
+    """
 
     def __init__(self) -> None:
         self.asked: Counter[tuple[str, int]] = Counter()
@@ -73,7 +77,9 @@ class Stub:
 @pytest.fixture
 def stub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stub]:
     monkeypatch.setattr("rlhf_megatron.jobs.generation.endpoint_job.PAUSE_S", 0.01)
-    found, is_up, is_over = Stub(), threading.Event(), threading.Event()
+    found = Stub()
+    is_up = threading.Event()
+    is_over = threading.Event()
     thread = threading.Thread(target=lambda: asyncio.run(found.serve(is_up, is_over)))
     thread.start()
     assert is_up.wait(30)
@@ -106,7 +112,8 @@ def job(
 
 def test_every_prompt_has_its_answers_once_whatever_fails(stub: Stub, tmp_path: Path) -> None:
     """The job is stopped on its way and goes on; what it has is not asked again."""
-    stop, first = StopRequest(), job(stub, tmp_path, range(NUM_PROMPTS))
+    stop = StopRequest()
+    first = job(stub, tmp_path, range(NUM_PROMPTS))
     lines = tmp_path / "answers.parquet.job" / "answers.jsonl"
 
     def stop_soon() -> None:

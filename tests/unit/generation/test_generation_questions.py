@@ -1,4 +1,6 @@
-"""What a supervised job's own rows are asked, where `generate` and `evaluate` are given no prompts."""
+"""What a supervised job's own rows are asked,
+where `generate` and `evaluate` are given no prompts.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,8 @@ from rlhf_megatron.data.document_sets import load_held_out_samples
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.jobs.generation.answer_generation_job import load_questions
 
-USER, TWO = {"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}
+USER = {"role": "user", "content": "1+1="}
+TWO = {"role": "assistant", "content": "2"}
 THOUGHT = [USER, {"role": "assistant", "content": "<think>\none and one\n</think>\n\n2"}]
 CHAT = {
     "messages": [
@@ -42,7 +45,9 @@ DPO = SFTConfig(loss_mode="dpo")
     [
         (PAIRS, DPO, [(PROMPT, "2")] * 2),
         ([CHAT], SFTConfig(messages_key="messages"),
-         [(PROMPT, "2"), (PROMPT + "2<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n", "Yes")]),
+         [(PROMPT, "2"),
+          (PROMPT + "2<|im_end|>\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n",
+           "Yes")]),
         ([{"messages": THOUGHT}], SFTConfig(messages_key="messages"), [(PROMPT, "2")]),
         ([{"prompt": "1+1=", "answer": "2", "chosen": "9"}], DPO, [(PROMPT, "2")]),
     ],

@@ -1,6 +1,8 @@
-"""Every backend of linear_log_prob against the same formulas in float64: log-probs, entropies, squares, gradients.
+"""Every backend of linear_log_prob against the same formulas in float64: log-probs, entropies,
+squares, gradients.
 
-The Triton backend runs under triton's interpreter, in a process of its own, and all of them on CUDA where there is one.
+The Triton backend runs under triton's interpreter, in a process of its own, and all of them on CUDA
+where there is one.
 """
 
 # T tokens, R rows, V vocabulary (with padding), H hidden
@@ -23,8 +25,11 @@ ENOUGH = 2**30  # bytes of stash
 
 @dataclass(frozen=True)
 class Case:
-    """`slope`: added to the logits, from 0 for the first token of the vocabulary to this for the last one; `offset`:
-    added to all. `temperature` "rows": one each, from 0.5 to 2. `without`: which upstream gradients are zero."""
+    """`slope`: added to the logits, from 0 for the first token of the vocabulary to this for the
+    last one; `offset`:
+    added to all. `temperature` "rows": one each, from 0.5 to 2. `without`: which upstream
+    gradients are zero.
+    """
 
     num_tokens: int = 6
     num_rows: int | None = (
@@ -116,7 +121,8 @@ def inputs(case: Case) -> Inputs:
     """Two hidden channels carry the offset and the slope: their hidden states are 1."""
     generator = torch.Generator().manual_seed(3)
     randn = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
-    hidden_TH, weight_VH = randn(case.num_tokens, case.hidden), randn(case.vocab_rows, case.hidden)
+    hidden_TH = randn(case.num_tokens, case.hidden)
+    weight_VH = randn(case.vocab_rows, case.hidden)
     hidden_TH[:, :2] = 1.0
     weight_VH[:, 0] = case.offset
     weight_VH[:, 1] = torch.linspace(0.0, case.slope, case.vocab_size + 1)[1:].repeat(2)[
@@ -155,10 +161,8 @@ def inputs(case: Case) -> Inputs:
 def formulas(case: Case, given: Inputs) -> dict[str, Tensor]:
     """Softmax, its statistics and the gradient of sum u log p + w H, element by element."""
     rows_R = torch.arange(case.num_tokens) if given.rows_R is None else given.rows_R
-    hidden_RH, weight_VH = (
-        given.hidden_TH.double()[rows_R],
-        given.weight_VH.double()[: case.vocab_size],
-    )
+    hidden_RH = given.hidden_TH.double()[rows_R]
+    weight_VH = given.weight_VH.double()[: case.vocab_size]
     inv_R1 = 1.0 / given.temperature_R.double()[:, None]
     logits_RV = hidden_RH @ weight_VH.T
     tanh_RV = (logits_RV / case.softcap).tanh() if case.softcap else torch.zeros_like(logits_RV)
@@ -263,14 +267,15 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
     expected = formulas(case, given)
     assert found.keys() == expected.keys()
     is_float64 = case.dtype == torch.float64
-    # What is added up in the largest logit; its rounding to float32 counts twice in a difference of two.
+    # What is added up in the largest logit; its rounding to float32 counts twice in a
+    # difference of two.
     terms_RV = given.hidden_TH.double().abs() @ given.weight_VH.double().abs()[: case.vocab_size].T
     largest = (
         terms_RV.max().item() / given.temperature_R.min().item() if len(given.targets_R) else 0.0
     )
     forward = 1e-12 if is_float64 else 1e-6 + largest * 2.0**-23
-    # Of the gradient's norm: float32's sums, float16's 11 bits in the stash, the result's rounding to 16 bits and that
-    # of the logits' gradient before its products.
+    # Of the gradient's norm: float32's sums, float16's 11 bits in the stash, the result's rounding
+    # to 16 bits and that of the logits' gradient before its products.
     backward = (
         1e-11
         if is_float64
@@ -283,7 +288,8 @@ def check(case: Case, found: dict[str, Tensor]) -> None:
     for name, value in expected.items():
         if "gradient" in name:
             assert found[name].dtype == case.dtype, name
-            error, size = (found[name].double() - value).norm(), value.norm()
+            error = (found[name].double() - value).norm()
+            size = value.norm()
             assert error <= backward * size, f"{name}: {error:.3g} of {size:.3g}"
             assert torch.equal(
                 found[name][value.abs().sum(1) == 0],

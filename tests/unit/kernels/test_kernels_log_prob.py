@@ -1,4 +1,6 @@
-"""linear_log_prob on one rank: against numbers by hand, against its reference, its gradient, its largest temporary."""
+"""linear_log_prob on one rank: against numbers by hand, against its reference, its gradient, its
+largest temporary.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from rlhf_megatron.ranks.kernels.log_prob import compute_linear_log_probs
 def results(
     backend: str, hidden_TH: Tensor, weight_VH: Tensor, targets_T: Tensor, **kwargs: Any
 ) -> list[Tensor]:
-    """Log-probs, entropies, and the gradients of a sum that weighs each token of both differently."""
+    """Log-probs, entropies, and the gradients of a sum that weighs each token of
+    both differently.
+    """
     kwargs = {**WHOLE, "vocab_size": weight_VH.shape[0], "chunk_size": 16, **kwargs}
     log_probs_T, entropies_T, _ = compute_linear_log_probs(
         hidden_TH, weight_VH, targets_T, backend=backend, **kwargs
@@ -81,7 +85,8 @@ def test_gradcheck(chunk_size: int, temperature: float) -> None:
         )
         return log_probs_T if entropies_T is None else (log_probs_T, entropies_T)
 
-    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows, other last bits.
+    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows,
+    # other last bits.
     assert torch.autograd.gradcheck(
         lambda h, w: function(h, w, True), (hidden_TH, weight_VH), nondet_tol=1e-12
     )
@@ -118,7 +123,9 @@ def test_equals_the_reference_in_float64(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_16_and_32_bit_inputs_keep_float32_precision(dtype: torch.dtype) -> None:
-    """Error against float64 on the same (rounded) inputs: that of the reference in float32, not that of bfloat16."""
+    """Error against float64 on the same (rounded) inputs: that of the reference in float32, not
+    that of bfloat16.
+    """
     tensors = problem(70, 64, 515, 515, dtype, scale=4.0)
     exact = results(
         "reference", *(t.detach().double().requires_grad_() for t in tensors[:2]), tensors[2]
@@ -150,7 +157,9 @@ def test_padded_rows_have_no_probability_and_no_gradient() -> None:
 
 @pytest.mark.parametrize("offset", [-90.0, -1e4, 90.0, 1e4])
 def test_logits_far_from_zero(offset: float) -> None:
-    """A common offset changes nothing: neither underflow (a running maximum that starts at 0) nor overflow."""
+    """A common offset changes nothing: neither underflow (a running maximum that starts
+    at 0) nor overflow.
+    """
     hidden_TH, weight_VH, targets_T = problem(5, 8, 40, 40, torch.float64)
     ones = torch.ones(5, 1, dtype=torch.float64)
     shifted = torch.cat(
@@ -180,7 +189,9 @@ def test_a_certain_token_and_an_impossible_one() -> None:
 
 
 def test_no_rows_still_reach_the_weight() -> None:
-    """A replica without response tokens: empty results whose backward gives the hooks a zero gradient."""
+    """A replica without response tokens: empty results whose backward gives the hooks a
+    zero gradient.
+    """
     weight_VH = torch.randn(7, 4, requires_grad=True)
     hidden_TH = torch.empty(0, 4, requires_grad=True)
     log_probs_T, entropies_T, _ = compute_linear_log_probs(

@@ -1,4 +1,6 @@
-"""linear_log_prob on one rank: chosen rows, a temperature a row, squares, a sink, rows without a gradient, errors."""
+"""linear_log_prob on one rank: chosen rows, a temperature a row, squares, a sink, rows without a
+gradient, errors.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def loss_of(outputs: HeadOutputs, grads_R: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_rows_temperatures_and_squares_by_hand(backend: LogProbBackend) -> None:
-    """Logits log 1, log 2, log 5: probabilities 1/8, 2/8, 5/8 at temperature 1; 1/30, 4/30, 25/30 at 1/2."""
+    """Logits log 1, log 2, log 5: probabilities 1/8, 2/8, 5/8 at temperature 1; 1/30,
+    4/30, 25/30 at 1/2.
+    """
     hidden_SH = torch.tensor(
         [[7.0], [1.0], [9.0], [1.0]], requires_grad=True
     )  # tokens 0 and 2 are no rows
@@ -60,7 +64,8 @@ def test_rows_temperatures_and_squares_by_hand(backend: LogProbBackend) -> None:
     assert not outputs.sum_squares_R.requires_grad
 
     outputs.log_probs_R.sum().backward()
-    # d log p / d logit = (1[target] - p) / temperature; the hidden state is 1, so the weight's gradient is their sum.
+    # d log p / d logit = (1[target] - p) / temperature; the hidden state is 1, so the weight's
+    # gradient is their sum.
     by_token = [[-1 / 8, -2 / 8, 3 / 8], [2 * 29 / 30, -2 * 4 / 30, -2 * 25 / 30]]
     assert weight_VH.grad is not None and hidden_SH.grad is not None
     assert weight_VH.grad[:, 0].tolist() == pytest.approx(
@@ -73,7 +78,8 @@ def test_rows_temperatures_and_squares_by_hand(backend: LogProbBackend) -> None:
 
 def test_gradcheck_of_rows_with_a_temperature_each() -> None:
     hidden_SH, weight_VH, _ = problem(6, 4, 13, 11, torch.float64)
-    rows_R, targets_R = torch.tensor([4, 0, 5]), torch.tensor([1, 10, 7])
+    rows_R = torch.tensor([4, 0, 5])
+    targets_R = torch.tensor([1, 10, 7])
     temperature_R = torch.tensor([0.5, 1.0, 1.7])
 
     def function(hidden_SH: Tensor, weight_VH: Tensor) -> Any:
@@ -87,7 +93,8 @@ def test_gradcheck_of_rows_with_a_temperature_each() -> None:
             chunk_size=5,
         )[:2]
 
-    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows, other last bits.
+    # A second backward pass makes logits of the rows with a gradient alone: products of fewer rows,
+    # other last bits.
     assert torch.autograd.gradcheck(function, (hidden_SH, weight_VH), nondet_tol=1e-12)
 
 
@@ -230,12 +237,15 @@ class Watched(TorchTileOps):
 def test_rows_without_a_gradient_are_left_out(
     monkeypatch: pytest.MonkeyPatch, is_selected: bool
 ) -> None:
-    """Neither log-prob nor entropy has one: the GEMMs do not see the row. One of the two is enough to stay."""
+    """Neither log-prob nor entropy has one: the GEMMs do not see the row. One of the two is
+    enough to stay.
+    """
     hidden_SH, weight_VH, targets_T = problem(9, 4, 12, 12, torch.float64)
     rows_R = torch.tensor([8, 1, 0, 5, 4]) if is_selected else torch.arange(9)
     targets_R = targets_T[: len(rows_R)]
     grads_2R = torch.zeros(2, len(rows_R), dtype=torch.float64)
-    grads_2R[0, 1], grads_2R[1, 3] = 2.0, -1.0
+    grads_2R[0, 1] = 2.0
+    grads_2R[1, 3] = -1.0
     found = []
     for backend in BACKENDS:
         monkeypatch.setattr(log_prob, "TorchTileOps", Watched)
@@ -290,10 +300,13 @@ def test_a_gradient_that_is_no_number_is_not_left_out() -> None:
 @pytest.mark.parametrize("offset", [0.0, -200.0, 200.0])
 @pytest.mark.parametrize("temperature", [1.0, 0.8])
 def test_errors_are_those_of_naive_float32_or_smaller(offset: float, temperature: float) -> None:
-    """Against float64: log-probs to 1e-5 at logits around 0, gradients at most twice as far off as naive ones."""
+    """Against float64: log-probs to 1e-5 at logits around 0, gradients at most twice as far off
+    as naive ones.
+    """
     hidden_TH, weight_VH, targets_T = problem(128, 64, 3000, 3000, torch.float32, scale=2.0)
     with torch.no_grad():
-        hidden_TH[:, 0], weight_VH[:, 0] = 1.0, offset
+        hidden_TH[:, 0] = 1.0
+        weight_VH[:, 0] = offset
     kwargs: dict[str, Any] = {
         **WHOLE,
         "temperature": temperature,
@@ -311,11 +324,9 @@ def test_errors_are_those_of_naive_float32_or_smaller(offset: float, temperature
             if x is not None
         ]
 
-    exact, naive, found = (
-        run("reference", torch.float64),
-        run("reference", torch.float32),
-        run("chunked", torch.float32),
-    )
+    exact = run("reference", torch.float64)
+    naive = run("reference", torch.float32)
+    found = run("chunked", torch.float32)
     for value, other, expected in zip(found[:2], naive[:2], exact[:2], strict=True):
         if offset == 0:
             assert (value - expected).abs().max() < 1e-5

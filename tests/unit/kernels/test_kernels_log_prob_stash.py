@@ -1,4 +1,6 @@
-"""What is kept of the logits: its error bound, its budget, when, and what a second backward pass does."""
+"""What is kept of the logits: its error bound, its budget, when, and what a second
+backward pass does.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,9 @@ def gradients(
 @pytest.mark.parametrize("scale", [1.0, 3.0, 6.0])
 @pytest.mark.parametrize("entropy_weight", [0.0, 0.01, 1.0])
 def test_hidden_gradients_are_within_1e_4_of_float64(scale: float, entropy_weight: float) -> None:
-    """Flat, usual and peaked distributions. It is an approximation: without a stash the error is 1e-6."""
+    """Flat, usual and peaked distributions. It is an approximation: without a stash the
+    error is 1e-6.
+    """
     exact = gradients(0, torch.float64, scale, entropy_weight)
     stashed = gradients(ENOUGH, torch.float32, scale, entropy_weight)
     recomputed = gradients(0, torch.float32, scale, entropy_weight)
@@ -50,12 +54,16 @@ def test_hidden_gradients_are_within_1e_4_of_float64(scale: float, entropy_weigh
 
 
 def tile_error(z_RC: Tensor, columns_R: Tensor) -> Tensor:
-    """Of each row, the error of d log p / d z by the stash alone, relative to it (2-norm). All else is float64."""
+    """Of each row, the error of d log p / d z by the stash alone, relative to it (2-norm). All
+    else is float64.
+    """
     z_RC = z_RC.double()
     num_rows = len(z_RC)
-    zero_R, one_R = z_RC.new_zeros(num_rows), z_RC.new_ones(num_rows)
+    zero_R = z_RC.new_zeros(num_rows)
+    one_R = z_RC.new_ones(num_rows)
     statistics = RowStatistics(-1e30 * one_R, zero_R, zero_R.clone(), None, None)
-    stash_RC, max_R = z_RC.to(torch.float16), zero_R.clone()
+    stash_RC = z_RC.to(torch.float16)
+    max_R = zero_R.clone()
     ops = TorchTileOps()
     ops.update_statistics(z_RC.clone(), None, columns_R, statistics, stash_RC, max_R)
     rows = RowGradientInputs(z_RC.logsumexp(1), None, one_R, None, None)
@@ -71,7 +79,9 @@ def tile_error(z_RC: Tensor, columns_R: Tensor) -> Tensor:
 
 
 def test_the_documented_bound_of_a_row_holds_and_is_nearly_reached() -> None:
-    """2^-11 / sqrt 2, whatever the distribution; of two tokens, one just above a power of two, it is nearly that."""
+    """2^-11 / sqrt 2, whatever the distribution; of two tokens, one just above a power of two, it
+    is nearly that.
+    """
     generator = torch.Generator().manual_seed(0)
     bound = 2.0**-11 / math.sqrt(2)
     for scale in (0.1, 1.0, 3.0, 8.0):
@@ -89,7 +99,8 @@ def test_what_a_tile_keeps_by_hand() -> None:
     """2^15 e^(z - max): 1, a half, and what float16 cannot tell from nothing."""
     z_RC = torch.tensor([[3.0, 3.0 - math.log(2), -25.0, -100.0]])
     statistics = RowStatistics(torch.full((1,), -1e30), torch.zeros(1), torch.zeros(1), None, None)
-    stash_RC, max_R = torch.empty(1, 4, dtype=torch.float16), torch.empty(1)
+    stash_RC = torch.empty(1, 4, dtype=torch.float16)
+    max_R = torch.empty(1)
     TorchTileOps().update_statistics(z_RC, None, torch.tensor([-1]), statistics, stash_RC, max_R)
     assert max_R.tolist() == [3.0]
     assert stash_RC[0].tolist() == [STASH_SCALE, STASH_SCALE / 2, 0.0, 0.0]  # e^-28 is below 2^-40
@@ -99,13 +110,16 @@ def test_what_a_tile_keeps_by_hand() -> None:
     found = TorchTileOps().compute_logit_gradient_from_stash(
         stash_RC, max_R, torch.tensor([-1]), rows, torch.float32
     )
-    p, half = math.exp(-0.5), math.exp(-0.5) / 2
+    p = math.exp(-0.5)
+    half = math.exp(-0.5) / 2
     expected = [-q * (1.0 + 0.2 * (math.log(q) + 0.7)) for q in (p, half)]
     assert found[0].tolist() == pytest.approx([*expected, 0.0, 0.0], rel=1e-5)
 
 
 class Watched(TileStash):
-    """Records what it has room for, and what is read: first columns of chunks, those of logits negative."""
+    """Records what it has room for, and what is read: first columns of chunks, those of
+    logits negative.
+    """
 
     kept: tuple[int, ...] = ()
     read: tuple[int, ...] = ()
@@ -165,7 +179,9 @@ def test_chunks_are_kept_while_they_fit(
     exact_bytes: int,
     kept: tuple[int, ...],
 ) -> None:
-    """Of a chunk, 7 rows x (10 columns x 2 bytes + 4 bytes for the maximum) = 168 bytes, or 7 x 10 x 4 = 280."""
+    """Of a chunk, 7 rows x (10 columns x 2 bytes + 4 bytes for the maximum) = 168 bytes, or 7
+    x 10 x 4 = 280.
+    """
     monkeypatch.setitem(tile_stash._EXACT_BYTES, "cpu", exact_bytes)
     leaves = problem(7, 8, 40, 40, torch.float32)
     call(stash_bytes, *leaves).sum().backward()

@@ -1,4 +1,6 @@
-"""Chosen logits and the likeliest tokens of a whole head, against plain torch; cut over ranks: test_distillation."""
+"""Chosen logits and the likeliest tokens of a whole head, against plain torch; cut over
+ranks: test_distillation.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ from rlhf_megatron.ranks.kernels.chosen_token_logits import (
     find_likeliest_tokens,
 )
 
-V, H = 29, 12
+V = 29
+H = 12
 BARS = {
     torch.float64: 1e-13,
     torch.float32: 2e-6,
@@ -55,7 +58,9 @@ def test_the_likeliest_are_those_of_all_logits(
 def test_chosen_logits_and_their_gradients(
     num_tokens: int, has_repeats: bool, has_sink: bool
 ) -> None:
-    """Rows of more than a block, or none; a token that is chosen twice, or has two rows, gets both gradients."""
+    """Rows of more than a block, or none; a token that is chosen twice, or has two rows, gets
+    both gradients.
+    """
     hidden, weight, rows = drawn(num_tokens, torch.float64)
     if has_repeats:
         rows = torch.cat([rows, rows[::3]])

@@ -1,4 +1,6 @@
-"""The policy loss in one pass: by hand in every branch, against the eager loss, finite differences, no waiting."""
+"""The policy loss in one pass: by hand in every branch, against the eager loss, finite
+differences, no waiting.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ Results = dict[str, Tensor]  # "loss", gradients by column, sums by metric
 
 
 def make_inputs(seed: int, num_rows: int, dtype: torch.dtype, **without: None) -> PolicyLossInputs:
-    """Random rows, of which some lie far outside of every range. `without`: columns that are not there."""
+    """Random rows, of which some lie far outside of every range. `without`: columns that
+    are not there.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(scale: float) -> Tensor:
@@ -128,7 +132,9 @@ def eager(
 
 
 def assert_equal(found: Results, expected: Results, relative: float, absolute: float) -> None:
-    """`absolute`: of a gradient relative to its largest entry; of a sum, whose terms may cancel, as it is."""
+    """`absolute`: of a gradient relative to its largest entry; of a sum, whose terms may
+    cancel, as it is.
+    """
     assert list(found) == list(expected)
     for name, value in expected.items():
         scale = float(value.abs().max()) if value.dim() and value.numel() else 1.0
@@ -146,7 +152,8 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(weighted_row_loss, "CPU_BLOCK", 16)
 
 
-# log-prob less old one, advantage: loss, d loss / d log-prob, ppo_kl, clipped, dual-clipped; ranges 0.8 to 1.28, dual 3
+# log-prob less old one, advantage: loss, d loss / d log-prob, ppo_kl, clipped, dual-clipped; ranges
+# 0.8 to 1.28, dual 3
 LOG = math.log
 BY_HAND = [
     (0.0, 2.0, -2.0, -2.0, 0.0, 0, 0),  # not moved
@@ -211,7 +218,8 @@ def test_by_hand(
     assert found["actor/pg_clipfrac"].item() == 0.25 * clipped
     assert found["actor/pg_clipfrac_lower"].item() == 0.25 * dual
     assert set(found) == {
-        "loss", "log_probs_T", "actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower"
+        "loss", "log_probs_T", "actor/pg_loss", "actor/ppo_kl", "actor/pg_clipfrac",
+        "actor/pg_clipfrac_lower"
     }  # fmt: skip
 
 
@@ -281,10 +289,8 @@ def test_equals_eager(
     regularizers: RegularizerParams, without: dict[str, None], small_blocks: None
 ) -> None:
     """Over seven blocks, the last of them ragged."""
-    inputs, weights = (
-        make_inputs(1, 103, torch.float64, **without),
-        make_weights(103, torch.float64),
-    )
+    inputs = make_inputs(1, 103, torch.float64, **without)
+    weights = make_weights(103, torch.float64)
     exact = eager(inputs, weights, PARAMS, regularizers)
     assert_equal(fused(inputs, weights, PARAMS, regularizers), exact, 1e-12, 1e-15)
     single = in_dtype(inputs, torch.float32)
@@ -315,7 +321,8 @@ def test_more_rows_than_a_block_give_the_same_as_blocks_of_another_size(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     num_rows = weighted_row_loss.CPU_BLOCK + 5
-    inputs, weights = make_inputs(3, num_rows, torch.float32), make_weights(num_rows, torch.float32)
+    inputs = make_inputs(3, num_rows, torch.float32)
+    weights = make_weights(num_rows, torch.float32)
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     two_blocks = fused(inputs, weights, PARAMS, regularizers)
     monkeypatch.setattr(weighted_row_loss, "CPU_BLOCK", 1000)
@@ -350,7 +357,9 @@ def test_finite_differences() -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("log_ratio", [0.25, -0.2, 1.1])
 def test_ties_at_the_borders(dtype: torch.dtype, log_ratio: float) -> None:
-    """The ratio is the border to the last bit. Nothing is replaced, so all of the gradient is there; as in eager."""
+    """The ratio is the border to the last bit. Nothing is replaced, so all of the gradient is
+    there; as in eager.
+    """
     ratio = torch.tensor([log_ratio], dtype=dtype).exp().item()
     borders: dict[float, dict[str, float]] = {
         0.25: {"clip_ratio_high": ratio - 1},
@@ -380,7 +389,8 @@ def test_ties_at_the_borders(dtype: torch.dtype, log_ratio: float) -> None:
 @pytest.mark.parametrize("num_rows", [0, 1])
 def test_no_rows(num_rows: int) -> None:
     """A rank without rows has all metrics, and a gradient for the model behind it."""
-    inputs, weights = make_inputs(5, num_rows, torch.float32), make_weights(num_rows, torch.float32)
+    inputs = make_inputs(5, num_rows, torch.float32)
+    weights = make_weights(num_rows, torch.float32)
     found = fused(inputs, weights, PARAMS, RegularizerParams(0.1, "k3", 0.03))
     assert set(found) == {"loss", *GRADED, *sums_of_all_metrics()}
     assert found["log_probs_T"].shape == found["entropies_T"].shape == (num_rows,)
@@ -409,7 +419,8 @@ def test_half_precision_is_refused() -> None:
 
 
 def test_columns_of_another_type_are_converted() -> None:
-    inputs, weights = make_inputs(8, 40, torch.float32), make_weights(40, torch.float32)
+    inputs = make_inputs(8, 40, torch.float32)
+    weights = make_weights(40, torch.float32)
     others = replace(in_dtype(inputs, torch.float64), log_probs_T=inputs.log_probs_T)
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     found, expected = (fused(some, weights, PARAMS, regularizers) for some in (others, inputs))
@@ -489,10 +500,8 @@ def test_on_cuda(use_triton: bool) -> None:
     """Plain torch and the kernel give what the CPU gives, without a wait."""
     regularizers = RegularizerParams(0.1, "k3", 0.03)
     for num_rows in (0, 1, 513, 5000):
-        inputs, weights = (
-            make_inputs(14, num_rows, torch.float64),
-            make_weights(num_rows, torch.float64),
-        )
+        inputs = make_inputs(14, num_rows, torch.float64)
+        weights = make_weights(num_rows, torch.float64)
         single = in_dtype(inputs, torch.float32)
         expected = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)
         columns = {name: getattr(single, name) for name in PolicyLossInputs.__dataclass_fields__}

@@ -1,4 +1,6 @@
-"""The policy loss in one pass against the eager one, on whatever rows and parameters Hypothesis thinks of."""
+"""The policy loss in one pass against the eager one, on whatever rows and parameters
+Hypothesis thinks of.
+"""
 
 from __future__ import annotations
 

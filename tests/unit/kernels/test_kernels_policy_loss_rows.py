@@ -1,4 +1,6 @@
-"""The losses of rows against autograd over the same formulas, with the same metrics; none waits for a device."""
+"""The losses of rows against autograd over the same formulas, with the same metrics; none
+waits for a device.
+"""
 
 from __future__ import annotations
 
@@ -81,10 +83,8 @@ def test_fused_and_eager_give_the_same(
 ) -> None:
     columns = make_columns(num_rows, dtype)
     fused = make_policy_row_loss(replace(FULL, kl_loss_type=kind))
-    (found, grads), (expected, expected_grads) = (
-        run(fused, columns),
-        run(partial(eager_sums, fused), columns),
-    )
+    found, grads = run(fused, columns)
+    expected, expected_grads = run(partial(eager_sums, fused), columns)
     assert (
         list(found) == list(expected)
         and set(found) <= {"value", *METRICS}
@@ -121,10 +121,8 @@ def test_a_new_loss_brings_its_gradient(new_loss: PolicyRowLoss) -> None:
     def newest(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
         return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, {})
 
-    (found, grads), (expected, expected_grads) = (
-        run(new_loss, columns),
-        run(replace(new_loss, loss=newest), columns),
-    )
+    found, grads = run(new_loss, columns)
+    expected, expected_grads = run(replace(new_loss, loss=newest), columns)
     assert "actor/pg_clipfrac" not in found and list(found) == list(expected)
     for one, other in zip(
         [*found.values(), *grads], [*expected.values(), *expected_grads], strict=True

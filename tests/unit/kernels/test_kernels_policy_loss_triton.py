@@ -1,4 +1,6 @@
-"""The Triton kernel of the policy loss against the eager loss in float64, under the interpreter and on CUDA."""
+"""The Triton kernel of the policy loss against the eager loss in float64, under the
+interpreter and on CUDA.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ def run_kernel(
     there = PolicyLossInputs(
         **{name: None if x is None else x.to(device) for name, x in columns.items()}
     )
-    usual, policy_row_loss_triton.BLOCK = policy_row_loss_triton.BLOCK, BLOCK
+    usual = policy_row_loss_triton.BLOCK
+    policy_row_loss_triton.BLOCK = BLOCK
     try:
         arguments = (there, PARAMS, regularizers, weights[0].to(device), weights[1].to(device))
         found, again = (
@@ -99,10 +102,8 @@ def test_equals_eager(
     run: Run, kind: Any, coefficients: tuple[float, float], without: dict[str, None]
 ) -> None:
     """Three programs, the last one ragged."""
-    inputs, weights = (
-        make_inputs(1, 150, torch.float32, **without),
-        make_weights(150, torch.float32),
-    )
+    inputs = make_inputs(1, 150, torch.float32, **without)
+    weights = make_weights(150, torch.float32)
     regularizers = RegularizerParams(coefficients[0], kind, coefficients[1])
     assert_equal(
         run(inputs, weights, regularizers), exact(inputs, weights, regularizers), 1e-5, 1e-6
@@ -114,10 +115,8 @@ def test_sizes_without_optional_columns(run: Run, num_rows: int) -> None:
     absent: dict[str, None] = dict.fromkeys(
         ("entropies_T", "ref_log_probs_T", "correction_weights_T")
     )
-    inputs, weights = (
-        make_inputs(2, num_rows, torch.float32, **absent),
-        make_weights(num_rows, torch.float32),
-    )
+    inputs = make_inputs(2, num_rows, torch.float32, **absent)
+    weights = make_weights(num_rows, torch.float32)
     found = run(inputs, weights, RegularizerParams())
     assert_equal(found, exact(inputs, weights, RegularizerParams()), 1e-5, 1e-6)
     assert found["log_probs_T"].shape == (num_rows,)
@@ -189,7 +188,9 @@ def test_a_kernel_that_does_not_compile_is_a_reason(monkeypatch: pytest.MonkeyPa
 def test_compiles_for_a_gpu_that_is_not_here(
     has_all: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To machine code of an H200, which the interpreter never sees: types and names that it lets pass are refused."""
+    """To machine code of an H200, which the interpreter never sees: types and names that it lets
+    pass are refused.
+    """
     support = query_interpreter_support()
     if not support.version:
         pytest.skip(support.why_not)

@@ -1,4 +1,6 @@
-"""The policy loss in one pass in an update: the split of a mini-batch, and what a GPU would be waited for."""
+"""The policy loss in one pass in an update: the split of a mini-batch, and what a GPU would
+be waited for.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,8 @@ def waits_of_an_update(
 
 @pytest.mark.dist
 def test_an_update_waits_at_most_for_the_rows_of_the_head(dist_pool: DistPool) -> None:
-    """Its backward pass asks once a micro-batch which rows have a gradient, to leave the others out.
+    """Its backward pass asks once a micro-batch which rows have a gradient, to leave
+    the others out.
 
     Attention without a flash kernel, as here, reads the documents' lengths as well.
     """

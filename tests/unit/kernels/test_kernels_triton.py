@@ -1,8 +1,9 @@
-"""TritonTileOps against TorchTileOps, element by element: under triton's interpreter, and on CUDA where there is one.
+"""TritonTileOps against TorchTileOps, element by element: under triton's interpreter, and on CUDA
+where there is one.
 
-Both compute in float32 in their own order: maxima, targets and what follows from one element are equal bit for bit,
-sums within the rounding of a sum, 16-bit results within one unit of the last place (the interpreter cuts bfloat16 off
-where a device rounds).
+Both compute in float32 in their own order: maxima, targets and what follows from one element are
+equal bit for bit, sums within the rounding of a sum, 16-bit results within one unit of the last
+place (the interpreter cuts bfloat16 off where a device rounds).
 """
 
 # R rows, C columns of a tile
@@ -32,7 +33,9 @@ Pairs = dict[str, tuple[Tensor, Tensor]]  # what Triton found, what torch did
 
 @dataclass(frozen=True)
 class Case:
-    """Two tiles of one row each after the other; the second one's logits are `growth` times as large."""
+    """Two tiles of one row each after the other; the second one's logits are `growth`
+    times as large.
+    """
 
     num_rows: int
     num_columns: int
@@ -44,7 +47,8 @@ class Case:
     has_stash: bool = True
     grad_dtype: torch.dtype = torch.float32
     logits_dtype: torch.dtype = torch.float32
-    layout: str = "dense"  # "rows": a part of wider memory; "columns": every other column of it; "torch": float32
+    # "rows": a part of wider memory; "columns": every other column of it; "torch": float32
+    layout: str = "dense"
 
 
 def randn(*shape: int, seed: int) -> Tensor:
@@ -72,7 +76,8 @@ def tile(case: Case, factor: float, device: str) -> Tensor:
 
 
 def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
-    num_rows, num_columns = case.num_rows, case.num_columns
+    num_rows = case.num_rows
+    num_columns = case.num_columns
     inv_temperature_R = (
         (0.5 + randn(num_rows, seed=2).abs()).to(device) if case.has_temperature else None
     )
@@ -81,7 +86,8 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
     )  # half of them elsewhere
     columns_R[:2] = torch.tensor([0, num_columns - 1])[:num_rows]
     running = torch.zeros(5, num_rows, device=device)
-    running[0], running[2] = MIN_LOGIT, -torch.inf
+    running[0] = MIN_LOGIT
+    running[2] = -torch.inf
     max_R, sum_R, target_R, weighted_R, squares_R = running
     statistics = RowStatistics(
         max_R,
@@ -100,7 +106,8 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
     )
 
     log_z_R = max_R + sum_R.log()
-    entropies_R, grad_entropies_R = 0.5 * log_z_R, randn(num_rows, seed=4).to(device)
+    entropies_R = 0.5 * log_z_R
+    grad_entropies_R = randn(num_rows, seed=4).to(device)
     rows = RowGradientInputs(
         log_z_R,
         inv_temperature_R,
@@ -185,7 +192,9 @@ BLOCK = 64  # in place of 8192, so that small rows have several blocks
     ids=str,
 )
 def test_equals_torch(run: Callable[..., Any], case: Case) -> None:
-    """Rows of one block and of several, the last one cut; 33 rows of 40 columns are several rows a program."""
+    """Rows of one block and of several, the last one cut; 33 rows of 40 columns are several
+    rows a program.
+    """
     check(run(both, case, max_block=BLOCK))
 
 
@@ -202,12 +211,11 @@ def by_hand(device: str) -> Pairs:
 
     ops = TritonTileOps()
     running = torch.tensor([[MIN_LOGIT], [0.0], [-torch.inf], [0.0], [0.0]], device=device)
-    stash_RC, stash_max_R = (
-        torch.empty(1, 3, dtype=torch.float16, device=device),
-        torch.empty(1, device=device),
-    )
+    stash_RC = torch.empty(1, 3, dtype=torch.float16, device=device)
+    stash_max_R = torch.empty(1, device=device)
     logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()
-    columns_R, half_R = torch.tensor([1], device=device), torch.tensor([0.5], device=device)
+    columns_R = torch.tensor([1], device=device)
+    half_R = torch.tensor([0.5], device=device)
     statistics = RowStatistics(*running.unbind())
     ops.update_statistics(2.0 * logits_RC, half_R, columns_R, statistics, stash_RC, stash_max_R)
     log_z_R = statistics.max_R + statistics.sum_R.log()
@@ -293,7 +301,9 @@ def test_float64_is_left_to_torch_and_no_rows_to_nobody(run: Callable[..., Any])
 
 @pytest.mark.gpu
 def test_repeats_bit_for_bit_and_compiles_once_on_cuda() -> None:
-    """Other numbers of rows, and of columns up to the same power of two and of the same alignment: the same kernels."""
+    """Other numbers of rows, and of columns up to the same power of two and of the same alignment:
+    the same kernels.
+    """
     from rlhf_megatron.ranks.kernels import log_prob_triton
 
     def num_compiled() -> int:
@@ -319,7 +329,8 @@ def test_offsets_beyond_32_bits_on_cuda() -> None:
     """2^31 elements and more: 9 GB of logits, 4 GB of gradients; the last row by the formulas."""
     from rlhf_megatron.ranks.kernels.log_prob_triton import TritonTileOps
 
-    num_rows, num_columns = 2**14 + 8, 2**17
+    num_rows = 2**14 + 8
+    num_columns = 2**17
     logits_RC = torch.zeros(num_rows, num_columns, device="cuda")
     logits_RC[-1] = 3.0 * randn(num_columns, seed=8).cuda()
     columns_R = torch.full((num_rows,), num_columns - 1, device="cuda")

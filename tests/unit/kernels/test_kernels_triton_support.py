@@ -1,4 +1,6 @@
-"""Whether Triton can be used, said without importing it; and the head's kernels compiled for Hopper without a GPU."""
+"""Whether Triton can be used, said without importing it; and the head's kernels compiled for Hopper
+without a GPU.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,8 @@ sys.modules["triton"] = None  # as if it were not installed
 from rlhf_megatron.ranks.kernels.log_prob import linear_log_prob
 from rlhf_megatron.ranks.kernels.triton_support import try_triton
 out = linear_log_prob(
-    torch.ones(2, 1), torch.zeros(4, 1), torch.tensor([1, 2]), temperature=1.0, vocab_start=0, vocab_size=4,
+    torch.ones(2, 1), torch.zeros(4, 1), torch.tensor([1, 2]), temperature=1.0, vocab_start=0, \
+vocab_size=4,
     tp_group=None, chunk_size=2, with_entropy=False,
 )
 print(out.log_probs_R.exp().tolist(), try_triton(torch.device("cuda")))
@@ -128,15 +131,20 @@ def compiled(
     types: dict[str, str],
     num_stages: int = 3,
 ) -> Any:
-    """For sm_90. Pointers and strides are multiples of 16, as those of torch's tensors and of wide tiles are."""
+    """For sm_90. Pointers and strides are multiples of 16, as those of torch's tensors and of
+    wide tiles are.
+    """
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    signature, values, attributes = {}, {}, {}
+    signature = {}
+    values = {}
+    attributes = {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
-            signature[name], values[(index,)] = "constexpr", constants[name]
+            signature[name] = "constexpr"
+            values[(index,)] = constants[name]
             continue
         is_number = "stride" in name or name.startswith("num_") or name == "first"
         signature[name] = {**POINTERS, **types}.get(name, "i32" if is_number else "*fp32")
@@ -159,7 +167,9 @@ def compiled(
 
 
 def stack_bytes(kernel: Any, folder: Path) -> int:
-    """What a thread has in memory because registers did not suffice, by cuobjdump, which comes with triton."""
+    """What a thread has in memory because registers did not suffice, by cuobjdump, which
+    comes with triton.
+    """
     import triton
 
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
@@ -235,7 +245,9 @@ def test_compiles_for_hopper_with_wide_loads_and_no_spills(
 
 
 def test_other_sizes_are_the_same_kernels(compiler: Any) -> None:
-    """Constants by powers of two: 14 for rows of one block, one for all longer ones, whatever the number of rows."""
+    """Constants by powers of two: 14 for rows of one block, one for all longer ones, whatever the
+    number of rows.
+    """
     shapes = [
         (rows, columns)
         for rows in (1, 77, 8192)

@@ -1,4 +1,6 @@
-"""Whose layers: the choice, Transformer Engine's names in plain torch, checkpoints from one naming to the other."""
+"""Whose layers: the choice, Transformer Engine's names in plain torch, checkpoints from one
+naming to the other.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,8 @@ def world() -> Iterator[World]:
 
 
 def test_the_choice() -> None:
-    cpu, cuda = torch.device("cpu"), torch.device("cuda", 1)
+    cpu = torch.device("cpu")
+    cuda = torch.device("cuda", 1)
     assert resolve_layer_impl("auto", cpu) == "local"
     assert resolve_layer_impl("local", cuda) == "local"
     assert resolve_layer_impl("transformer_engine", cpu) == "transformer_engine"
@@ -94,7 +97,8 @@ def test_norm_then_matrix_by_hand(world: World) -> None:
     with torch.no_grad():
         linear.layer_norm_weight.copy_(torch.arange(32.0))
         linear.weight.fill_(0.0)
-        linear.weight[0, 1], linear.weight[1, 2] = 1.0, 2.0
+        linear.weight[0, 1] = 1.0
+        linear.weight[1, 2] = 2.0
         out, bias = linear(torch.full((1, 1, 32), 3.0))
     scale = 3 / 9.5**0.5  # mean of squares 9, with eps 9.5
     assert bias is None

@@ -1,4 +1,6 @@
-"""The built model: equal to transformers on one rank (to itself in every layout: test_models_layouts); its parts."""
+"""The built model: equal to transformers on one rank (to itself in every layout:
+test_models_layouts); its parts.
+"""
 
 from __future__ import annotations
 
@@ -125,7 +127,10 @@ def test_layers_are_spread_over_stages_and_their_chunks(dist_pool: DistPool) -> 
     message = dist_pool.run(refused, pp=2, vpp=2, changes={"num_hidden_layers": 6}, timeout_s=300)[
         0
     ]
-    wanted = "num_layers (6) must be a multiple of pipeline_model_parallel_size x virtual_pipeline_model_parallel_size"
+    wanted = (
+        "num_layers (6) must be a multiple of pipeline_model_parallel_size"
+        " x virtual_pipeline_model_parallel_size"
+    )
     assert message.startswith(wanted + " (2 x 2)")
 
 

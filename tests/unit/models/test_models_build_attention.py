@@ -1,4 +1,6 @@
-"""Core attention over packed documents, rotary positions and the norm, against arithmetic written out."""
+"""Core attention over packed documents, rotary positions and the norm, against
+arithmetic written out.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def documents(lengths: list[int]):
 
 
 def written_out(q: Tensor, k: Tensor, v: Tensor, lengths: list[int], scale: float) -> Tensor:
-    """softmax(q k^T * scale) v per document and head; query head n reads key-value head n // group."""
+    """softmax(q k^T * scale) v per document and head;
+    query head n reads key-value head n // group.
+    """
     group = q.shape[1] // k.shape[1]
     out = torch.zeros_like(q)
     start = 0
@@ -77,10 +81,9 @@ def test_rotation_by_hand_and_its_gradient() -> None:
         torch.tensor([0, 1]), head_dim=4, rotary=RotaryConfig(100.0), dtype=torch.float64
     )
     x = torch.tensor([[[1.0, 2.0, 3.0, 4.0]], [[1.0, 2.0, 3.0, 4.0]]], dtype=torch.float64)
-    fast, slow = (
-        1.0,
-        0.1,
-    )  # angle of pairs (x0, x2) and (x1, x3) at position 1: 100^0 and 100^(-1/2)
+    # angle of pairs (x0, x2) and (x1, x3) at position 1: 100^0 and 100^(-1/2)
+    fast = 1.0
+    slow = 0.1
     turned = [
         math.cos(fast) - 3 * math.sin(fast),
         2 * math.cos(slow) - 4 * math.sin(slow),

@@ -1,4 +1,6 @@
-"""Models of transformers for the backend fsdp: tensors as files have them, cut in pieces, built without memory."""
+"""Models of transformers for the backend fsdp: tensors as files have them, cut in pieces, built
+without memory.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ from rlhf_megatron.weights.weight_table import (
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "mixtral", "glm4_moe", "gemma"])
 def test_tensors_are_what_transformers_writes(tmp_path: Path, family: str) -> None:
-    """transformers' own `save_pretrained` is the oracle: experts are one tensor in a module and many in files."""
+    """transformers' own `save_pretrained` is the oracle: experts are one tensor in a module and
+    many in files.
+    """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     dense = {
@@ -43,7 +47,8 @@ def test_tensors_are_what_transformers_writes(tmp_path: Path, family: str) -> No
         AutoConfig.for_model(hf_config["model_type"], **settings)
     )
     causal.save_pretrained(tmp_path)
-    reader, state = HFReader(tmp_path), causal.state_dict()
+    reader = HFReader(tmp_path)
+    state = causal.state_dict()
     table = make_transformers_weight_table(hf_config, "vocabulary")
     reader.check_against_table(table, is_strict=True)
     for rule in table:
@@ -65,7 +70,9 @@ def test_a_model_has_no_memory_and_keeps_its_tie_and_what_it_computed() -> None:
 
 
 def test_pieces_are_those_of_fsdp2() -> None:
-    """torch.chunk's: seven rows over four ranks are 2, 2, 2, 1; two rows are 1, 1 and nothing for the others."""
+    """torch.chunk's: seven rows over four ranks are 2, 2, 2, 1; two rows are 1, 1 and nothing
+    for the others.
+    """
     full = torch.arange(14.0).view(7, 2)
     pieces = split_tensor("pieces", full, 4)
     assert [len(one) for one in pieces] == [2, 2, 2, 1]

@@ -1,4 +1,6 @@
-"""Tokens by length and by context-parallel rank: tables by hand; attention over shares against it written out."""
+"""Tokens by length and by context-parallel rank: tables by hand; attention over shares against
+it written out.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from rlhf_megatron.ranks.models.packed_attention import (
     _attend_with_flash,
 )
 
-HEADS, GROUPS, DIM = 4, 2, 6
+HEADS = 4
+GROUPS = 2
+DIM = 6
 
 
 def test_tables_by_hand() -> None:
@@ -57,7 +61,8 @@ def test_tables_by_hand() -> None:
 
 
 def test_groups_of_one_length_by_hand() -> None:
-    # lengths 4 8 4: the 4s come together, queries by this rank's halves, keys whole and out of the gathered order
+    # lengths 4 8 4: the 4s come together, queries by this rank's halves, keys whole and out of the
+    # gathered order
     grouped = group_documents_by_length(torch.tensor([0, 4, 12, 16]), cp=2)
     assert grouped.document_runs == (DocumentRun(0, 4, 2), DocumentRun(4, 8, 4))
     assert grouped.query_order is not None and grouped.key_order is not None
@@ -133,7 +138,9 @@ def test_the_shares_make_up_attention_written_out(cp: int, chunks: list[int]) ->
 
 @pytest.mark.parametrize("cp", [2, 3])
 def test_pairs_of_sequences_make_up_attention_written_out(cp: int) -> None:
-    """The tables for the flash kernel, with the kernel written out: causal, last query at last key."""
+    """The tables for the flash kernel, with the kernel written out:
+    causal, last query at last key.
+    """
     lengths = [size * 2 * cp for size in (2, 1, 0, 3)]
     q, k, v = (tensor.detach() for tensor in inputs(sum(lengths)))
     want = written_out(q, k, v, lengths, scale=0.3)
@@ -141,10 +148,12 @@ def test_pairs_of_sequences_make_up_attention_written_out(cp: int) -> None:
     for rank in range(cp):
         here = share(lengths, cp, rank)
         query_borders, key_borders, places = documents_of(lengths, cp, rank).prefix_key_layout
-        keys, values = k[gathered][places], v[gathered][places]
+        keys = k[gathered][places]
+        values = v[gathered][places]
         for i in range(len(query_borders) - 1):
             queries = here[query_borders[i] : query_borders[i + 1]]
-            low, high = int(key_borders[i]), int(key_borders[i + 1])
+            low = int(key_borders[i])
+            high = int(key_borders[i + 1])
             for n, token in enumerate(queries):
                 last = high - (len(queries) - 1 - n)  # after the last key that this query sees
                 for head in range(HEADS):
@@ -163,8 +172,11 @@ def test_varlen_kernel_over_a_share_equals_the_float32_path(cp: int) -> None:
     ]
     gathered = [token for rank in range(cp) for token in share(lengths, cp, rank)]
     for rank in range(cp):
-        here, docs = share(lengths, cp, rank), documents_of(lengths, cp, rank, "cuda")
-        q, k, v = (tensors[0][here], tensors[1][gathered], tensors[2][gathered])
+        here = share(lengths, cp, rank)
+        docs = documents_of(lengths, cp, rank, "cuda")
+        q = tensors[0][here]
+        k = tensors[1][gathered]
+        v = tensors[2][gathered]
         want = _attend_by_length(q.float(), k.float(), v.float(), docs, 0.125)
         flash = choose_flash_kernel(q.device, q.dtype, q.shape[-1]).attention_call
         assert flash is not None

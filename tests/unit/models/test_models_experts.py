@@ -1,4 +1,6 @@
-"""Families with experts: their tables against transformers' files, what is refused, and where experts stand."""
+"""Families with experts: their tables against transformers' files, what is refused, and where
+experts stand.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ NO_RULE = "this family does not know what that means"
 
 @pytest.mark.parametrize("family", EXPERT_FAMILIES)
 def test_a_table_has_the_tensors_that_transformers_saves(family: str, tmp_path: Path) -> None:
-    hf_config, state = EXPERT_FAMILIES[family], make_state(family)
+    hf_config = EXPERT_FAMILIES[family]
+    state = make_state(family)
     model = make_model(hf_config, state, torch.float32)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -130,13 +133,12 @@ def test_a_routers_bias_stays_float32_in_a_half_precision_model(tmp_path: Path) 
     from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
     from rlhf_megatron.ranks.resharding.export_hf import export_sharded_model_to_hf
 
-    hf_config, state = EXPERT_FAMILIES["glm4_moe"], make_state("glm4_moe")
+    hf_config = EXPERT_FAMILIES["glm4_moe"]
+    state = make_state("glm4_moe")
     world = create_world(ParallelLayout(1), torch.device("cpu"))
     try:
-        model, table = (
-            build_megatron_model(hf_config, world, torch.bfloat16),
-            make_weight_table(hf_config),
-        )
+        model = build_megatron_model(hf_config, world, torch.bfloat16)
+        table = make_weight_table(hf_config)
         load_weights_on_rank(model.chunks, table, StateSource(state), world)
         shards = iterate_local_shards(model.chunks, table)
         export_sharded_model_to_hf(
@@ -172,7 +174,8 @@ def test_gate_and_up_of_an_expert_are_cut_apart() -> None:
         for r in make_weight_table(EXPERT_FAMILIES["mixtral"])
         if r.megatron_name.endswith("experts.5.linear_fc1.weight")
     )
-    w1, w3 = torch.arange(4.0)[:, None], torch.arange(10.0, 14.0)[:, None]
+    w1 = torch.arange(4.0)[:, None]
+    w3 = torch.arange(10.0, 14.0)[:, None]
     assert [hf.name.rpartition("experts.")[2] for hf in rule.hf_tensors] == [
         "5.w1.weight",
         "5.w3.weight",
@@ -283,7 +286,9 @@ def test_layers_of_chunks_as_megatron_core_has_them(text: str, pp: int) -> None:
 def chunks_before(
     theirs: PipelineParallelLayerLayout, stage: int, chunk: int
 ) -> list[list[LayerType]]:
-    """In the order of the model: all stages of the chunks before, then the stages before in this one."""
+    """In the order of the model: all stages of the chunks before, then the stages
+    before in this one.
+    """
     return [
         theirs.layout[other][number]
         for number in range(chunk + 1)
@@ -459,7 +464,10 @@ def test_flops_count_the_experts_that_a_token_meets() -> None:
         "num_experts": 6,
         "num_experts_per_tok": 2,
     }
-    attention, router, experts = 4 * 2 * (2 * 2 + 2 * 1), 4 * 6, 2 * 3 * 4 * 3
-    scores, head = 4 * 1 * 2 * 2 * 0.5, 2 * 4 * 8
+    attention = 4 * 2 * (2 * 2 + 2 * 1)
+    router = 4 * 6
+    experts = 2 * 3 * 4 * 3
+    scores = 4 * 1 * 2 * 2 * 0.5
+    head = 2 * 4 * 8
     expected = 2 * (attention + router + experts) + scores + head
     assert count_model_flops(tiny, torch.tensor([1]), 1, FORWARD_PASSES) == expected

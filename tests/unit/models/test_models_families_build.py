@@ -1,4 +1,6 @@
-"""Each family as megatron-core builds it: log-probs are those of transformers, biases and rescaled angles count."""
+"""Each family as megatron-core builds it: log-probs are those of transformers, biases and
+rescaled angles count.
+"""
 
 from __future__ import annotations
 
@@ -180,7 +182,8 @@ class _Sum(torch.nn.Module):
         their = AutoModelForCausalLM.from_config(
             AutoConfig.for_model(**config), attn_implementation="eager"
         ).double()
-        self.model, self.lm_head = their.model, their.lm_head
+        self.model = their.model
+        self.lm_head = their.lm_head
 
     def forward(self) -> Tensor:
         total = torch.zeros((), dtype=torch.float64)

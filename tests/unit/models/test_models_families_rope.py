@@ -1,4 +1,6 @@
-"""Rotary embeddings out of config.json: the angles of transformers to the last bit, and what is refused."""
+"""Rotary embeddings out of config.json: the angles of transformers to the last bit, and
+what is refused.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +103,9 @@ def test_angles_are_those_of_transformers(name: str, kind: str) -> None:
 
 
 def test_bands_of_llama3_by_hand() -> None:
-    """Original length 32, low 1, high 4: waves over 32 are stretched eightfold, under 8 kept, between them blended."""
+    """Original length 32, low 1, high 4: waves over 32 are stretched eightfold, under 8 kept,
+    between them blended.
+    """
     rotary = read_rotary_config({"rope_scaling": LLAMA3_ROPE, "rope_theta": 100.0})
     plain = [
         100 ** (-i / 4) for i in range(4)
@@ -118,7 +122,8 @@ def test_bands_of_llama3_by_hand() -> None:
 
 
 def test_ramp_of_yarn_by_hand() -> None:
-    """Base 10^4 and 16 dimensions: dimension d turns 1024 / (2 pi 10^(d / 2)) times in 1024 positions.
+    """Base 10^4 and 16 dimensions: dimension d turns 1024 / (2 pi 10^(d / 2)) times in
+    1024 positions.
 
     That is 32 times at d = 1.41 and once at d = 4.42: the ramp goes from 1 to 5.
     """
@@ -133,7 +138,9 @@ def test_ramp_of_yarn_by_hand() -> None:
 
 
 def test_gradient_through_rescaled_angles() -> None:
-    """cos and sin are longer than 1 under YaRN: the backward pass turns back, and stretches as well."""
+    """cos and sin are longer than 1 under YaRN: the backward pass turns back, and
+    stretches as well.
+    """
     rotary = read_rotary_config({"rope_scaling": {**YARN, "attention_factor": 1.7}})
     cos, sin = make_rotary_tables(torch.tensor([0, 3, 50]), 8, rotary, torch.float64)
     torch.testing.assert_close(

@@ -1,4 +1,6 @@
-"""Rules between a run's layout and config.json, for every family: what is accepted, and each refusal in words."""
+"""Rules between a run's layout and config.json, for every family: what is accepted, and each
+refusal in words.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_families_are_accepted(name: str, rope: dict[str, Any]) -> None:
 def test_key_value_heads_must_divide() -> None:
     three = {**SMALL_QWEN2, **THREE_KV_HEADS}
     assert problems(three, tensor_model_parallel_size=2) == [
-        "num_key_value_heads (3) must be a multiple of actor.megatron.tensor_model_parallel_size (2); use 1."
+        "num_key_value_heads (3) must be a multiple of actor.megatron.tensor_model_parallel_size"
+        " (2); use 1."
     ]
 
 
@@ -69,12 +72,13 @@ def test_layers_must_divide_by_stages_and_chunks() -> None:
     ]
     two = {**SMALL_LLAMA, "num_hidden_layers": 2}
     assert problems(two, **stages, virtual_pipeline_model_parallel_size=2) == [
-        f"num_hidden_layers (2) must be a multiple of actor.megatron.pipeline_model_parallel_size x {VPP}"
-        " (2 x 2 = 4); set the second to null."
+        "num_hidden_layers (2) must be a multiple of actor.megatron.pipeline_model_parallel_size x"
+        f" {VPP} (2 x 2 = 4); set the second to null."
     ]
     five = {**SMALL_LLAMA, "num_hidden_layers": 5}
     assert problems(five, **stages, virtual_pipeline_model_parallel_size=2) == [
-        "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size (2); use 1."
+        "num_hidden_layers (5) must be a multiple of actor.megatron.pipeline_model_parallel_size"
+        " (2); use 1."
     ]
 
 
@@ -84,9 +88,9 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
         "recompute_modules": ("layernorm", "mlp"),
     }
     assert problems(BIASED_LLAMA, **selective) == [
-        "mlp_bias (True) and actor.megatron.recompute_modules (['layernorm', 'mlp']) do not go together:"
-        " megatron-core's backward pass through a recomputed MLP with biases does not end; remove mlp or use"
-        " actor.megatron.recompute_granularity: full."
+        "mlp_bias (True) and actor.megatron.recompute_modules (['layernorm', 'mlp']) do not go"
+        " together: megatron-core's backward pass through a recomputed MLP with biases does not"
+        " end; remove mlp or use actor.megatron.recompute_granularity: full."
     ]
     full = {
         "recompute_granularity": "full",
@@ -119,20 +123,32 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
         ),
         (
             {**SMALL_QWEN2, "layer_types": ["full_attention"] * 3 + ["sliding_attention"]},
-            "layer_types ['sliding_attention'] are not supported; only full_attention is: choose another model.",
+            (
+                "layer_types ['sliding_attention'] are not supported; only full_attention is:"
+                " choose another model."
+            ),
         ),
         (
             {**SMALL_QWEN2, "quantization_config": {"bits": 4}},
-            "quantization_config ({'bits': 4}) is not supported; it must be None: choose another model.",
+            (
+                "quantization_config ({'bits': 4}) is not supported; it must be None: choose"
+                " another model."
+            ),
         ),
         (
             {**SMALL_LLAMA, "rope_scaling": {**LLAMA3_ROPE, "factor": 0}},
-            "factor of rotary embeddings of type 'llama3' (0) must be a number of at least 1; mend the file.",
+            (
+                "factor of rotary embeddings of type 'llama3' (0) must be a number of at least 1;"
+                " mend the file."
+            ),
         ),
         (
             {**SMALL_LLAMA, "model_type": "qwen2_moe"},
-            "model_type ('qwen2_moe') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2, llama, mistral,"
-            " mixtral, qwen2, qwen3, qwen3_moe; choose such a model, or actor.backend fsdp.",
+            (
+                "model_type ('qwen2_moe') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2,"
+                " llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; choose such a model, or"
+                " actor.backend fsdp."
+            ),
         ),
     ],
 )

@@ -1,4 +1,6 @@
-"""Which fused path is taken: the rules, what is found of packages in real directories, and the adapters to kernels."""
+"""Which fused path is taken: the rules, what is found of packages in real directories, and the
+adapters to kernels.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,11 @@ from rlhf_megatron.ranks.parallel.weight_grad import (
 NO_FLASH: dict[Any, str] = {
     name: f"{name} is not here" for name in ("flash_attn_3", "torch", "flash_attn_2")
 }
-HOPPER, AMPERE, ADA, TURING, BLACKWELL = (9, 0), (8, 0), (8, 9), (7, 5), (10, 0)
+HOPPER = (9, 0)
+AMPERE = (8, 0)
+ADA = (8, 9)
+TURING = (7, 5)
+BLACKWELL = (10, 0)
 
 
 def without(*names: str) -> dict[Any, str]:
@@ -341,10 +347,12 @@ def oracle(query: Tensor, key: Tensor, value: Tensor, borders: Any, scale: float
     for number in range(len(borders[0]) - 1):
         rows = slice(int(borders[0][number]), int(borders[0][number + 1]))
         columns = slice(int(borders[1][number]), int(borders[1][number + 1]))
-        q, (k, v) = query[rows].double(), (t[columns].double() for t in (key, value))
+        q = query[rows].double()
+        k, v = (t[columns].double() for t in (key, value))
         group = q.shape[1] // k.shape[1]
         scores = torch.einsum("qnd,knd->nqk", q, k.repeat_interleave(group, 1)) * scale
-        num_keys, num_queries = k.shape[0], q.shape[0]
+        num_keys = k.shape[0]
+        num_queries = q.shape[0]
         seen = (
             torch.arange(num_keys)[None]
             <= torch.arange(num_queries)[:, None] + num_keys - num_queries
@@ -384,7 +392,8 @@ def torch_2_13(  # type: ignore[no-untyped-def]
 
 
 def flash_attn_2(  # type: ignore[no-untyped-def]
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=None, causal=False,
     window_size=(-1, -1), deterministic=False,
 ):  # fmt: skip
     assert causal and deterministic is torch.are_deterministic_algorithms_enabled()
@@ -392,7 +401,8 @@ def flash_attn_2(  # type: ignore[no-untyped-def]
 
 
 def flash_attn_3(  # type: ignore[no-untyped-def]
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, softmax_scale=None, causal=False,
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
+    softmax_scale=None, causal=False,
 ):  # fmt: skip
     assert causal
     return oracle(q, k, v, (cu_seqlens_q, cu_seqlens_k), softmax_scale), "sums of the softmax"
@@ -411,7 +421,9 @@ def flash_attn_3(  # type: ignore[no-untyped-def]
     "scale", [0.125, 0.3]
 )  # what a function without that option takes for 64, and another
 def test_every_kernel_gets_what_it_asks_for(call: Any, num_groups: int, scale: float) -> None:
-    """Functions with the signatures of real releases, computed in float64, against the path that a CPU takes."""
+    """Functions with the signatures of real releases, computed in float64, against the path
+    that a CPU takes.
+    """
     torch.manual_seed(0)
     lengths = [3, 17, 1, 5]
     q, k, v = (
@@ -452,7 +464,8 @@ def test_a_weight_gradient_is_added_in_the_buffers_precision(
     dtype: torch.dtype, buffer: torch.dtype, bound: float
 ) -> None:
     torch.manual_seed(0)
-    x, grad = torch.randn(50, 12).to(dtype), torch.randn(50, 7).to(dtype)
+    x = torch.randn(50, 12).to(dtype)
+    grad = torch.randn(50, 7).to(dtype)
     main_grad = torch.randn(7, 12).to(buffer)
     want = main_grad.double() + grad.double().t() @ x.double()
     place = main_grad.data_ptr()
@@ -500,6 +513,7 @@ def test_rank_0_says_what_it_takes(caplog: pytest.LogCaptureFixture) -> None:
         if record.name == "rlhf_megatron.ranks.models.megatron_model_builder"
     ]
     assert messages == [
-        "local layers; attention: by_length (flash attention runs on CUDA only); norm: plain (fused norms run on CUDA"
-        " only; here its gradient is written out by hand); weight gradients added by: torch"
+        "local layers; attention: by_length (flash attention runs on CUDA only); norm: plain"
+        " (fused norms run on CUDA only; here its gradient is written out by hand); weight"
+        " gradients added by: torch"
     ]

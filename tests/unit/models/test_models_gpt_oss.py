@@ -1,4 +1,6 @@
-"""GPT-OSS: sinks and windows of attention, experts as entries of fused tensors, and what its family refuses."""
+"""GPT-OSS: sinks and windows of attention, experts as entries of fused tensors, and what its
+family refuses.
+"""
 
 from __future__ import annotations
 
@@ -46,10 +48,17 @@ def write(directory: Path, state: dict[str, Tensor], hf_config: dict[str, Any] =
 
 @pytest.mark.parametrize(("window", "has_sinks"), [(None, True), (3, True), (3, False)])
 def test_attention_by_its_formula(window: int | None, has_sinks: bool) -> None:
-    """Softmax over the keys that a token sees and its head's sink, in documents of unequal length, with gradients."""
+    """Softmax over the keys that a token sees and its head's sink, in documents of unequal length,
+    with gradients.
+    """
     generator = torch.Generator().manual_seed(0)
-    lengths, heads, groups, dim, scale = [2, 7, 5, 7, 1], 4, 2, 8, 0.3
-    borders, total = torch.tensor([0, *torch.tensor(lengths).cumsum(0)]), sum(lengths)
+    lengths = [2, 7, 5, 7, 1]
+    heads = 4
+    groups = 2
+    dim = 8
+    scale = 0.3
+    borders = torch.tensor([0, *torch.tensor(lengths).cumsum(0)])
+    total = sum(lengths)
     positions = torch.cat([torch.arange(n) for n in lengths])
     query, key, value, sinks, weights = (
         torch.randn(shape, generator=generator, dtype=torch.float64, requires_grad=True)
@@ -198,7 +207,9 @@ def test_an_expert_is_read_alone_and_a_wrong_number_of_them_is_named(tmp_path: P
 
 
 def test_mxfp4_becomes_bfloat16_expert_by_expert(tmp_path: Path) -> None:
-    """As OpenAI publishes the weights: matrices of experts in MXFP4, their biases and all else in bfloat16."""
+    """As OpenAI publishes the weights: matrices of experts in MXFP4, their biases and all
+    else in bfloat16.
+    """
     generator = torch.Generator().manual_seed(3)
     plain = {name: tensor.bfloat16() for name, tensor in fused(make_state("gpt_oss")).items()}
     quantised = dict(plain)
@@ -247,7 +258,9 @@ def test_entries_of_two_types_do_not_make_one_tensor(tmp_path: Path) -> None:
 
 
 class PlainPasses:
-    """What kernels of flash attention compute, of one document, in plain torch: the base of the shares is given."""
+    """What kernels of flash attention compute, of one document, in plain torch: the base of the
+    shares is given.
+    """
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, *settings: Any
@@ -268,10 +281,8 @@ class PlainPasses:
         shares = (self._scores(query, key, *settings) - logs[..., None]).exp()
         means = (grad * output).sum(-1).T[..., None]
         of_scores = shares * (torch.einsum("tnd,snd->nts", grad, value) - means) * settings[1]
-        of_query, of_key = (
-            torch.einsum("nts,snd->tnd", of_scores, key),
-            torch.einsum("nts,tnd->snd", of_scores, query),
-        )
+        of_query = torch.einsum("nts,snd->tnd", of_scores, key)
+        of_key = torch.einsum("nts,tnd->snd", of_scores, query)
         return of_query, of_key, torch.einsum("nts,tnd->snd", shares, grad)
 
     def _scores(
@@ -284,7 +295,9 @@ class PlainPasses:
 
 @pytest.mark.parametrize("window", [None, 3])
 def test_sinks_around_a_kernel_that_has_none(window: int | None) -> None:
-    """Against the path by lengths, outputs and gradients: one that forgot what the sink takes would be off in all."""
+    """Against the path by lengths, outputs and gradients: one that forgot what the sink takes would
+    be off in all.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = ((9, 4, 8), (9, 4, 8), (9, 4, 8), (4,))
     leaves = [torch.randn(shape, generator=generator, requires_grad=True) for shape in shapes]

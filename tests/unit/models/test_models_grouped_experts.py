@@ -1,4 +1,6 @@
-"""Experts as grouped products, against one product after the other; their names, and kernels that are not there."""
+"""Experts as grouped products, against one product after the other; their names, and kernels that
+are not there.
+"""
 
 from __future__ import annotations
 
@@ -125,13 +127,13 @@ def test_no_object_of_transformer_engine_goes_into_a_checkpoint() -> None:
 def test_grouped_experts_are_those_one_after_the_other(
     world: World, family: str, impl: Any
 ) -> None:
-    """Outputs and all gradients, of experts with biases and without, some of which no token meets."""
+    """Outputs and all gradients, of experts with biases and without,
+    some of which no token meets.
+    """
     torch.manual_seed(1)
-    counts, hidden, probs = (
-        torch.tensor([5, 0, 20, 3, 0, 2, 9, 1]),
-        torch.randn(40, 64),
-        torch.rand(40),
-    )
+    counts = torch.tensor([5, 0, 20, 3, 0, 2, 9, 1])
+    hidden = torch.randn(40, 64)
+    probs = torch.rand(40)
     weights: dict[str, torch.Tensor] = {}
     found = []
     for is_grouped in (False, True):

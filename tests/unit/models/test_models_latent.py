@@ -1,4 +1,6 @@
-"""Latent attention and the families that have it: published sizes by hand, what is refused, work and memory."""
+"""Latent attention and the families that have it: published sizes by hand, what is refused,
+work and memory.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_a_down_projection_that_transformer_engine_marks_as_split_counts_once() 
 
 
 def test_weights_of_a_rank_of_deepseek_v3() -> None:
-    """pp4 with 13 layers in the last stage, tp8, ep32 etp1 on 256 ranks: the second stage has 16 layers."""
+    """pp4 with 13 layers in the last stage, tp8, ep32 etp1 on 256 ranks: the second stage
+    has 16 layers.
+    """
     layout = ParallelLayout(
         256, tp=8, pp=4, sequence_parallel=True, ep=32, etp=1, num_last_stage_layers=13
     )

@@ -1,4 +1,6 @@
-"""The weight table: conversions are inverse, shards join, and names and shapes are those of transformers."""
+"""The weight table: conversions are inverse, shards join, and names and shapes are those
+of transformers.
+"""
 
 import itertools
 from typing import Any
@@ -30,7 +32,9 @@ def distinct(shape: tuple[int, ...], start: int) -> torch.Tensor:
 
 
 def every_model() -> Any:
-    """Families, tied and untied, each with 4 and with 3 key-value heads; the vocabulary of 21 is odd for each tp."""
+    """Families, tied and untied, each with 4 and with 3 key-value heads; the vocabulary of 21 is
+    odd for each tp.
+    """
     for (name, family), is_tied in itertools.product(FAMILIES.items(), (False, True)):
         hf_config = tied(family) if is_tied else family
         label = f"{name}{'-tied' if is_tied else ''}"
@@ -171,11 +175,11 @@ def test_tied_model_has_no_head_rule_and_stages_cover_the_table() -> None:
 
 @pytest.mark.parametrize("hf_config", [QWEN3, LLAMA])
 def test_names_under_transformer_engine(hf_config: dict) -> None:
-    """Only the two norms before a matrix are called otherwise; everything else of a rule is equal."""
-    local, fused = (
-        make_weight_table(hf_config, 2),
-        make_weight_table(hf_config, 2, impl="transformer_engine"),
-    )
+    """Only the two norms before a matrix are called otherwise;
+    everything else of a rule is equal.
+    """
+    local = make_weight_table(hf_config, 2)
+    fused = make_weight_table(hf_config, 2, impl="transformer_engine")
     renamed = {a.megatron_name: b.megatron_name for a, b in zip(local, fused, strict=True)}
     changed = {ours: theirs for ours, theirs in renamed.items() if ours != theirs}
     assert changed == {

@@ -1,4 +1,6 @@
-"""Health verdicts: series by hand on either side of each threshold; what is told when a verdict changes."""
+"""Health verdicts: series by hand on either side of each threshold; what is told when a
+verdict changes.
+"""
 
 import json
 import re
@@ -143,7 +145,8 @@ def test_each_fix_names_what_to_do_and_each_key_is_a_metric() -> None:
 
 def test_a_change_is_told_once() -> None:
     watch = HealthWatch()
-    lines, metrics = {}, {}
+    lines = {}
+    metrics = {}
     for step, share in enumerate([0.0] * 5 + [1.0] * 3 + [0.0] * 10, start=1):
         metrics[step], lines[step] = watch.judge_step(
             step, {"reward/masked": share, "timing_s/step": 1.0}
@@ -171,7 +174,8 @@ def test_a_change_is_told_once() -> None:
 
 
 def test_the_first_steps_are_remembered_in_a_long_run() -> None:
-    watch, entropies = HealthWatch(), [2.0] * 5 + [1.0] * 100 + [0.1] * 5
+    watch = HealthWatch()
+    entropies = [2.0] * 5 + [1.0] * 100 + [0.1] * 5
     found = [
         watch.judge_step(step, {"actor/entropy": value})[0] for step, value in enumerate(entropies)
     ]

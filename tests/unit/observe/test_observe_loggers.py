@@ -1,4 +1,6 @@
-"""TensorBoard, console, and which settings they show; event files are read back with TensorBoard's own readers."""
+"""TensorBoard, console, and which settings they show; event files are read back with
+TensorBoard's own readers.
+"""
 
 import json
 import sys
@@ -170,7 +172,8 @@ def session_groups(logdir: Path) -> list[Any]:
     context = backend_context.Context(
         TBContext(logdir=str(logdir), data_provider=provider, multiplexer=multiplexer)
     )
-    request, known = RequestContext(), ("", context.hparams_metadata(RequestContext(), ""))
+    request = RequestContext()
+    known = ("", context.hparams_metadata(RequestContext(), ""))
     experiment = context.experiment_from_metadata(request, known[0], True, known[1], [])
     asked = api_pb2.ListSessionGroupsRequest(
         allowed_statuses=[api_pb2.STATUS_SUCCESS, api_pb2.STATUS_FAILURE, api_pb2.STATUS_UNKNOWN],

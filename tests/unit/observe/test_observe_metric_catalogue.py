@@ -1,4 +1,6 @@
-"""The catalogue of metrics: whole, free of contradictions, and the reference that is printed of it."""
+"""The catalogue of metrics: whole, free of contradictions,
+and the reference that is printed of it.
+"""
 
 import re
 from typing import get_args

@@ -1,4 +1,6 @@
-"""A logger that fails and a disk that is full: the run goes on, files have whole rows, lines wait for room."""
+"""A logger that fails and a disk that is full: the run goes on, files have whole rows, lines
+wait for room.
+"""
 
 import errno
 import json
@@ -33,7 +35,9 @@ SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 10.0}
 
 @contextmanager
 def files_end_at(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond: a write takes what fits and then fails, as on a disk that is full."""
+    """No file of this process grows beyond: a write takes what fits and then fails, as on a
+    disk that is full.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
     try:
@@ -225,10 +229,8 @@ def test_the_end_of_a_run_waits_for_room(tmp_path: Path, monkeypatch: pytest.Mon
 def test_journal_and_recorder_tell_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    journal, recorder = (
-        StepJournal(tmp_path / "journal", "settings"),
-        RolloutRecorder(tmp_path / "record"),
-    )
+    journal = StepJournal(tmp_path / "journal", "settings")
+    recorder = RolloutRecorder(tmp_path / "record")
     with files_end_at(50):
         for step in (1, 2):
             journal.begin_batch_write(step, train_batch(), {}, 0.0)

@@ -1,4 +1,6 @@
-"""What a step's times and counts come to: tokens a second, time a token, MFU, balance, lag, memory, variance."""
+"""What a step's times and counts come to: tokens a second, time a token, MFU, balance, lag,
+memory, variance.
+"""
 
 from dataclasses import replace
 
@@ -47,7 +49,8 @@ TINY = {
     "intermediate_size": 5,
     "vocab_size": 7,
 }
-# Weights of a layer: q and output 2 x 4 x 6, k and v 2 x 4 x 3, MLP 3 x 4 x 5 = 48 + 24 + 60 = 132; of both 264.
+# Weights of a layer: q and output 2 x 4 x 6, k and v 2 x 4 x 3, MLP 3 x 4 x 5 = 48 + 24 + 60 =
+# 132; of both 264.
 
 
 def work(dp: int = 1) -> PerformanceBasis:
@@ -59,8 +62,8 @@ def work(dp: int = 1) -> PerformanceBasis:
 
 def test_flops_by_hand() -> None:
     lengths = torch.tensor([2, 4])
-    # 6 tokens x 264 weights x 2 = 3168; pairs (4 + 16) / 2 = 10: 10 x 4 x 2 layers x 2 heads x 3 = 480;
-    # the head on 3 tokens: 2 x 4 x 7 x 3 = 168.
+    # 6 tokens x 264 weights x 2 = 3168; pairs (4 + 16) / 2 = 10: 10 x 4 x 2 layers x 2 heads x 3 =
+    # 480; the head on 3 tokens: 2 x 4 x 7 x 3 = 168.
     assert count_model_flops(TINY, lengths, 3, FORWARD_PASSES) == 3168 + 480 + 168
     assert count_model_flops(TINY, lengths, 3, TRAINING_PASSES) == 3 * (3168 + 480 + 168)
     assert count_model_flops(TINY, lengths, 3, FORWARD_PASSES, head_size=1) == 3168 + 480 + 24
@@ -74,7 +77,8 @@ def test_flops_are_told_of_known_models_only() -> None:
     plain = {
         key: value for key, value in TINY.items() if key not in ("head_dim", "num_key_value_heads")
     }
-    # Head size 4 / 2 = 2, as many heads of keys as of queries: 4 x 4 x 4 + 60 = 124 weights; head 2 x 4 x 7.
+    # Head size 4 / 2 = 2, as many heads of keys as of queries: 4 x 4 x 4 + 60 = 124 weights;
+    # head 2 x 4 x 7.
     assert (
         count_model_flops(plain, torch.tensor([1]), 1, FORWARD_PASSES)
         == 2 * 2 * 124 + 4 * 2 * 2 * 2 * 0.5 + 56
@@ -156,7 +160,8 @@ def test_utilisation_by_hand() -> None:
 
 
 def test_balance_by_hand() -> None:
-    # Samples of 2, 3, .. 7 tokens; in order replicas have 9 and 18; dealt by cost they are nearly even.
+    # Samples of 2, 3, .. 7 tokens; in order replicas have 9 and 18; dealt by cost they
+    # are nearly even.
     batch = train_batch(6)
     found = {
         name.partition("/")[2]: value
@@ -246,7 +251,9 @@ def test_memory_is_the_largest_of_a_rank() -> None:
 
 
 def test_variance_proxies_by_hand() -> None:
-    """Response tokens 1, 2 (advantages 3, -1: mean 1) and 5 (advantage 4); the second sample is masked."""
+    """Response tokens 1, 2 (advantages 3, -1: mean 1) and 5 (advantage 4); the second
+    sample is masked.
+    """
     half = torch.full((6,), 0.5)
     batch = to_train(scored(), old_log_probs=half.log(), sum_squares=torch.full((6,), 0.75))
     # A token has 1 - 2 x 0.5 + 0.75 = 0.75; w is 1.5 and 0.75; A^2 is 1 and 16.

@@ -1,4 +1,6 @@
-"""Who may write to a run directory, and what stays in it: the lock, a former run, attempts.jsonl."""
+"""Who may write to a run directory, and what stays in it:
+the lock, a former run, attempts.jsonl.
+"""
 
 import fcntl
 import json

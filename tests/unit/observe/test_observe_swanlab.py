@@ -1,4 +1,6 @@
-"""SwanLab without its service: what its offline files say, resumption, and what is told before a run starts."""
+"""SwanLab without its service: what its offline files say, resumption, and what is told
+before a run starts.
+"""
 
 from __future__ import annotations
 

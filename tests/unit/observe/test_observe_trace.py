@@ -125,8 +125,9 @@ def test_without_a_path_nothing_is_written(tmp_path: Path) -> None:
 
 
 class SlowPools:
-    """A WorkerGroup of two pools, each a thread that sleeps through its calls one after the other, once it `may_begin`.
-    The critic's ends after the actor's."""
+    """A WorkerGroup of two pools, each a thread that sleeps through its calls one after the other,
+    once it `may_begin`. The critic's ends after the actor's.
+    """
 
     layout = ParallelLayout(world_size=1)
 
@@ -146,7 +147,8 @@ class SlowPools:
     def broadcast(self, method: str, seconds: float, **arguments: Any) -> Future[Any]:
         self.calls.append((method, arguments))
         pool = "critic" if method.startswith("critic.") else "actor"
-        before, future = self.last[pool], Future()
+        before = self.last[pool]
+        future = Future()
 
         def run() -> None:
             if before is not None:
@@ -168,7 +170,8 @@ class SlowPools:
 
 
 def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
-    trace, pools = TraceWriter(tmp_path / "trace.json", "x"), SlowPools()
+    trace = TraceWriter(tmp_path / "trace.json", "x")
+    pools = SlowPools()
     workers = RoleProxies(pools, trace.record_call)
     trace.step = 3
     start = time.monotonic()
@@ -202,11 +205,9 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
         "host.send_weights": "actor pool",
     }
     assert found["actor.log_probs"]["args"] == {"step": 3, "num_samples": 2, "num_tokens": 5}
-    first, second, other = (
-        found["actor.log_probs"],
-        found["reference.log_probs"],
-        found["critic.values"],
-    )
+    first = found["actor.log_probs"]
+    second = found["reference.log_probs"]
+    other = found["critic.values"]
     assert second["ts"] >= first["ts"] + first["dur"], (
         "a call waits for the one before it in its pool"
     )

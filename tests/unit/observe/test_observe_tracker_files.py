@@ -195,7 +195,9 @@ def test_every_difference_is_in_the_bin_that_begins_at_or_below_it() -> None:
 
 
 def mismatched():
-    """Samples of 2, 3, 4, 5 tokens, the first is the prompt; token t differs by t / 100, but for the second's last."""
+    """Samples of 2, 3, 4, 5 tokens, the first is the prompt; token t differs by t / 100, but for
+    the second's last.
+    """
     batch = train_batch(4)
     differences = torch.arange(14) / 100.0
     differences[4] = float("nan")
@@ -322,7 +324,8 @@ sys.path.insert(0, sys.argv[2])
 from scheduler_samples import train_batch
 from rlhf_megatron.controller.observe.run_facts import RunFacts
 from rlhf_megatron.controller.observe.tracker import Tracker
-tracker = Tracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(spell=str, settings={"a": 1}))
+tracker = Tracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(spell=str, \
+settings={"a": 1}))
 for step in range(1, 10**6):
     with tracker.step(step):
         with tracker.stage("update"):

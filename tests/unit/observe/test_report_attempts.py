@@ -94,7 +94,8 @@ def test_the_timeline_opens_on_a_step_of_typical_length() -> None:
     spans = [
         TraceSpan(f"step {i}", 100.0 * i, took, i, True, False) for i, took in enumerate(seconds, 1)
     ]
-    found, payload = make_timeline(spans), PagePayload()
+    found = make_timeline(spans)
+    payload = PagePayload()
     assert found is not None
     payload.add_timeline(found)
     view = json.loads(payload.render_json())["timeline"]

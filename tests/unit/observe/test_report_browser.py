@@ -1,4 +1,6 @@
-"""The watched report in a real browser: the page follows the run by itself, and fits a narrow screen."""
+"""The watched report in a real browser: the page follows the run by itself, and fits a
+narrow screen.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ class Tab:
     """The one page of a headless browser, over its own protocol."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse) -> None:
-        self._socket, self._number = socket, 0
+        self._socket = socket
+        self._number = 0
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:
         self._number += 1
@@ -89,7 +92,8 @@ def test_the_page_follows_the_run_and_fits_a_narrow_screen(tmp_path: Path, addre
 
 
 async def _look(run: Path, address: Path) -> None:
-    page, deadline = run / "report" / "index.html", time.monotonic() + LIMIT_S
+    page = run / "report" / "index.html"
+    deadline = time.monotonic() + LIMIT_S
     while not (page.exists() and address.exists() and address.read_text().count("\n")):
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -104,10 +108,8 @@ async def _look(run: Path, address: Path) -> None:
         async with session.ws_connect(tab_at) as socket:
             tab = Tab(socket)
             await tab.call("Page.navigate", url=page.as_uri())
-            text, drawn = (
-                "document.body.innerText",
-                "document.querySelectorAll('figure canvas').length",
-            )
+            text = "document.body.innerText"
+            drawn = "document.querySelectorAll('figure canvas').length"
             assert "step 3 of 4" not in await tab.until(
                 text, lambda found: "step 2 of 4" in (found or "")
             )
@@ -126,7 +128,10 @@ async def _look(run: Path, address: Path) -> None:
                 "document.documentElement.scrollWidth <= document.documentElement.clientWidth"
             )
             assert await tab.until(drawn, lambda count: (count or 0) > 3)
-            widest = "Math.max(...[...document.querySelectorAll('figure')].map(f => f.getBoundingClientRect().right))"
+            widest = (
+                "Math.max(...[...document.querySelectorAll('figure')].map(f =>"
+                " f.getBoundingClientRect().right))"
+            )
             assert await tab.value(f"{widest} <= document.documentElement.clientWidth")
             (run / "summary.json").write_text('{"steps": 3, "seconds": 9.0}')
             await tab.until(text, lambda found: "finished at step 3 of 4" in (found or ""))

@@ -67,7 +67,8 @@ def test_one_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_watched_report_follows_the_run_to_its_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, pages = write_run_dir(tmp_path / "run"), []
+    path = write_run_dir(tmp_path / "run")
+    pages = []
 
     def sleep(seconds: float) -> None:
         """What the run does meanwhile: a step, then its end."""
@@ -90,7 +91,8 @@ def test_a_watched_report_follows_the_run_to_its_end(
 
 
 def test_it_can_be_made_again_and_elsewhere(tmp_path: Path) -> None:
-    path, out = write_run_dir(tmp_path / "run"), tmp_path / "a" / "b"
+    path = write_run_dir(tmp_path / "run")
+    out = tmp_path / "a" / "b"
     for _ in range(2):
         assert main(["report", str(path), "--out", str(out), "--open", "no"]) == 0
     assert (out / "index.html").is_file() and not (path / "report").exists()
@@ -165,7 +167,8 @@ def test_seeds_are_one_configuration(tmp_path: Path) -> None:
         ("base (2 runs)", False, 0, (0.25, 0.6)),
         ("fast", False, 1, (0.25, 0.9)),
     ]
-    mean, single = reward.series[2], reward.series[3]
+    mean = reward.series[2]
+    single = reward.series[3]
     # Deviation 0.141421, t(1) = 12.706205: half width 12.706205 x 0.141421 / sqrt(2) = 1.270620.
     assert mean.low is not None and mean.high is not None and single.low is not None
     assert (mean.low[1], mean.high[1]) == pytest.approx((0.6 - 1.27062, 0.6 + 1.27062), abs=1e-5)

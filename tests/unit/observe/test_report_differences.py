@@ -34,10 +34,8 @@ def make(path: Path, reward: float = 0.5, lock: object = LOCK, **more: float) ->
 
 
 def test_equal_runs_are_called_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    one, other = (
-        make(tmp_path / "one"),
-        make(tmp_path / "other", **{"timing_s/step": 9.0, "perf/mfu": 0.1}),
-    )
+    one = make(tmp_path / "one")
+    other = make(tmp_path / "other", **{"timing_s/step": 9.0, "perf/mfu": 0.1})
     assert main(["report", str(one), str(other), "--open", "no"]) == 0
     said = capsys.readouterr().out
     assert "settings, versions and files are the same\n" in said
@@ -66,9 +64,16 @@ def test_every_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
         "version torch: 2.13.0 | 2.12.0",
         "file data.train_files[0]: 1111111111111111 | 2222222222222222",
         # Newcombe, of [0.45, 0.55] and [0.7, 0.8]: 0.25 -+ sqrt(0.05^2 + 0.05^2).
-        "held-out accuracy: 0.500 [0.450, 0.550] | 0.750 [0.700, 0.800], difference +0.250 [+0.179, +0.321]",
-        # Two steps of 8 samples with deviation 0.5: half 1.96 x sqrt(2 x 0.25 / 8) / 2; of the difference x sqrt 2.
-        "reward, last 2 steps: 0.500 [0.255, 0.745] | 0.750 [0.505, 0.995], difference +0.250 [-0.096, +0.596]",
+        (
+            "held-out accuracy: 0.500 [0.450, 0.550] | 0.750 [0.700, 0.800], difference +0.250"
+            " [+0.179, +0.321]"
+        ),
+        # Two steps of 8 samples with deviation 0.5: half 1.96 x sqrt(2 x 0.25 / 8) / 2; of the
+        # difference x sqrt 2.
+        (
+            "reward, last 2 steps: 0.500 [0.255, 0.745] | 0.750 [0.505, 0.995], difference +0.250"
+            " [-0.096, +0.596]"
+        ),
         "curves first differ at step 2: critic/rewards/mean, actor/entropy",
     ):
         assert line in lines, lines
@@ -86,7 +91,9 @@ def test_every_difference_is_named(tmp_path: Path, capsys: pytest.CaptureFixture
 
 
 def test_a_metric_whose_interval_leaves_0_out_is_named(tmp_path: Path) -> None:
-    """It is 2.5 and 2 at the last steps of one run, 4.5 and 4 in the other: t(2) x sqrt(2 x 0.125 / 2)."""
+    """It is 2.5 and 2 at the last steps of one run, 4.5 and 4 in the other: t(2) x
+    sqrt(2 x 0.125 / 2).
+    """
     runs = []
     for name, shift in (("one", 0.0), ("other", 2.0)):
         rows = [

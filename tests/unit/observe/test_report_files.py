@@ -26,9 +26,12 @@ from rlhf_megatron.controller.observe.report.run_page import read_asset
 
 TRACE = """[
 {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},
-{"name": "generate", "cat": "stage", "ph": "X", "ts": 5000000, "dur": 3000000, "pid": 1, "tid": 1, "args": {"step": 1}},
-{"name": "actor.update", "cat": "call", "ph": "X", "ts": 8500000, "dur": 500000, "tid": 2, "args": {"step": 1}},
-{"name": "step 1", "cat": "step", "ph": "X", "ts": 5000000, "dur": 4500000, "pid": 1, "tid": 0, "args": {"step": 1}},
+{"name": "generate", "cat": "stage", "ph": "X", "ts": 5000000, "dur": 3000000, "pid": 1, "tid": 1, \
+"args": {"step": 1}},
+{"name": "actor.update", "cat": "call", "ph": "X", "ts": 8500000, "dur": 500000, "tid": 2, "args": \
+{"step": 1}},
+{"name": "step 1", "cat": "step", "ph": "X", "ts": 5000000, "dur": 4500000, "pid": 1, "tid": 0, \
+"args": {"step": 1}},
 """
 
 
@@ -199,10 +202,16 @@ def test_how_a_run_ended(tmp_path: Path) -> None:
         == "interrupted after step 2 of 4: no summary.json and no error in its logs"
     )
     (path / "logs").mkdir()
-    aftermath = "2026-01-01 10:00:00,1 [actor dp0 pp0 tp0] ERROR runtime.service: ended in actor.update, forward:\n  line\n"
+    aftermath = (
+        "2026-01-01 10:00:00,1 [actor dp0 pp0 tp0] ERROR runtime.service: ended in actor.update,"
+        " forward:\n  line\n"
+    )
     (path / "logs" / "rank0.log").write_text(aftermath)
     assert determine_run_status(read_run_files(path)).state == "interrupted"
-    cause = "2026-01-01 10:00:01,1 [actor dp0 pp0 tp1] ERROR runtime.service: x failed\nTraceback\nValueError: y\n"
+    cause = (
+        "2026-01-01 10:00:01,1 [actor dp0 pp0 tp1] ERROR runtime.service: x failed\nTraceback\n"
+        "ValueError: y\n"
+    )
     (path / "logs" / "rank1.log").write_text(
         cause + "2026-01-01 10:00:02,1 [actor dp0 pp0 tp1] INFO y: bye\n"
     )

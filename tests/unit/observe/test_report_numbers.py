@@ -1,4 +1,6 @@
-"""Intervals against numbers worked out by hand; what is left out of long curves, samples, traces and histograms."""
+"""Intervals against numbers worked out by hand; what is left out of long curves, samples, traces
+and histograms.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,8 @@ def test_without_a_deviation_there_is_no_band_and_a_reason(tmp_path: Path) -> No
 
 
 def test_the_mean_of_several_steps() -> None:
-    # Variance of a step's mean: 0.5^2 / 8 = 1/32; of the mean of two: 2/32 / 4 = 1/64; deviation 1/8.
+    # Variance of a step's mean: 0.5^2 / 8 = 1/32; of the mean of two: 2/32 / 4 = 1/64;
+    # deviation 1/8.
     rows = [MetricRow("step", i, 0.0, step_row(i, reward)) for i, reward in ((1, 0.25), (2, 0.75))]
     found = estimate_mean_reward(rows)
     assert found is not None and found.low is not None
@@ -97,7 +100,8 @@ def test_the_interval_over_seeds() -> None:
 
 
 def test_the_difference_of_two_configurations() -> None:
-    # Variances of the means 0.01 / 3 and 0.02 / 2; degrees (1/75)^2 / ((1/300)^2 / 2 + (1/100)^2 / 1) = 1.684 -> 1:
+    # Variances of the means 0.01 / 3 and 0.02 / 2; degrees (1/75)^2 / ((1/300)^2 / 2 +
+    # (1/100)^2 / 1) = 1.684 -> 1:
     # t(1) = 12.706205, half width 12.706205 x sqrt(1/75) = 1.467185.
     found = estimate_mean_difference([0.6, 0.8], [0.6, 0.4, 0.5])
     assert found is not None and found.low is not None
@@ -112,7 +116,8 @@ def test_the_difference_of_two_configurations() -> None:
 
 def test_thinned_curves_keep_ends_and_extremes() -> None:
     values = [math.sin(i / 50) for i in range(10_000)]
-    values[4321], values[7654] = 99.0, -99.0
+    values[4321] = 99.0
+    values[7654] = -99.0
     kept = select_curve_points(values, 1000)
     assert len(kept) <= 1000 and kept == sorted(set(kept)) and {0, 4321, 7654, 9999} <= set(kept)
     assert select_curve_points(values[:1000], 1000) == list(range(1000))
@@ -231,7 +236,8 @@ def test_histograms_are_added_up_without_losing_a_token() -> None:
 
 
 def test_means_of_added_histograms_are_weighted() -> None:
-    one, two = group(1, "stop", (1, 0), mean=4.0), group(1, "stop", (0, 3), mean=8.0)
+    one = group(1, "stop", (1, 0), mean=4.0)
+    two = group(1, "stop", (0, 3), mean=8.0)
     found = make_mismatch_histograms([MismatchStep(1, (0.0, 1.0, 2.0), (one, two), ())])
     assert found is not None and len(found.cells) == 1
     assert (found.cells[0].mean, found.cells[0].counts, found.cells[0].num_tokens) == (

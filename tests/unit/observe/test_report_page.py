@@ -1,4 +1,6 @@
-"""The page of a run, read as a browser reads it: what it holds, that it holds nothing else, and hostile text."""
+"""The page of a run, read as a browser reads it: what it holds, that it holds nothing else,
+and hostile text.
+"""
 
 from __future__ import annotations
 
@@ -147,9 +149,9 @@ def test_the_head_tells_the_result_with_intervals(tmp_path: Path) -> None:
     text = page.text
     assert "mine finished finished at step 2 of 4" in text
     assert (
-        "Held-out accuracy 0.600 [0.500, 0.700] from 0.200 [0.100, 0.300]; always the most common answer: 0.125"
-        in text
-    )
+        "Held-out accuracy 0.600 [0.500, 0.700] from 0.200 [0.100, 0.300]; always the most"
+        " common answer: 0.125"
+    ) in text
     assert "Gain +0.400 [+0.259, +0.541]" in text  # sqrt(0.1^2 + 0.1^2) = 0.1414 on both sides
     assert "1 h 02 min 2 steps, median 4.5 s a step; tp2 pp1 dp2" in text
     assert (
@@ -168,7 +170,10 @@ def test_what_is_missing_says_why(tmp_path: Path) -> None:
         "This run had no critic: algorithm.adv_estimator is grpo, which needs no values.",
         "No timeline: this run wrote no trace.json: it is older, or was replayed.",
         "No samples: this run wrote no samples.jsonl: it is older, or was replayed.",
-        "No histogram and no worst tokens: this run wrote no mismatch.jsonl: it is older, or was replayed.",
+        (
+            "No histogram and no worst tokens: this run wrote no mismatch.jsonl: it is older, or"
+            " was replayed."
+        ),
         "This run made no supervised warm-up",
     ):
         assert words in page.text
@@ -221,7 +226,10 @@ def test_hostile_text_stays_text(tmp_path: Path) -> None:
             "versions": {HOSTILE: HOSTILE},
             "seed": HOSTILE,
         },
-        trace='[\n{"name": "</script><img>", "ph": "X", "ts": 1, "dur": 1, "tid": 1, "args": {"step": 1}},\n',
+        trace=(
+            '[\n{"name": "</script><img>", "ph": "X", "ts": 1, "dur": 1, "tid": 1, "args":'
+            ' {"step": 1}},\n'
+        ),
     )
     config = (
         (path / "config.yaml")
@@ -311,9 +319,9 @@ def test_the_head_says_what_the_health_rules_found(tmp_path: Path) -> None:
     rows = [step_row(step, 0.5, **{"reward/masked": 0.5}) for step in range(1, 8)]
     text = page_of(write_run_dir(tmp_path / "bad", rows)).text
     assert (
-        "reward_errors (now) 3 5 7 the mean of reward/masked over 5 steps should be at most 0.05; it is 0.5."
-        in text
-    )
+        "reward_errors (now) 3 5 7 the mean of reward/masked over 5 steps should be at most"
+        " 0.05; it is 0.5."
+    ) in text
     rows = [step_row(step, 0.5, **{"reward/masked": 0.0}) for step in range(1, 8)]
     assert "reward_errors" not in page_of(write_run_dir(tmp_path / "good", rows)).text
 
@@ -339,8 +347,10 @@ def test_page_and_pictures_share_their_colours() -> None:
 
 def test_a_report_needs_neither_torch_nor_numpy() -> None:
     code = (
-        "import sys, rlhf_megatron.cli.report_command, rlhf_megatron.controller.observe.report.report_writer;"
-        "print([m for m in ('torch', 'numpy', 'megatron', 'matplotlib', 'transformers') if m in sys.modules])"
+        "import sys, rlhf_megatron.cli.report_command,"
+        " rlhf_megatron.controller.observe.report.report_writer;"
+        "print([m for m in ('torch', 'numpy', 'megatron', 'matplotlib', 'transformers') if m"
+        " in sys.modules])"
     )
     result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True

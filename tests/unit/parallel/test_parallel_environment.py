@@ -1,4 +1,6 @@
-"""The environment of CUDA and NCCL that each process of a job gets, under each launcher. Nothing is started."""
+"""The environment of CUDA and NCCL that each process of a job gets, under each launcher.
+Nothing is started.
+"""
 
 import os
 from pathlib import Path

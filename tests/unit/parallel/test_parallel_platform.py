@@ -1,4 +1,6 @@
-"""The two patch modules: what they replace, what they leave alone, and which versions they accept."""
+"""The two patch modules: what they replace, what they leave alone,
+and which versions they accept.
+"""
 
 from __future__ import annotations
 
@@ -115,13 +117,16 @@ def test_a_name_that_nothing_reads_is_not_replaced() -> None:
 
 @needs_no_cuda
 def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
-    """In a fresh process, before anything is mended. Where this fails, the table's versions are to be corrected."""
+    """In a fresh process, before anything is mended. Where this fails, the table's versions are
+    to be corrected.
+    """
     code = (
         "from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes\n"
         "from importlib.metadata import version\n"
         "cpu_platform.apply()\n"
         "for patch in mcore_fixes.PATCHES:\n"
-        "    if patch.is_needed: print(patch.symbol, patch.is_for(version('megatron-core')) == patch.is_needed())\n"
+        "    if patch.is_needed: print(patch.symbol, patch.is_for(version('megatron-core'))"
+        " == patch.is_needed())\n"
         "mcore_fixes.apply()\n"
         "print(*(patch.is_needed() for patch in mcore_fixes.PATCHES if patch.is_needed))\n"
     )
@@ -136,8 +141,9 @@ def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
 
 @needs_no_cuda
 def test_what_a_process_need_not_import_is_not_imported_and_the_start_is_quiet() -> None:
-    """The controller has no use for megatron, and a rank on a CPU compiles nothing. Nothing is printed but torch's own
-    word on a CUDA toolkit that it finds on a machine without a device."""
+    """The controller has no use for megatron, and a rank on a CPU compiles nothing. Nothing is
+    printed but torch's own word on a CUDA toolkit that it finds on a machine without a device.
+    """
     code = """if True:
         import sys
         import rlhf_megatron.controller.scheduler.training_run

@@ -1,4 +1,6 @@
-"""The comparison of two runs: each bar, what is over it, and an agreement that would mean nothing."""
+"""The comparison of two runs: each bar, what is over it,
+and an agreement that would mean nothing.
+"""
 
 from __future__ import annotations
 
@@ -139,7 +141,9 @@ def moved(scale: float) -> dict[str, Tensor]:
 
 
 def test_the_update_of_each_tensor_counts() -> None:
-    """The matrix moves by 0.01 x (0, 1, 2, 3), of length 0.01 sqrt(14). One element off by 1e-5 is 1e-3 / sqrt(14)."""
+    """The matrix moves by 0.01 x (0, 1, 2, 3), of length 0.01 sqrt(14). One element off by 1e-5 is
+    1e-3 / sqrt(14).
+    """
     mine = moved(0.01)
     mine["matrix"][0, 0] += 1e-5
     norm, matrix = compare_weights(mine, moved(0.01), START.__getitem__)

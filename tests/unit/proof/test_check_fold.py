@@ -1,4 +1,6 @@
-"""Folding a large run to a tiny one: which layouts, which model, which settings; nothing that matters is lost."""
+"""Folding a large run to a tiny one: which layouts, which model, which settings; nothing that
+matters is lost.
+"""
 
 from __future__ import annotations
 
@@ -123,8 +125,10 @@ def test_differences_say_everything_that_was_folded() -> None:
     assert shape.differences == (
         "tp is 2 instead of 4",
         "dp is 1 instead of 4",
-        "use_distributed_optimizer and overlap_grad_reduce and overlap_param_gather off, for want of two ranks with the"
-        " same shard",
+        (
+            "use_distributed_optimizer and overlap_grad_reduce and overlap_param_gather off, for"
+            " want of two ranks with the same shard"
+        ),
     )
     assert replicas.differences == (
         "tp is 2 instead of 4",
@@ -217,7 +221,9 @@ def test_the_tiny_model_is_of_the_same_kind_and_fits(name: str, processes: int) 
 
 
 def test_experts_fold() -> None:
-    """512 ranks in tp4 ep32 etp1 pp8 to 8: pp and tp stay parallel, and so do experts, over two replicas too."""
+    """512 ranks in tp4 ep32 etp1 pp8 to 8: pp and tp stay parallel, and so do experts, over
+    two replicas too.
+    """
     true = MegatronConfig(
         tensor_model_parallel_size=4,
         sequence_parallel=True,
@@ -305,7 +311,9 @@ def test_ranks_hold_whole_blocks_where_engines_hold_fp8(model: Mapping[str, Any]
 
 @pytest.mark.parametrize("rank", [1536, None])
 def test_latent_attention_folds(rank: int | None) -> None:
-    """512 ranks of DeepSeek-V3 to 8: groups of experts, dense layers first, narrow queries or not; no frozen layers."""
+    """512 ranks of DeepSeek-V3 to 8: groups of experts, dense layers first, narrow queries or not;
+    no frozen layers.
+    """
     true = MegatronConfig(
         tensor_model_parallel_size=8,
         sequence_parallel=True,
@@ -345,7 +353,9 @@ def test_latent_attention_folds(rank: int | None) -> None:
 
 
 def test_sizes_of_the_tiny_model() -> None:
-    """64 heads in 8 groups over tp 4: two groups a rank, of 2 queries each. 16 layers a stage: one a chunk of 8."""
+    """64 heads in 8 groups over tp 4: two groups a rank, of 2 queries each. 16 layers a stage:
+    one a chunk of 8.
+    """
     tiny = fold_model_config(
         QWEN3_32B, [LARGE], [layout.actor.megatron for layout in fold(LARGE, 64, 16)]
     )
@@ -365,7 +375,9 @@ def test_sizes_of_the_tiny_model() -> None:
     [("uniform", 1, (1, 1)), ("uniform", 4, (2, 2)), ("block", 3, (2, 1)), ("block", 8, (2, 2))],
 )
 def test_recompute_fits_the_tiny_model(method: Any, count: int, expected: tuple[int, int]) -> None:
-    """(layers a chunk, recompute_num_layers). 64 layers in 8 chunks: block of 8 is all of a chunk, of 3 only a part."""
+    """(layers a chunk, recompute_num_layers). 64 layers in 8 chunks: block of 8 is all of a chunk,
+    of 3 only a part.
+    """
     true = replace(
         LARGE, recompute_granularity="full", recompute_method=method, recompute_num_layers=count
     )
@@ -448,7 +460,8 @@ CRITIC = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_si
         ((LARGE, 16), (CRITIC, 4), 20, ["shape: tp4 sequence pp4 vpp2 dp1, critic tp2 pp2 dp1"]),
         # 16 + 4 do not fit: the critic keeps its 4, the actor has 12, of which it can use 8.
         ((LARGE, 16), (CRITIC, 4), 16, ["shape: tp2 sequence pp4 vpp2 dp1, critic tp2 pp2 dp1"]),
-        # What is left goes to a second replica, the actor's first; what it is not enough for, to a further run.
+        # What is left goes to a second replica, the actor's first; what it is not enough for, to
+        # a further run.
         ((CRITIC, 8), (CRITIC, 8), 12, [
             "shape: tp2 pp2 dp2, critic tp2 pp2 dp1",
             "replicas: tp1 pp2 dp2, critic tp1 pp2 dp2",
@@ -459,7 +472,8 @@ CRITIC = MegatronConfig(tensor_model_parallel_size=2, pipeline_model_parallel_si
         ]),
         ((CRITIC, 4), (CRITIC, 4), 4, ["shape: tp1 pp2 dp1, critic tp1 pp2 dp1"]),
         ((CRITIC, 4), (CRITIC, 4), 3, ["shape: tp1 pp2 dp1, critic tp1 pp1 dp1"]),
-        ((MegatronConfig(), 4), (MegatronConfig(), 4), 3, ["shape: tp1 pp1 dp2, critic tp1 pp1 dp1"]),
+        ((MegatronConfig(), 4), (MegatronConfig(), 4), 3,
+         ["shape: tp1 pp1 dp2, critic tp1 pp1 dp1"]),
         ((CRITIC, 4), (CRITIC, 4), 1, ["shape: tp1 pp1 dp1"]),
     ],
 )  # fmt: skip
@@ -485,7 +499,9 @@ def test_layouts_of_two_pools(
 
 
 def test_tiny_models_of_two_pools_fit_both() -> None:
-    """The critic of three stages of a model of 12 layers, recomputed in twos; and one of another family."""
+    """The critic of three stages of a model of 12 layers, recomputed in twos; and one of
+    another family.
+    """
     critic = MegatronConfig(
         pipeline_model_parallel_size=3,
         recompute_granularity="full",

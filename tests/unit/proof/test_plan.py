@@ -65,10 +65,8 @@ def test_sizes_are_those_of_the_weight_table(
     config: dict[str, Any], layout: ParallelLayout
 ) -> None:
     """Rule by rule, with the vocabulary padded for tp."""
-    sizes, table = (
-        ModelElementCounts.from_model(TrainedModelSpec(config, torch.bfloat16, 1)),
-        make_weight_table(config, layout.tp),
-    )
+    sizes = ModelElementCounts.from_model(TrainedModelSpec(config, torch.bfloat16, 1))
+    table = make_weight_table(config, layout.tp)
     for stage in {0, 1 % layout.pp, layout.pp - 1}:
         experts = others = 0
         for rule in select_stage_rules(table, stage, layout):
@@ -86,7 +84,9 @@ def test_sizes_are_those_of_the_weight_table(
 
 
 def test_an_engine_by_hand() -> None:
-    """Qwen3-8B at tp 8: 36 layers, one of 8 key-value heads of 128 a rank, in bfloat16; latent vectors are not cut."""
+    """Qwen3-8B at tp 8: 36 layers, one of 8 key-value heads of 128 a rank, in bfloat16; latent
+    vectors are not cut.
+    """
     table = make_weight_table(QWEN3_8B)
     whole = sum(math.prod(hf.shape) for rule in table for hf in rule.hf_tensors)
     norms = sum(rule.megatron_shape[0] for rule in table if rule.split == "replicated")
@@ -194,7 +194,9 @@ def test_what_cannot_fit_is_refused_with_the_nearest(capsys: pytest.CaptureFixtu
 
 
 def test_an_optimizer_on_the_host_and_a_critic_by_hand() -> None:
-    """What optimizer_cpu_offload moves is in no phase of a GPU; actor and critic keep activations by turns."""
+    """What optimizer_cpu_offload moves is in no phase of a GPU; actor and critic keep
+    activations by turns.
+    """
     given = {
         "stage": 0,
         "num_ranks": 8,
@@ -292,7 +294,9 @@ def plan_memory(*words: str, config: Path = ROOT / "configs" / "qwen3_8b.yaml") 
 
 @pytest.mark.dist
 def test_memory_by_phase(tmp_path: Path) -> None:
-    """Engines have the GPU in their turn and the trainer in its own; a GPU is a line in the picture."""
+    """Engines have the GPU in their turn and the trainer in its own; a GPU is a line
+    in the picture.
+    """
     picture = tmp_path / "plan.svg"
     code, text = plan_memory("--gpu", "h100-80g", "--picture", str(picture))
     assert code == 0, text
@@ -312,7 +316,9 @@ def test_memory_by_phase(tmp_path: Path) -> None:
     "recipe", sorted((ROOT / "configs" / "recipes").glob("*.yaml")), ids=lambda path: path.stem
 )
 def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
-    """The largest phase that its first lines name, the engine's weights and cache, a sync, a step and its shares."""
+    """The largest phase that its first lines name, the engine's weights and cache, a sync, a step
+    and its shares.
+    """
     head = recipe.read_text().partition("\nmodel:")[0]
     gpu = re.search(r"plan memory \S+ --gpu (\S+)", head)
     phase = re.search(r"(log-probs|update) takes? ([\d.]+) GB", head)
@@ -350,7 +356,9 @@ def test_a_recipe_says_what_the_command_says(recipe: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("model", bench_plan.MODELS)
 def test_the_largest_shapes_take_four_gigabytes_at_most(model: str, tmp_path: Path) -> None:
-    """DeepSeek-V3 and Kimi-K2: sync, memory, layouts, and a conversion of an index without files."""
+    """DeepSeek-V3 and Kimi-K2: sync, memory, layouts,
+    and a conversion of an index without files.
+    """
     found = bench_plan.run(model, tmp_path)
     assert len(found) == 4 and all(
         row["peak_gb"] <= 4 and row["lines"] > 3 for row in found.values()

@@ -1,4 +1,6 @@
-"""What stops a run: engine against trainer, weights that did not arrive, parts and files that do not exist."""
+"""What stops a run: engine against trainer, weights that did not arrive, parts and files
+that do not exist.
+"""
 
 import json
 import math

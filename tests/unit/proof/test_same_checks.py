@@ -1,4 +1,6 @@
-"""`config check` and `train` make the same checks: each mistake is refused by both, with value, rule and fix."""
+"""`config check` and `train` make the same checks: each mistake is refused by both, with
+value, rule and fix.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +104,10 @@ MISTAKES: dict[str, tuple[Tree, str]] = {
     "stop": ({"rollout": {"stop": ["12"]}}, "'12' is 2 tokens"),
     "engine's argument": (
         {"rollout": {"engine": "sglang", "sglang": {"args": {"dp_size": 2}}}},
-        "rollout.sglang.args.dp_size (2) cannot be: copies of the model in one server are not all reached",
+        (
+            "rollout.sglang.args.dp_size (2) cannot be: copies of the model in one server are not"
+            " all reached"
+        ),
     ),
     "engine's own": (
         {"rollout": {"engine": "sglang", "sglang": {"args": {"port": 30000}}}},

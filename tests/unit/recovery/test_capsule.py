@@ -1,4 +1,6 @@
-"""Numbers that are not finite, as the controller sees them: found, counted, kept in a capsule, run again."""
+"""Numbers that are not finite, as the controller sees them: found, counted, kept in a
+capsule, run again.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,9 @@ def with_nan(batch: TrainBatch, column: str, *tokens: int) -> TrainBatch:
 
 
 def test_columns_that_are_not_finite_are_named_with_their_samples() -> None:
-    """Samples start at tokens 0, 2, 5, 9, 14; each first token is a prompt's, which nobody reads."""
+    """Samples start at tokens 0, 2, 5, 9, 14; each first token is a prompt's,
+    which nobody reads.
+    """
     batch = train_batch()
     assert find_non_finite_columns(batch) == ()
     assert find_non_finite_columns(with_nan(batch, "old_log_probs", 0, 2, 5)) == ()
@@ -93,7 +97,8 @@ def test_columns_that_are_not_finite_are_named_with_their_samples() -> None:
         NonFiniteColumn("advantages", (0,), 1),
     )
     assert describe_non_finite_columns(found, batch) == (
-        "old_log_probs (3 tokens of sample 1 '1', sample 3 '3'); advantages (1 tokens of sample 0 '0')"
+        "old_log_probs (3 tokens of sample 1 '1', sample 3 '3'); advantages (1 tokens of"
+        " sample 0 '0')"
     )
 
 
@@ -109,7 +114,9 @@ def test_a_nan_does_not_reach_the_weight_of_the_kl_term() -> None:
 
 
 class Group:
-    """Hosts of one rank: the outcome of each actor update is given; whatever else was asked of them is kept."""
+    """Hosts of one rank: the outcome of each actor update is given; whatever else was asked
+    of them is kept.
+    """
 
     def __init__(self, *are_skipped: bool, reports: list[ReplicaReport] | None = None) -> None:
         self.layouts = {"actor": ParallelLayout(1)}
@@ -136,7 +143,8 @@ class Group:
         if method.endswith("check_replicas"):
             return done(self.reports)
         assert method == "actor.take_skips", method
-        taken, self.skips = self.skips, []
+        taken = self.skips
+        self.skips = []
         return done([taken])
 
 
@@ -206,7 +214,9 @@ def test_a_role_that_makes_steps_does_not_hide_one_that_does_not() -> None:
 def test_nothing_is_sent_past_the_limit_and_the_capsule_has_the_first_mini_batch(
     tmp_path: Path,
 ) -> None:
-    """Of 8 mini-batches the second is the first skip; two calls are under way when the limit of 2 is seen."""
+    """Of 8 mini-batches the second is the first skip; two calls are under way when the
+    limit of 2 is seen.
+    """
     notes: list[str] = []
     config = replace(CONFIG, trainer=replace(CONFIG.trainer, max_consecutive_skips=2))
     skips = NonFiniteSkips(
@@ -284,9 +294,11 @@ def test_directories_that_are_no_capsules_are_refused(tmp_path: Path) -> None:
 
 
 def test_what_ranks_saw_is_told_in_samples_of_the_mini_batch() -> None:
-    """Two replicas of two cp ranks. Samples 0, 1, 2 have 2, 3, 4 tokens; the second replica has a no-op sample (2).
+    """Two replicas of two cp ranks. Samples 0, 1, 2 have 2, 3, 4 tokens; the second replica has a
+    no-op sample (2).
 
-    Replica 0 holds samples 2 and 0: its tokens 3 and 5 are the last of sample 2 and the last of sample 0.
+    Replica 0 holds samples 2 and 0: its tokens 3 and 5 are the last of sample 2 and the
+    last of sample 0.
     """
     batch = train_batch(3)
     plans = (ReplicaPlan((2, 0), ((0,), (1,)), 8), ReplicaPlan((1, -1), ((0,), (1,)), 8))
@@ -346,7 +358,9 @@ def test_replicas_that_differ_end_the_run_with_tensor_and_rank() -> None:
 
 @pytest.mark.dist
 def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_path: Path) -> None:
-    """Sample 5 is in one of two mini-batches: each step skips one, so that two in a row never come."""
+    """Sample 5 is in one of two mini-batches: each step skips one,
+    so that two in a row never come.
+    """
     (result,) = dist_pool.run(skipped_updates, config=CONFIG, run_dir=tmp_path, timeout_s=300)
     assert result.error == "" and [
         metrics["actor/num_skipped_steps"] for metrics in result.metrics
@@ -360,7 +374,8 @@ def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_pat
     facts = facts_of(path)
     (bad,) = [entry for entry in facts["micro_batches"] if isinstance(entry["loss"], str)]
     assert 5 in bad["samples"] and len(facts["micro_batches"]) > 1
-    again, mended = result.replays["as it was"], result.replays["mended"]
+    again = result.replays["as it was"]
+    mended = result.replays["mended"]
     assert again.is_reproduced and again.found["first"] == "[dp0 pp0 tp0] loss"
     assert again.found["micro_batches"] == facts["micro_batches"], (
         "the same losses, to the last bit"
@@ -395,7 +410,9 @@ def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_pat
 def test_a_capsule_has_the_correction(
     dist_pool: DistPool, tmp_path: Path, loss: str, section: RolloutCorrectionConfig
 ) -> None:
-    """Columns of the controller, or weights of the policy as it moves: a replay makes the same losses of them."""
+    """Columns of the controller, or weights of the policy as it moves: a replay makes the same
+    losses of them.
+    """
     corrected = replace(
         CONFIG,
         actor=replace(CONFIG.actor, policy_loss=PolicyLossConfig(loss)),
@@ -406,11 +423,13 @@ def test_a_capsule_has_the_correction(
         result.error
     )
     path = tmp_path / "capsules" / "step_000001_actor"
-    capsule, facts = read_skip_capsule(path), facts_of(path)
+    capsule = read_skip_capsule(path)
+    facts = facts_of(path)
     assert isinstance(capsule.mini_batch, MiniBatch)
     weights = capsule.mini_batch.correction_weights
     assert (weights is not None and weights.unique().numel() > 2) == (loss == "ppo_clip")
-    again, mended = result.replays["as it was"], result.replays["mended"]
+    again = result.replays["as it was"]
+    mended = result.replays["mended"]
     assert again.is_reproduced and again.found["micro_batches"] == facts["micro_batches"], (
         "to the last bit"
     )
@@ -443,7 +462,9 @@ def test_a_step_with_log_probs_that_are_not_finite_is_left_out(
 @pytest.mark.dist
 @pytest.mark.chaos
 def test_a_run_ends_at_the_limit_and_a_race_does_not_show_again(tmp_path: Path) -> None:
-    """Three supervised steps, then a NaN that a fault plants in each of two steps: exit code 17, a replay's is 3."""
+    """Three supervised steps, then a NaN that a fault plants in each of two steps: exit code 17, a
+    replay's is 3.
+    """
     plan = "mark@actor.before_optimizer_step:nth=4;mark@actor.before_optimizer_step:nth=5"
     faults = {"RLHF_MEGATRON_FAULTS": plan, "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults")}
     settings = {**ONE_RANK, "trainer.max_consecutive_skips": 2, "trainer.val_before_train": False}

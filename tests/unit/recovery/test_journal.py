@@ -1,4 +1,6 @@
-"""What the journal gives back after a kill: everything that was whole, bit for bit, and nothing else."""
+"""What the journal gives back after a kill: everything that was whole, bit for bit,
+and nothing else.
+"""
 
 import logging
 import shutil
@@ -35,7 +37,9 @@ from rlhf_megatron.rollout.engine_interface import GeneratedSample, VersionSpan
 
 
 def group(first_token: int, num_samples: int = 2) -> list[GeneratedSample]:
-    """Samples of unequal length, one of them empty; log-probs that no short decimal holds, in a batch's precision."""
+    """Samples of unequal length, one of them empty; log-probs that no short decimal holds, in a
+    batch's precision.
+    """
     return [
         GeneratedSample(
             tuple(range(first_token, first_token + 3 * i)),
@@ -269,7 +273,8 @@ def test_an_annotated_batch_without_its_scored_one_is_absent(
 def test_a_batch_is_written_beside_and_what_it_replaces_stays_until_then(
     journal: StepJournal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    may_write, write = threading.Event(), direct_file_io.write_large_file_atomically
+    may_write = threading.Event()
+    write = direct_file_io.write_large_file_atomically
 
     def held(*arguments: Any) -> None:
         assert may_write.wait(60)
@@ -322,7 +327,9 @@ def test_other_settings_have_another_journal(journal: StepJournal) -> None:
 
 
 def test_a_step_counts_only_after_whole_steps(journal: StepJournal) -> None:
-    """Step 6 is known to the end and step 7 has rewards: step 8 came from a policy that nobody has any more."""
+    """Step 6 is known to the end and step 7 has rewards: step 8 came from a policy that
+    nobody has any more.
+    """
     written(journal, 6, train_batch(), {}, 0.0)
     written(journal, 7, scored_batch(), {}, 0.0)
     written(journal, 8, train_batch(), {}, 0.0)

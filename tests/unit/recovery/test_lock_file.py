@@ -1,4 +1,6 @@
-"""A run's lock file: what it holds, that it loads, and what is said where something is not as it was."""
+"""A run's lock file: what it holds, that it loads, and what is said where something is
+not as it was.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PLUGIN = "from rlhf_megatron.registry import parts_of\nparts_of('reward').regist
 
 @pytest.fixture
 def locked(tmp_path: Path) -> Path:
-    """The lock file of the quickstart's settings on a copy of its model, its data and a reward of one's own."""
+    """The lock file of the quickstart's settings on a copy of its model, its data and a
+    reward of one's own.
+    """
     shutil.copytree(ROOT / "examples" / "quickstart" / "model", tmp_path / "model")
     (tmp_path / "train.jsonl").write_text('{"prompt": "1+1=", "answer": "2"}\n' * 40)
     (tmp_path / "reward.py").write_text(
@@ -138,7 +142,8 @@ def test_large_files_are_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(config_lock_file, "_WHOLE", 8)
     monkeypatch.setattr(config_lock_file, "_PIECE", 2)
-    path, digests = tmp_path / "file", []
+    path = tmp_path / "file"
+    digests = []
     for data in (
         b"0123456789abcdefgh",
         b"0x23456789abcdefgh",

@@ -102,7 +102,9 @@ def test_a_tracker_goes_on_where_the_rows_end(tmp_path: Path) -> None:
 def test_ettr_counts_what_stands_over_the_time_since_the_first_launch(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Launched 10 s ago; 4 s of the attempts before count, and 2 x 0.1 s of this one. A step that fails does not."""
+    """Launched 10 s ago; 4 s of the attempts before count, and 2 x 0.1 s of this one. A step that
+    fails does not.
+    """
     now = [time.monotonic()]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     monkeypatch.setattr(time, "sleep", lambda seconds: now.append(now.pop() + seconds))
@@ -131,10 +133,12 @@ def test_a_clock_that_is_set_back_changes_no_duration(
     ):
         monkeypatch.setattr(time, "time", lambda: now - 1e6)
         step(tracker, 1, seconds=0.1)
-    (row,), (_, end) = read_step_rows(tmp_path), read_attempt_lines(tmp_path)
+    (row,) = read_step_rows(tmp_path)
+    _, end = read_attempt_lines(tmp_path)
     assert 0.0 < row["perf/ettr"] <= 1.0 and 5.0 <= end["seconds"] < 60.0
     assert not caplog.records
-    # A later process begins before the first launch: said, and nothing is divided by what cannot be.
+    # A later process begins before the first launch: said, and nothing is divided by
+    # what cannot be.
     clock = RunClock(now, productive_s=3.0)
     assert clock.compute_ettr() == 1.0 and "1000000 s before the first launch" in caplog.text
     with RunTracker(tmp_path, ("jsonl",), 3) as tracker:
@@ -248,7 +252,8 @@ def test_what_is_saved_at_the_end(save_freq: int, save_last: str, expected: list
 
 
 def test_a_stop_without_time_for_a_save_says_which_step_the_run_goes_on_from() -> None:
-    checkpoints, stop = Checkpoints(), StopRequest()
+    checkpoints = Checkpoints()
+    stop = StopRequest()
     keeper = keeper_of(checkpoints, 2, stop_grace_s=60.0)
     keeper.record_initial_state(0, is_saved=False)
     for number in range(1, 4):
@@ -256,7 +261,10 @@ def test_a_stop_without_time_for_a_save_says_which_step_the_run_goes_on_from() -
     checkpoints.wait()
     checkpoints.save_s = 61.0
     stop.request("SIGTERM")
-    said = r"^SIGTERM; the state after step 3 is not saved: .* took 61 s, .* (59|60) s are left.* goes on after step 2$"
+    said = (
+        r"^SIGTERM; the state after step 3 is not saved: .* took 61 s, .* (59|60) s are left.* goes"
+        r" on after step 2$"
+    )
     with pytest.raises(RunStopped, match=said), keeper.save_when_stopped(stop):
         stop.raise_if_requested()
     checkpoints.save_s = 50.0

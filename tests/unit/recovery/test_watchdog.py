@@ -37,7 +37,8 @@ def wait_for_a_reward() -> None:
 
 
 def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
-    hosts, before = Hosts(), signal.getsignal(signal.SIGUSR2)
+    hosts = Hosts()
+    before = signal.getsignal(signal.SIGUSR2)
     with StageWatchdog(20.0, {"score": 0.3}, tmp_path) as watchdog:
         watchdog.set_report_sources(hosts, lambda: ["call 1", "call 2"])
         started = time.monotonic()
@@ -47,7 +48,8 @@ def test_a_late_stage_ends_where_the_main_thread_waits(tmp_path: Path) -> None:
         message = str(caught.value)
         head, middle = message.split("The controller:\n")
         assert head == (
-            "The stage score was not finished within 0.3 s (trainer.stage_timeouts_s.score).\nThe hosts:\n"
+            "The stage score was not finished within 0.3 s (trainer.stage_timeouts_s.score).\n"
+            "The hosts:\n"
             "  [actor dp0 pp0 tp0] actor.update: running for 1.0 s\n"
         )
         stack, calls = middle.split("The last calls to engines:\n")
@@ -97,17 +99,23 @@ def test_a_stage_over_its_deadline_names_the_stopped_rank(start: Start) -> None:
     report = (run.directory / HANG_REPORT).read_text()
     assert report.partition("\n")[2] in run.console(), "the error has the whole report"
     assert run.console().count("The hosts:") == 1
-    head = "The stage update was not finished within 1.5 s (trainer.stage_timeouts_s.update).\nThe hosts:\n"
+    head = (
+        "The stage update was not finished within 1.5 s (trainer.stage_timeouts_s.update).\n"
+        "The hosts:\n"
+    )
     assert head + "  [actor dp0 pp0 tp0] toy.hang: running for " in report
     assert re.search(r"\[actor dp0 pp0 tp0\] .* s, in barrier\n", report)
     assert re.search(
-        r"\[actor dp0 pp0 tp1\] toy.hang: running for \d+\.\d s\n(      .*\n)*      .*/runtime_toy.py:",
+        (
+            r"\[actor dp0 pp0 tp1\] toy.hang: running for \d+\.\d s\n(      .*\n"
+            r")*      .*/runtime_toy.py:"
+        ),
         report,
     )
     assert (
-        f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped (SIGSTOP, or"
-        in report
-    )
+        f"[actor dp0 pp0 tp2] does not answer: process {run.pids()['host2']} is stopped"
+        " (SIGSTOP, or"
+    ) in report
     assert (
         "Look first at [actor dp0 pp0 tp2]: is not where the others are.\nThe controller:\n"
         in report

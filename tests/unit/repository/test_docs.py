@@ -86,7 +86,8 @@ YAML = [
 ]
 LONG = """\
 data: {task: null, max_response_length: 4096%s}
-actor: {use_kl_loss: true, ppo_max_token_len_per_gpu: 8192, megatron: {pipeline_model_parallel_size: 1}}
+actor: {use_kl_loss: true, ppo_max_token_len_per_gpu: 8192, megatron: \
+{pipeline_model_parallel_size: 1}}
 """
 AROUND = (
     LONG % ", train_files: [a.jsonl], val_files: [b.jsonl]",
@@ -94,7 +95,9 @@ AROUND = (
     LONG % "",
     "algorithm: {adv_estimator: gae}",
 )
-"""What a reader has beside the settings that a page prints: files of data, the quickstart, sources, or a critic."""
+"""What a reader has beside the settings that a page prints: files of data, the quickstart,
+sources, or a critic.
+"""
 
 
 @pytest.mark.parametrize(("name", "text"), YAML)

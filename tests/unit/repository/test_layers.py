@@ -1,4 +1,6 @@
-"""Imports go down the list of wings, and each process loads the wings that it is declared to load."""
+"""Imports go down the list of wings, and each process loads the wings that it is
+declared to load.
+"""
 
 from __future__ import annotations
 
@@ -163,7 +165,9 @@ def test_exceptions_are_needed() -> None:
 
 
 def test_heavy_packages_stay_where_they_belong() -> None:
-    """megatron on ranks; triton, ray, SGLang, transformers in a place each; no torch in what must load at once."""
+    """megatron on ranks; triton, ray, SGLang, transformers in a place each; no torch in what
+    must load at once.
+    """
     wrong = []
     for module, path in list_modules().items():
         place = path.relative_to(PACKAGE)
@@ -202,7 +206,9 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 
 
 def takes_run_config(node: ast.AST) -> bool:
-    """Whether a function has a parameter, or a class a field, whose annotation names RunConfig, also as a string."""
+    """Whether a function has a parameter, or a class a field, whose annotation names RunConfig,
+    also as a string.
+    """
     annotations: list[ast.expr | None] = []
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         arguments = node.args
@@ -225,7 +231,9 @@ def takes_run_config(node: ast.AST) -> bool:
 
 
 def test_few_functions_take_the_whole_configuration() -> None:
-    """Outside config/, cli/ and the file that wires a run, a function takes the sections that it needs."""
+    """Outside config/, cli/ and the file that wires a run, a function takes the sections
+    that it needs.
+    """
     found = []
     wiring = PACKAGE / "controller" / "scheduler" / "training_run.py"
     for path in PACKAGE.rglob("*.py"):

@@ -1,4 +1,6 @@
-"""Which environment `make parity MCORE=...` runs in, and which versions it takes. Nothing is made or run."""
+"""Which environment `make parity MCORE=...` runs in, and which versions it takes. Nothing
+is made or run.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Calls that run what is in a file, a string or a stranger's package: none outside of the list below."""
+"""Calls that run what is in a file, a string or a stranger's package: none outside of
+the list below.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Names under which things leave a process: files, servers and running jobs of older versions know them."""
+"""Names under which things leave a process: files, servers and running jobs of older
+versions know them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ FROZEN = [
 
 @pytest.mark.parametrize(("dotted", "names"), FROZEN, ids=[dotted for dotted, _ in FROZEN])
 def test_fields_that_are_written_by_name_keep_it(dotted: str, names: str) -> None:
-    """A class may move, and then its line does: the names of its fields stay, and others may join."""
+    """A class may move, and then its line does:
+    the names of its fields stay, and others may join.
+    """
     module, _, class_name = dotted.rpartition(".")
     tree = ast.parse((ROOT / (module.replace(".", "/") + ".py")).read_text())
     (node,) = [

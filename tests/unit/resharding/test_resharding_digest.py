@@ -133,7 +133,8 @@ def random_tensor(shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> Tens
 def part_by_hand(tensor: Tensor, axis: int, start: int, count: int) -> int:
     """Word by word: what the words of the part add to the digest of the whole."""
     unit = max(1, tensor.element_size() // 2)
-    rows, width = tensor.shape[0], tensor.shape[1] * unit
+    rows = tensor.shape[0]
+    width = tensor.shape[1] * unit
     of_words = tensor.view(torch.uint8).to(torch.int16) if tensor.element_size() == 1 else tensor
     words = of_words.view(torch.int16).tolist()
     low, high = (0, width) if axis == 0 else (start * unit, (start + count) * unit)
@@ -183,11 +184,16 @@ SHAPES = [
 
 @pytest.mark.parametrize("seed", range(60))
 def test_any_parts_of_rows_or_columns_add_up(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of tensors of one, two, four and eight bytes a number, odd sizes among them; where they stand, or copied."""
+    """Of tensors of one, two, four and eight bytes a number, odd sizes among them; where they
+    stand, or copied.
+    """
     draw = random.Random(seed)
-    dtype, shape, axis = draw.choice(DTYPES), draw.choice(SHAPES), draw.randrange(2)
+    dtype = draw.choice(DTYPES)
+    shape = draw.choice(SHAPES)
+    axis = draw.randrange(2)
     monkeypatch.setattr(digest_parts, "_CPU_TURN_WORDS", draw.choice([0, 1 << 15, 1 << 60]))
-    tensor, size = random_tensor(shape, dtype, seed), shape[axis]
+    tensor = random_tensor(shape, dtype, seed)
+    size = shape[axis]
     cuts = sorted({0, size, *(draw.randrange(size + 1) for _ in range(draw.randrange(5)))})
     total = 0
     for start, end in pairwise(cuts):
@@ -199,11 +205,11 @@ def test_any_parts_of_rows_or_columns_add_up(seed: int, monkeypatch: pytest.Monk
 
 
 def test_parts_of_other_axes_and_of_parts() -> None:
-    """Of one and of three axes; an empty part adds nothing; a part at the wrong place is another."""
-    vector, cube = (
-        random_tensor((77,), torch.bfloat16, 1),
-        random_tensor((4, 6, 10), torch.float32, 2),
-    )
+    """Of one and of three axes; an empty part adds nothing;
+    a part at the wrong place is another.
+    """
+    vector = random_tensor((77,), torch.bfloat16, 1)
+    cube = random_tensor((4, 6, 10), torch.float32, 2)
     assert sum(
         digest_tensor_part(vector[a:b], (77,), 0, a) for a, b in ((0, 40), (40, 77))
     ) & MASK == digest_tensor(vector)
@@ -231,7 +237,9 @@ def test_ends_of_many_places() -> None:
 
 
 def test_parts_as_on_a_device_that_is_not_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices have no product of a matrix of integers, and read no lanes that begin in the middle of one."""
+    """Devices have no product of a matrix of integers, and read no lanes that begin in the
+    middle of one.
+    """
     tensor = random_tensor((515, 516), torch.bfloat16, 3)
     expected = [
         digest_tensor_part(tensor[:, a:b], (515, 516), 1, a) for a, b in ((0, 129), (129, 516))
@@ -249,7 +257,8 @@ def test_parts_as_on_a_device_that_is_not_the_cpu(monkeypatch: pytest.MonkeyPatc
 def test_any_flipped_bit_is_found(dtype: torch.dtype) -> None:
     tensor = torch.randn(70, 131).to(dtype)
     raw = tensor.view(torch.uint8).view(-1)
-    right, seen = digest_tensor(tensor), set()
+    right = digest_tensor(tensor)
+    seen = set()
     draw = random.Random(3)
     places = [
         (byte, bit) for byte in [*range(8), *draw.sample(range(len(raw)), 60)] for bit in range(8)
@@ -263,9 +272,12 @@ def test_any_flipped_bit_is_found(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_changed_signs_are_found(dtype: torch.dtype) -> None:
-    """Of numbers that stand in the upper part of a lane too: one sum of 64-bit lanes would not see them."""
+    """Of numbers that stand in the upper part of a lane too: one sum of 64-bit lanes
+    would not see them.
+    """
     tensor = torch.ones(4096 * 3, dtype=dtype)
-    draw, right = random.Random(4), digest_tensor(tensor)
+    draw = random.Random(4)
+    right = digest_tensor(tensor)
     for _ in range(200):
         i, j = draw.sample(range(3, len(tensor), 4), 2)
         changed = tensor.clone()

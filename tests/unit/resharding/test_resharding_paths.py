@@ -61,7 +61,8 @@ def test_a_token_is_not_written_through_a_link_or_into_an_open_file(tmp_path: Pa
 
 
 def test_a_lock_is_not_written_through_a_link(tmp_path: Path) -> None:
-    victim, run = tmp_path / "victim", tmp_path / "run"
+    victim = tmp_path / "victim"
+    run = tmp_path / "run"
     victim.write_text("precious")
     run.mkdir()
     (run / LOCK_FILE).symlink_to(victim)
@@ -109,7 +110,8 @@ def test_an_index_of_weights_names_plain_files(tmp_path: Path, file: str) -> Non
 
 @pytest.mark.dist
 def test_a_servers_log_is_private_and_loses_its_token(tmp_path: Path, open_mask: None) -> None:
-    token, log = "s3cret-" * 5, tmp_path / "engine0.log"
+    token = "s3cret-" * 5
+    log = tmp_path / "engine0.log"
     code = f"print('args: key={token} admin={token}', flush=True); import time; time.sleep(600)"
     process = ServerProcess("engine0", [sys.executable, "-c", code], log, {}, token)
     try:

@@ -113,7 +113,9 @@ def test_stages_of_a_model_send_every_tensor_once(pp_size: int) -> None:
 
 
 def test_a_worked_example() -> None:
-    """Sizes 40, 40 + 8 (one group, not adjacent), 400, 4 bytes; 64-byte places; at most 256 bytes."""
+    """Sizes 40, 40 + 8 (one group, not adjacent), 400, 4 bytes; 64-byte places;
+    at most 256 bytes.
+    """
     rules = [
         make_rule("a", "ga", (10,)),
         make_rule("b", "gb", (10,)),
@@ -159,7 +161,9 @@ def test_fingerprint_tells_plans_apart() -> None:
 
 
 def test_traffic_of_a_stage() -> None:
-    """tp2: embedding 102 x 32 (padded), qkv 64 x 32, proj 32 x 32, fc1 128 x 32, fc2 32 x 64 per layer; bfloat16."""
+    """tp2: embedding 102 x 32 (padded), qkv 64 x 32, proj 32 x 32, fc1 128 x 32, fc2 32 x 64 per
+    layer; bfloat16.
+    """
     layer = 64 * 32 + 32 * 32 + 128 * 32 + 32 * 64
     norms = 2 * 32 + 2 * 8
     first, last = compute_stage_traffic(

@@ -1,4 +1,6 @@
-"""FP8 on the way to engines: shards quantise to the bytes of the whole, and scales go where their blocks go."""
+"""FP8 on the way to engines: shards quantise to the bytes of the whole, and scales go where
+their blocks go.
+"""
 
 from __future__ import annotations
 
@@ -66,8 +68,9 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("ways", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
 def test_shards_quantise_to_the_bytes_of_the_whole(model: str, ways: int) -> None:
-    """Float32 weights, an engine of bfloat16: of each shard the parts of what the whole makes, and that is `quantise_to_fp8` of
-    the weight in bfloat16."""
+    """Float32 weights, an engine of bfloat16: of each shard the parts of what the whole makes, and
+    that is `quantise_to_fp8` of the weight in bfloat16.
+    """
     torch.manual_seed(0)
     num_quantised = 0
     for rule in make_weight_table(MODELS[model], ways):
@@ -107,7 +110,9 @@ def test_shards_quantise_to_the_bytes_of_the_whole(model: str, ways: int) -> Non
 def test_scales_go_where_their_blocks_go(
     model: str, layout: ParallelLayout, engine: EngineLayout
 ) -> None:
-    """Entry by entry: whoever takes a block of a matrix takes its scale, once, from the same rank."""
+    """Entry by entry: whoever takes a block of a matrix takes its scale, once,
+    from the same rank.
+    """
     table = make_weight_table(MODELS[model], layout.tp)
     require_whole_fp8_blocks(table, layout, engine)
     rules = make_engine_table(table, "bfloat16", "fp8")
@@ -120,7 +125,8 @@ def test_scales_go_where_their_blocks_go(
     matrices = [one for one in moved if one.hf_tensor.dtype == FP8_BLOCKS]
     assert len(scales) == len(matrices) > 20
     for one in matrices:
-        name, start = f"{one.hf_tensor.name}_scale_inv", one.span.start // 128
+        name = f"{one.hf_tensor.name}_scale_inv"
+        start = one.span.start // 128
         assert (name, one.sender_rank, one.engine_rank, one.span.dim, start) in found
         assert one.num_bytes == prod(one.span.shape_within(one.hf_tensor.shape))
     assert all(
@@ -138,7 +144,10 @@ def test_cuts_within_a_block_are_refused() -> None:
     with pytest.raises(ValueError) as error:
         require_whole_fp8_blocks(table, ParallelLayout(4, tp=4), EngineLayout())
     message = str(error.value)
-    words = "actor.megatron.tensor_model_parallel_size cuts 256 rows of model.layers.0.self_attn.k_proj.weight into 4"
+    words = (
+        "actor.megatron.tensor_model_parallel_size cuts 256 rows of"
+        " model.layers.0.self_attn.k_proj.weight into 4"
+    )
     assert (
         words in message
         and "parts of 64; each must have a multiple of 128: use fewer parts" in message

@@ -1,4 +1,6 @@
-"""Who sends what shard to shard: every entry once, from a rank that holds it, to each rank that takes it."""
+"""Who sends what shard to shard: every entry once, from a rank that holds it, to each rank
+that takes it.
+"""
 
 from __future__ import annotations
 
@@ -118,7 +120,9 @@ def test_a_shard_converts_to_the_parts_that_are_said(model: str, ways: int) -> N
 def random_case(draw: random.Random) -> tuple[str, ParallelLayout, EngineLayout]:
     model = draw.choice(tuple(MODELS))
     has_experts = model in ("experts", "latent")
-    tp, pp, cp = draw.choice((1, 2, 4)), draw.choice((1, 2)), draw.choice((1, 1, 2))
+    tp = draw.choice((1, 2, 4))
+    pp = draw.choice((1, 2))
+    cp = draw.choice((1, 1, 2))
     ep = draw.choice((1, 2, 4, 8)) if has_experts else 1
     etp = draw.choice((1, 2, 4)) if has_experts else tp
     dp = draw.choice((1, 2, 3, 4, 6, 8))
@@ -151,9 +155,11 @@ def expected_entries(
     rule: WeightRule, hf: HFTensor, engine: EngineLayout, rank: int
 ) -> dict[int, range]:
     """By axis the entries that rank `rank` of SGLang has, counted one by one; {}: nothing."""
-    ways, number = engine.tp, rank
+    ways = engine.tp
+    number = rank
     if rule.expert is not None:
-        ways, number = engine.tp // engine.ep, rank % (engine.tp // engine.ep)
+        ways = engine.tp // engine.ep
+        number = rank % (engine.tp // engine.ep)
         if rank // ways != rule.expert * engine.ep // rule.num_experts:
             return {}
     if rule.split == "replicated":
@@ -167,7 +173,8 @@ def expected_entries(
     if any(
         part in hf.name for part in ("k_proj", "v_proj")
     ):  # a head is whole, and several ranks may have the same
-        heads, dim = 4, hf.shape[0] // 4
+        heads = 4
+        dim = hf.shape[0] // 4
         first = number * heads // ways
         return {0: range(first * dim, (first + max(heads // ways, 1)) * dim)}
     each = hf.shape[0] // ways
@@ -175,19 +182,23 @@ def expected_entries(
 
 
 def held_by(rule: WeightRule, hf: HFTensor, layout: ParallelLayout, place: int) -> TensorSpan:
-    """What the ranks at a place have of a tensor, the same in the first copy and in the last one."""
+    """What the ranks at a place have of a tensor,
+    the same in the first copy and in the last one.
+    """
     if rule.split == "replicated":
         return TensorSpan.cover_whole_tensor(hf)
     found = set()
     for copy in {0, count_serving_copies(layout) - 1}:
         rank = copy * layout.copy_size + place
-        number, ways = layout.locate_rank(rank).tp, layout.tp
+        number = layout.locate_rank(rank).tp
+        ways = layout.tp
         if rule.expert is not None:
             assert layout.compute_ep_rank(rank) == rule.expert * layout.ep // rule.num_experts, (
                 rule.megatron_name,
                 rank,
             )
-            number, ways = layout.compute_etp_rank(rank), layout.etp
+            number = layout.compute_etp_rank(rank)
+            ways = layout.etp
         found.add(find_hf_spans(rule, ways, number)[rule.hf_tensors.index(hf)])
     assert len(found) == 1
     return found.pop()
@@ -200,8 +211,9 @@ def check(
     shares: tuple[SendShare, ...],
     moved: list[ShardTransfer],
 ) -> None:
-    """Raises AssertionError where something is sent twice or never, by a rank that has not got it, or to one that does
-    not take it; a fusion group is cut; a buffer is too large."""
+    """Raises AssertionError where something is sent twice or never, by a rank that has not got it,
+    or to one that does not take it; a fusion group is cut; a buffer is too large.
+    """
     for rule in rules:
         for index, hf in enumerate(rule.hf_tensors):
             sent = [
@@ -313,7 +325,8 @@ def _too_short(shares: tuple[SendShare, ...], moved: list[ShardTransfer]) -> Non
     "plant", [_doubled, _lost, _of_another_rank, _moved_on, _not_shared, _too_short]
 )
 def test_the_check_finds_planted_errors(plant: Callable[..., None]) -> None:
-    layout, engine = ParallelLayout(4, tp=2, ep=2, etp=1), EngineLayout(2, 2)
+    layout = ParallelLayout(4, tp=2, ep=2, etp=1)
+    engine = EngineLayout(2, 2)
     rules = table_of("experts", 2)
     shares = plan_send_shares(rules, layout)
     moved = list(iterate_transfers(shares, engine, "bfloat16"))
@@ -324,7 +337,9 @@ def test_the_check_finds_planted_errors(plant: Callable[..., None]) -> None:
 
 
 def test_what_several_hold_is_shared_out() -> None:
-    """tp2 ep4 etp1: four ranks, of which two pairs hold the same halves of the attention; ep4: all hold all of it."""
+    """tp2 ep4 etp1: four ranks, of which two pairs hold the same halves of the attention; ep4: all
+    hold all of it.
+    """
     for name, layout in (
         ("experts", ParallelLayout(4, tp=2, ep=4, etp=1)),
         *((n, ParallelLayout(4, ep=4)) for n in ("experts", "latent")),
@@ -355,7 +370,9 @@ def test_what_several_hold_is_shared_out() -> None:
 
 
 def test_links_by_hand() -> None:
-    """One q, k, v of 8, 4 and 4 heads of 4 by 16 in bfloat16: tp2 to tp4, each engine rank takes from one rank."""
+    """One q, k, v of 8, 4 and 4 heads of 4 by 16 in bfloat16: tp2 to tp4, each engine rank takes
+    from one rank.
+    """
     rules = [
         r
         for r in table_of("dense", 2)
@@ -391,7 +408,9 @@ def test_parts_that_overlap_are_not_a_whole() -> None:
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 3), (3, 2)])
 def test_copies_that_are_not_alike_are_one(tp: int, ep: int) -> None:
-    """Of six ranks the first three have all tensors, as have the last three, each in other places."""
+    """Of six ranks the first three have all tensors, as have the last three,
+    each in other places.
+    """
     assert (
         ParallelLayout(6, tp=tp, ep=ep, etp=1).copy_size == 3
         and count_serving_copies(ParallelLayout(6, tp=tp, ep=ep, etp=1)) == 1
@@ -419,7 +438,9 @@ def test_one_of_the_ranks_that_share_an_expert_has_its_last_bias() -> None:
 
 
 def test_a_message_is_aligned_and_takes_one_part_of_a_tensor() -> None:
-    """Three numbers of two bytes, then a buffer of four a number; of a third tensor the engine's rank has two parts."""
+    """Three numbers of two bytes, then a buffer of four a number; of a third tensor the engine's
+    rank has two parts.
+    """
     rules = [
         make_rule("a", "g", (3,)),
         replace(make_rule("b", "g", (2,)), dtype="float32"),

@@ -39,7 +39,9 @@ def open_medium(
 
 @pytest.mark.parametrize("medium", ["shared_memory", "device_memory", "disk"])
 def test_delivery_runs_while_the_next_bucket_is_filled(tmp_path: Path, medium: str) -> None:
-    """Two buffers and no third: bucket 2 gets the memory of bucket 0, and not before that has been delivered."""
+    """Two buffers and no third: bucket 2 gets the memory of bucket 0, and not before that has
+    been delivered.
+    """
     delivered: list[tuple[int, bytes]] = []
     may_read = threading.Event()
 
@@ -129,7 +131,8 @@ def test_transfer_dir_is_private_and_removed(tmp_path: Path) -> None:
 
 def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_dir\n"
+        "import sys, time; from rlhf_megatron.rollout.transports.transfer_dir"
+        " import make_transfer_dir\n"
         "made = make_transfer_dir(sys.argv[1], 1); print(made.path, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
@@ -159,7 +162,9 @@ def test_buffer_is_seen_by_a_reader_of_the_file(tmp_path: Path) -> None:
 
 
 def test_files_are_kept_from_sync_to_sync(tmp_path: Path) -> None:
-    """The same memory as long as it is large enough; what another sync does not use goes, and all at the end."""
+    """The same memory as long as it is large enough; what another sync does not use goes, and
+    all at the end.
+    """
     kept = MappedFilePool()
     first = SharedMemoryBuffers(tmp_path, "s", 100, 2, lambda m, _: None, kept)
     first.wait_for_buffer(0).fill_(7)

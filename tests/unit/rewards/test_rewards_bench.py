@@ -50,7 +50,8 @@ def test_every_wrong_status_or_score_is_found() -> None:
         "masked:bad_result": 3
     }
     assert counts["killing"] == {"masked:worker_died": 3}
-    bad, good = min(where), min(set(range(300)) - set(where))
+    bad = min(where)
+    good = min(set(range(300)) - set(where))
     for place, wrong in (
         (bad, GOOD),
         (bad, make_masked_result("other")),

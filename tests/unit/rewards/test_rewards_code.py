@@ -1,4 +1,6 @@
-"""Programs against tests: both styles and schemas, what counts as equal, and cheats, each of which scores 0."""
+"""Programs against tests: both styles and schemas, what counts as equal, and cheats, each of
+which scores 0.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,10 @@ SUM = json.dumps({"inputs": ["1 2\n", ["3", "4"]], "outputs": ["3\n", ["7"]]})
 TWICE = json.dumps({"fn_name": "twice", "inputs": ["[1, 2]", "[]"], "outputs": ["[2, 4]", "[]"]})
 ADDS = "import sys\nprint(sum(map(int, sys.stdin.read().split())))"
 ONE_LINE = ADDS.replace("\n", ";")
-DOUBLES = "class Solution:\n    def twice(self, a: List[int]) -> List[int]:\n        return [2 * x for x in a]"
+DOUBLES = (
+    "class Solution:\n    def twice(self, a: List[int]) -> List[int]:\n"
+    "        return [2 * x for x in a]"
+)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -72,13 +77,19 @@ def score(program: str, label: str, params: CodeParams = PARAMS, **row: Any) -> 
         ("print(sum(int(x) for x in open(0).read().split()))", SUM),
         ("import sys\nprint(sum(map(int, sys.stdin.buffer.read().split())), '')\nsys.exit()", SUM),
         (
-            "a, b = map(int, (input() + ' ' + (sys.stdin.read() or '')).split())\nprint(float(a + b))",
+            (
+                "a, b = map(int, (input() + ' ' + (sys.stdin.read() or '')).split())\n"
+                "print(float(a + b))"
+            ),
             SUM,
         ),
         (DOUBLES, TWICE),
         ("def twice(a):\n    print('noise')\n    return tuple(2 * x for x in a)", TWICE),
         (
-            f"import threading\ndef main():\n  time.sleep(0.1)\n  {ONE_LINE}\nthreading.Thread(target=main).start()",
+            (
+                "import threading\ndef main():\n  time.sleep(0.1)\n"
+                f"  {ONE_LINE}\nthreading.Thread(target=main).start()"
+            ),
             SUM,
         ),
         (f"{ADDS}\nsys.stdout.close()", SUM),
@@ -176,11 +187,13 @@ frame = sys._getframe()
 while frame:
     found.extend(str(v)[:9999] for v in frame.f_locals.values() if v is not found)
     frame.f_trace, frame = look, frame.f_back
-sys.addaudithook(lambda name, arguments: found.append(str(arguments)[:999]) if len(found) < 5000 else None)
+sys.addaudithook(lambda name, arguments: found.append(str(arguments)[:999]) if len(found) < 5000 \
+else None)
 sys.settrace(look), sys.setprofile(look)
 def twice(a):
     found.extend([str(sys.argv), str(os.environ), str(sys.modules)])
-    return "".join(reversed("DETCEPXE")) * any("".join(reversed("DETCEPXE")) in text for text in found)
+    return "".join(reversed("DETCEPXE")) * any("".join(reversed("DETCEPXE")) in text for text in \
+found)
 """
 SCAN = """
 import ctypes, re
@@ -202,7 +215,8 @@ try:
     code.passes = code.same_text = code.same_value = lambda *a: True
 except ImportError:
     pass
-builtins.print = builtins.open = builtins.isinstance = builtins.all = builtins.bool = lambda *a, **k: True
+builtins.print = builtins.open = builtins.isinstance = builtins.all = builtins.bool = lambda *a, \
+**k: True
 """
 EQUAL = """
 class Any(list):
@@ -265,7 +279,10 @@ def twice(a): return Any()
         ("def twice(a):\n    import os\n    os.write(3, b'[2, 4]')\n    return [2, 4]", TWICE),
         ("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)", SUM),
         (
-            "class twice(dict):\n    __eq__ = __contains__ = lambda *_: True\n    __init__ = lambda *_: None",
+            (
+                "class twice(dict):\n    __eq__ = __contains__ = lambda *_: True\n"
+                "    __init__ = lambda *_: None"
+            ),
             TWICE,
         ),
         ("def twice(a): yield from [2, 4]", TWICE),
@@ -277,7 +294,10 @@ def twice(a): return Any()
         ("print('3\\r\\n\\x0b7')", SUM),
         ("print('\\u0663')\nprint()", json.dumps({"inputs": ["1"], "outputs": ["three"]})),
         (
-            "import threading\nthreading.excepthook = None\nthreading.Thread(target=lambda: 1 / 0).start()",
+            (
+                "import threading\nthreading.excepthook = None\n"
+                "threading.Thread(target=lambda: 1 / 0).start()"
+            ),
             SUM,
         ),
     ],

@@ -43,7 +43,9 @@ def score(config: RewardConfig, *samples: RewardSample) -> list[RewardResult]:
 
 
 def test_a_weighted_sum_by_hand() -> None:
-    """exact_match + 0.5 x format + 2 x overlong(100, 20); the response of 95 tokens has -15/20 of the last."""
+    """exact_match + 0.5 x format + 2 x overlong(100, 20); the response of 95 tokens has
+    -15/20 of the last.
+    """
     config = RewardConfig(
         params=EXACT,
         terms=(
@@ -166,11 +168,9 @@ def test_aborted_samples_are_masked_and_no_error() -> None:
 
 def test_the_share_of_failures() -> None:
     samples = [sample("7")] * 10
-    ok, failed, aborted = (
-        RewardResult(1.0),
-        make_masked_result("KeyError", "Traceback\nKeyError: 'x'"),
-        make_masked_result("aborted"),
-    )
+    ok = RewardResult(1.0)
+    failed = make_masked_result("KeyError", "Traceback\nKeyError: 'x'")
+    aborted = make_masked_result("aborted")
     check_reward_error_rate(samples, [failed, *[ok] * 9], 0.1, "log")
     check_reward_error_rate(samples, [aborted] * 10, 0.0, "log")
     check_reward_error_rate([], [], 0.0, "log")

@@ -1,4 +1,6 @@
-"""Labels that no answer could score with: refused before a run, masked in it, and never a silent 0."""
+"""Labels that no answer could score with: refused before a run, masked in it,
+and never a silent 0.
+"""
 
 from __future__ import annotations
 
@@ -106,9 +108,9 @@ def test_lists_and_objects_are_refused_before_a_run_where_text_is_compared() -> 
     with pytest.raises(ConfigError) as caught:
         check_reward_labels(RewardConfig(name="exact_match"), labels)
     assert caught.value.problems == [
-        "reward (exact_match): 1 of 100 labels of the source 'a' could score with no answer. The label '[\"72\"]' is no"
-        " text; name the key of one text or number in data.label_key, or use short_answer, which takes several right"
-        " answers."
+        "reward (exact_match): 1 of 100 labels of the source 'a' could score with no answer. The"
+        " label '[\"72\"]' is no text; name the key of one text or number in data.label_key, or"
+        " use short_answer, which takes several right answers."
     ]
     for name in ("math_verify", "math", "gsm8k", "math_dapo", "multiple_choice"):
         with pytest.raises(ConfigError, match=r"(1|100) of 100 labels"):
@@ -118,7 +120,9 @@ def test_lists_and_objects_are_refused_before_a_run_where_text_is_compared() -> 
 
 
 def test_other_labels_are_refused_where_a_run_would_stop_for_them() -> None:
-    """Up to reward.max_error_rate of a source's are masked as they are scored, as whatever fails."""
+    """Up to reward.max_error_rate of a source's are masked as they are scored,
+    as whatever fails.
+    """
     config = RewardConfig(by_source={"b": RewardTermConfig("gsm8k")})
     labels = [("a", SOLUTION, "")] * 20 + [("b", "1", "")] * 9
     check_reward_labels(config, [*labels, ("b", SOLUTION, "")])

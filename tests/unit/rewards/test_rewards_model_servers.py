@@ -1,4 +1,6 @@
-"""What the run's own servers of a reward model are given to load. They run in tests/engines/test_reward_servers.py."""
+"""What the run's own servers of a reward model are given to load. They run
+in tests/engines/test_reward_servers.py.
+"""
 
 from __future__ import annotations
 

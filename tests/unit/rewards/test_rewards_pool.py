@@ -1,4 +1,6 @@
-"""Worker processes: whatever a sample does to them, it and all others get the status that they have earned."""
+"""Worker processes: whatever a sample does to them, it and all others get the status that
+they have earned.
+"""
 
 from __future__ import annotations
 
@@ -188,9 +190,8 @@ def test_a_masked_result_tells_why(scorer: RewardScorer) -> None:
     assert (
         raised.error.endswith("KeyError: 'no such thing'") and "reward_functions.py" in raised.error
     )
-    assert (
-        died.error
-        == "The worker process was ended by signal 9 at this sample, and one before it died at it too."
+    assert died.error == (
+        "The worker process was ended by signal 9 at this sample, and one before it died at it too."
     )
 
 
@@ -288,7 +289,8 @@ def test_a_function_that_asks_a_server_keeps_to_its_limits_over_all_workers(tmp_
     ) as scorer:
         found = scorer([sample(str(number), label=str(tmp_path / "file")) for number in range(30)])
     assert [result.score for result in found] == [1.0] * 30
-    one, server = config("behave"), {"url": "http://reward", "timeout_s": 0.3, "patience_s": 0.3}
+    one = config("behave")
+    server = {"url": "http://reward", "timeout_s": 0.3, "patience_s": 0.3}
     with make_reward_scorer(
         replace(one, params=one.params | {"server": server}), tmp_path / "log"
     ) as scorer:
@@ -484,9 +486,9 @@ def test_too_many_failures_stop_the_run(tmp_path: Path) -> None:
     told = str(error.value)
     assert "3 of 20 rewards failed (15.0%), more than reward.max_error_rate (0.1)" in told
     assert (
-        "Most of them: masked:KeyError (2). One sample, of the source 'test': label '1/2', response 'raise'."
-        in told
-    )
+        "Most of them: masked:KeyError (2). One sample, of the source 'test': label '1/2',"
+        " response 'raise'."
+    ) in told
     assert (
         "KeyError: 'no such thing'" in told
         and f"{tmp_path / 'rewards.log'} has what it printed" in told

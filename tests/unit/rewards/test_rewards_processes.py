@@ -1,4 +1,6 @@
-"""What is known of processes below a process: which there are, and the CPU time that they have used."""
+"""What is known of processes below a process: which there are, and the CPU time that
+they have used.
+"""
 
 from __future__ import annotations
 

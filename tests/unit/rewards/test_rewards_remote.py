@@ -35,7 +35,9 @@ def score(response, label):
 
 
 class Served:
-    """Two `RewardHttpServer`s of a user's function, in this process. The main thread enters scorers, as it must."""
+    """Two `RewardHttpServer`s of a user's function, in this process. The main thread enters
+    scorers, as it must.
+    """
 
     def __init__(self, folder: Path) -> None:
         (folder / "mine.py").write_text(FUNCTION)
@@ -103,7 +105,9 @@ def test_every_sample_has_its_own_result_though_a_server_ends(
 
 
 def test_a_server_that_ends_tells_those_that_wait(served: Served) -> None:
-    """So that they ask another one at once. It has accepted the sample, and ends before it scores."""
+    """So that they ask another one at once. It has accepted the sample,
+    and ends before it scores.
+    """
     server = RewardHttpServer("127.0.0.1", 0, "secret")
     waiting = threading.Thread(target=lambda: errors.append(_error_of(server)))
     errors: list[str] = []

@@ -1,4 +1,6 @@
-"""Hostile programs in the full set of layers, and in the set that a container without namespaces allows."""
+"""Hostile programs in the full set of layers, and in the set that a container without
+namespaces allows.
+"""
 
 from __future__ import annotations
 
@@ -58,8 +60,10 @@ with open(path, "r+") as file:
     file.truncate(2)
 open(path, "w").close()
 """
-LIBC, QUEUE = ctypes.CDLL(None), b"/sandbox_canary"
-IPC_STAT, IPC_REMOVE = 2, 0
+LIBC = ctypes.CDLL(None)
+QUEUE = b"/sandbox_canary"
+IPC_STAT = 2
+IPC_REMOVE = 0
 SETS = {"full": LAYERS, "container": (LANDLOCK, SECCOMP)}
 LIMITS = SandboxLimits(memory_mib=600, cpu_s=2)
 TIMEOUT_S = 1.0
@@ -239,7 +243,9 @@ def test_a_hostile_program_is_contained(sandbox: LocalSandbox, outside: Outside,
 
 
 def test_what_landlock_of_older_kernels_lets_through(tmp_path: Path) -> None:
-    """SIGIO or SIGKILL by the owner of a file (before kernel 6.12), truncating without opening (before 6.2)."""
+    """SIGIO or SIGKILL by the owner of a file (before kernel 6.12), truncating without
+    opening (before 6.2).
+    """
     probe = LocalSandbox(SandboxSettings(layers=(SECCOMP,), allow_open=True), TIMEOUT_S)
     probe.start_guardian()
     probe.close()

@@ -1,4 +1,6 @@
-"""Scorers by rules against published examples and by hand, and the judge against a server of the same protocol."""
+"""Scorers by rules against published examples and by hand, and the judge against a server of the
+same protocol.
+"""
 
 from __future__ import annotations
 
@@ -209,7 +211,8 @@ def test_schemas_that_are_not_understood() -> None:
         assert (
             score_json_schema(sample("1", label), JsonSchemaParams()).status == "masked:bad_label"
         )
-    tree, deep = '{"properties": {"c": {"$ref": "#"}}}', '{"c": ' * 900 + "{}" + "}" * 900
+    tree = '{"properties": {"c": {"$ref": "#"}}}'
+    deep = '{"c": ' * 900 + "{}" + "}" * 900
     result = score_json_schema(sample(deep, tree), JsonSchemaParams())
     assert (result.score, result.status) == (0.0, "ok"), "too deep an answer is the policy's doing"
     assert score_json_schema(sample('{"c": {"c": {}}}', tree), JsonSchemaParams()).score == 1.0
@@ -229,7 +232,8 @@ class Judge(BaseHTTPRequestHandler):
             self.log.append(time.monotonic())
             self.busy[0] += 1
             self.busy[1] = max(self.busy)
-            fails, Judge.fails = Judge.fails, max(0, Judge.fails - 1)
+            fails = Judge.fails
+            Judge.fails = max(0, Judge.fails - 1)
         time.sleep(0.02)
         with self.lock:
             self.busy[0] -= 1
@@ -324,7 +328,9 @@ def test_requests_that_fail_are_sent_again(url: str) -> None:
 def test_a_request_that_waited_long_for_its_turn_is_sent_again(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A limit of six a minute is no failure of the server, whose patience begins with the first request."""
+    """A limit of six a minute is no failure of the server, whose patience begins with the
+    first request.
+    """
     waited_s = [1000.0, 0.0]
     clock = SimpleNamespace(
         monotonic=lambda: time.monotonic() + 1000.0 - sum(waited_s), sleep=time.sleep
@@ -376,7 +382,8 @@ def test_wrong_endpoints(settings: dict[str, Any], problem: str) -> None:
 
 
 def test_a_rate_of_another_boot_keeps_nobody_waiting(tmp_path: Path) -> None:
-    path, later = tmp_path / "next", time.clock_gettime(time.CLOCK_BOOTTIME) + 3600.0
+    path = tmp_path / "next"
+    later = time.clock_gettime(time.CLOCK_BOOTTIME) + 3600.0
     path.write_bytes(struct.pack("d", later))
     os.utime(path, (0, 0))
     start = time.monotonic()

@@ -1,4 +1,6 @@
-"""A reward model behind HTTP servers: real servers on this machine, of which one is killed, refuses or lies."""
+"""A reward model behind HTTP servers: real servers on this machine, of which one is killed,
+refuses or lies.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ class Server(ThreadingHTTPServer):
 
     def __init__(self, answer: Answer) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
-        self.answer, self.asked = answer, list[dict[str, Any]]()
+        self.answer = answer
+        self.asked = list[dict[str, Any]]()
         threading.Thread(
             target=self.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
         ).start()
@@ -95,7 +98,8 @@ def test_every_sample_is_scored_once_when_a_replica_ends(
     start: Callable[[Answer], Server], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(endpoint_replicas, "FAILOVER_S", 0.01)
-    first, second = start(of_length), start(of_length)
+    first = start(of_length)
+    second = start(of_length)
     params = params_of(first.url(), second.url(), ending="!", rest_s=3600.0)
     assert params.prepare() == "reward model: 2 of 2 servers answer"
     first.asked.clear()
@@ -177,7 +181,8 @@ def test_a_server_that_fails_at_all_is_not_the_samples_fault(
     broken = start(lambda body: (500, {}))
     params = RewardServerParams((RewardEndpoint(broken.url(), patience_s=0.5),), patience_s=0.0)
     assert score(sample("a"), params).status == "masked:endpoint"
-    refuser, good = start(lambda body: (404, {})), start(of_length)
+    refuser = start(lambda body: (404, {}))
+    good = start(of_length)
     found = [
         score(sample("a"), params_of(refuser.url(), good.url(), rest_s=3600.0)) for _ in range(40)
     ]

@@ -1,6 +1,8 @@
-"""Our scorers against verl's own on 1,362 answers, published and adversarial: the same score, or a reason.
+"""Our scorers against verl's own on 1,362 answers, published and adversarial: the same
+score, or a reason.
 
-tests/support/verl_scores.jsonl holds what verl said (`python -m benchmarks.verl_scores`)."""
+tests/support/verl_scores.jsonl holds what verl said (`python -m benchmarks.verl_scores`).
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,10 @@ OURS: dict[str, tuple[str, dict[str, Any]]] = {  # ours -> verl's, and our param
     "math_verify": ("math_verify", {}),
 }
 COMMAS = "verl removes commas of the answer; text compares as it is: clean the labels, or use gsm8k"
-READS_DIGITS = "verl stops reading at the first character that is none of a number's, so the rest of an answer is free"
+READS_DIGITS = (
+    "verl stops reading at the first character that is none of a number's, so the rest of an"
+    " answer is free"
+)
 BLANKS = "white space around an answer does not count here; verl wants one blank"
 READS_ALL = "verl looks at the last 300 characters only"
 OTHER_BOXES = (
@@ -38,7 +43,10 @@ FROM_THE_FIRST = "verl's parser joins the boxes of a response; here the last one
 FRACTIONS = (
     "a \\frac that stands in no box, or in other marks within it, verl's parser finds all the same"
 )
-RIGHT = "a right program; verl's grader runs it as a function in its own process, with texts as stdin and stdout"
+RIGHT = (
+    "a right program; verl's grader runs it as a function in its own process, with texts as"
+    " stdin and stdout"
+)
 REASONS = {
     "code": {
         **dict.fromkeys(("open(0)", "buffer", "bytes", "exit(0) behind", "star"), RIGHT),
@@ -50,7 +58,10 @@ REASONS = {
         "the first": "verl takes the first element of an expected list for all of it",
         "equals all": "verl compares where the program's __eq__ counts",
         "number": "verl takes 1 for true",
-        "by heart": "verl leaves out the function's name when it scores test by test: functions have no share there",
+        "by heart": (
+            "verl leaves out the function's name when it scores test by test: functions have no"
+            " share there"
+        ),
     },
     "short_answer": {
         "eleven tags": "verl pays a quarter above ten tags; the term `repetition` fines those here"
@@ -73,7 +84,9 @@ REASONS = {
         **dict.fromkeys(("text in the box", "open box", "capital"), FRACTIONS),
         "last one right": FROM_THE_FIRST,
         "full stop in the box": "`12.` is no number for verl's parser",
-        "approximately": "the library reads \\approx before 1/2 alone, asked as verl does before \\frac alone",
+        "approximately": (
+            "the library reads \\approx before 1/2 alone, asked as verl does before \\frac alone"
+        ),
     },
 }
 
@@ -83,7 +96,8 @@ def scores(name: str) -> dict[str, list[tuple[str, str, float, float]]]:
     theirs, given = OURS[name]
     entry = REWARDS.get(name)
     assert entry.params is not None
-    params, differing = entry.params(**given), defaultdict(list)
+    params = entry.params(**given)
+    differing = defaultdict(list)
     rows = [row for row in ROWS if row["scorer"] == theirs]
     assert len(rows) >= 160 and {row["verl"] for row in rows} >= {0.0, 1.0}
     for row in rows:

@@ -1,4 +1,6 @@
-"""Drivers: questions that other processes ask, over real HTTP, and what becomes of them when those are killed."""
+"""Drivers: questions that other processes ask, over real HTTP, and what becomes of them when
+those are killed.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ LONG = 20_000  # tokens: more than a message holds
 
 
 class Server:
-    """Answers as the bundled server, in the loop of the clients. What a sample is follows from prompt and seed."""
+    """Answers as the bundled server, in the loop of the clients. What a sample is follows from
+    prompt and seed.
+    """
 
     def __init__(self) -> None:
         self.answered: list[int] = []  # seeds
@@ -83,10 +87,8 @@ class Server:
         return web.json_response({"groups": groups[:-1] if first == 1 else groups})
 
     def _sample(self, asked: dict, seed: int) -> dict:  # type: ignore[type-arg]
-        draw, length = (
-            random.Random(f"{asked['prompt_ids']}{seed}"),
-            asked["params"]["max_new_tokens"],
-        )
+        draw = random.Random(f"{asked['prompt_ids']}{seed}")
+        length = asked["params"]["max_new_tokens"]
         return {
             "token_ids": [draw.randrange(150_000) for _ in range(length)],
             "log_probs": [-draw.random() for _ in range(length)],
@@ -163,7 +165,8 @@ def test_killed_drivers_lose_no_group_and_bring_none_twice(
     server: Server, drivers: DriverPool
 ) -> None:
     """A session, while one driver is killed, and then all are; then a call of `generate`."""
-    requests, expected = work_of(40), here(server, work_of(40))
+    requests = work_of(40)
+    expected = here(server, work_of(40))
     wait_for(lambda: drivers.are_all_ready, drivers)
     fleet = EngineFleet([engine_of(server, f"engine{i}") for i in range(2)], WAIT_S, 5)
     came: dict[int, SampleGroups] = {}

@@ -1,4 +1,6 @@
-"""Drivers of another machine: a gate starts them, their answers come over the network, and each group comes once."""
+"""Drivers of another machine: a gate starts them, their answers come over the network, and each
+group comes once.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ def engine_of(server: Server, gate: str, name: str = "engine0") -> LocalEngine:
 def test_killed_drivers_elsewhere_lose_no_group_and_bring_none_twice(
     server: Server, gate: DriverGate, drivers: DriverPool
 ) -> None:
-    requests, expected = work_of(40), here(server, work_of(40))
+    requests = work_of(40)
+    expected = here(server, work_of(40))
     fleet = EngineFleet(
         [engine_of(server, gate.address, f"engine{i}") for i in range(2)], WAIT_S, 5
     )
@@ -92,7 +95,8 @@ def test_killed_drivers_elsewhere_lose_no_group_and_bring_none_twice(
 def test_long_answers_and_errors_from_elsewhere_are_the_same(
     server: Server, gate: DriverGate, drivers: DriverPool
 ) -> None:
-    requests, engine = work_of(2, LONG), engine_of(server, gate.address)
+    requests = work_of(2, LONG)
+    engine = engine_of(server, gate.address)
     assert [engine.generate([one], WAIT_S)[0] for one in requests] == here(server, requests)
     with pytest.raises(EngineRequestError, match="token 400 is not known"):
         engine.generate([request((400,), (1,), 4)], WAIT_S)

@@ -1,4 +1,6 @@
-"""Generate calls that wait: for the end of a pause, or for one of the connections that a process may have."""
+"""Generate calls that wait: for the end of a pause, or for one of the connections that a
+process may have.
+"""
 
 from __future__ import annotations
 
@@ -90,8 +92,11 @@ def test_a_pause_holds_calls_and_an_abort_ends_them() -> None:
 def test_calls_beyond_the_files_of_a_process_wait_and_it_says_so_once(
     one_connection: None, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The second of three calls is aborted by its name as it waits; the third runs when the first has ended."""
-    gate, threads = GenerateGate(), threading.active_count()
+    """The second of three calls is aborted by its name as it waits; the third runs when the
+    first has ended.
+    """
+    gate = GenerateGate()
+    threads = threading.active_count()
     hold = run_in_event_loop(made(asyncio.Event), 30.0)
     assert isinstance(hold, asyncio.Event)
     first = start_in_event_loop(call(gate, "first", hold))
@@ -118,7 +123,9 @@ def test_calls_beyond_the_files_of_a_process_wait_and_it_says_so_once(
 def test_a_router_is_asked_over_no_more_connections_than_there_are_ports_and_it_says_so_once(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Two ports, and four calls: two of them wait. A process that may have fewer files than ports waits for these."""
+    """Two ports, and four calls: two of them wait. A process that may have fewer files than ports
+    waits for these.
+    """
     monkeypatch.setattr(http_client, "count_local_ports", lambda: 2)
     gate = RouterClient(
         EngineAddress("router", "sglang", "http://127.0.0.1:9", "key")
@@ -144,7 +151,8 @@ def test_a_place_goes_back_to_where_it_is_from_when_the_process_gets_other_files
     """The router has more ports than the process may have files, and then fewer."""
 
     async def grown() -> tuple[int, int]:
-        places, free = ConnectionSlots(10, "ports"), http_client.get_connection_slots()
+        places = ConnectionSlots(10, "ports")
+        free = http_client.get_connection_slots()
         async with GenerateGate(places).admit_call(30.0):
             free.add_processes(1)
         return places._value, free._value
@@ -156,7 +164,8 @@ def test_a_pause_that_begins_as_a_call_waits_for_its_connection_holds_it(
     one_connection: None,
 ) -> None:
     """It gives the connection to another engine's call meanwhile."""
-    gate, other = GenerateGate(), GenerateGate()
+    gate = GenerateGate()
+    other = GenerateGate()
     hold = run_in_event_loop(made(asyncio.Event), 30.0)
     assert isinstance(hold, asyncio.Event)
     first = start_in_event_loop(call(other, hold=hold))
@@ -173,7 +182,8 @@ class ByRouter(LeastOutstandingBalancer):
     """Gives a piece to any engine, as sglang-router does."""
 
     def __init__(self, client: RouterClient) -> None:
-        self.client, self.abort_waiting_calls = client, client.abort_waiting_calls
+        self.client = client
+        self.abort_waiting_calls = client.abort_waiting_calls
 
     def place_chunk(
         self,
@@ -205,7 +215,8 @@ def test_a_group_that_is_dropped_as_it_waits_for_a_connection_is_never_sent_to_t
         address = EngineAddress(
             "engine0", "sglang", f"http://127.0.0.1:{server.server_port}", "key"
         )
-        client, gate = RouterClient(address), GenerateGate()
+        client = RouterClient(address)
+        gate = GenerateGate()
         hold = run_in_event_loop(made(asyncio.Event), 30.0)
         assert isinstance(hold, asyncio.Event)
         first = start_in_event_loop(call(gate, hold=hold))

@@ -1,4 +1,6 @@
-"""The local generator against transformers: tokens, log-probs, and what retractions and weight syncs do to samples."""
+"""The local generator against transformers: tokens, log-probs, and what retractions and weight
+syncs do to samples.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,9 @@ def test_tokens_depend_on_the_seed_and_not_on_the_batch() -> None:
 
 
 def test_first_tokens_follow_the_distribution() -> None:
-    """Chi-square over 20 000 seeds; 1e-4 quantile of chi2 with about 31 degrees of freedom is 69.7."""
+    """Chi-square over 20 000 seeds; 1e-4 quantile of chi2 with about 31 degrees of
+    freedom is 69.7.
+    """
     count = 20_000
     group = generator(max_num_seqs=4096, budget=1 << 20).generate(
         [request(PROMPTS[0], tuple(range(count)), 1)]
@@ -183,10 +187,8 @@ def test_abort_keeps_what_there_is() -> None:
 
 def test_abort_of_some_leaves_the_others_alone() -> None:
     engine = generator()
-    gone, kept = (
-        engine.add_request(request(PROMPTS[0], (1, 2), 20)),
-        engine.add_request(request(PROMPTS[2], (3, 4), 20)),
-    )
+    gone = engine.add_request(request(PROMPTS[0], (1, 2), 20))
+    kept = engine.add_request(request(PROMPTS[2], (3, 4), 20))
     engine.decode_step()
     assert set(map(id, engine.abort_samples(gone))) == set(map(id, gone))
     while engine.has_work:
@@ -324,10 +326,8 @@ def finish(engine: BatchGenerator, members: list[PendingSample]) -> list[object]
 
 def test_spans_and_retractions() -> None:
     engine = generator(max_num_seqs=3)
-    first, late = (
-        engine.add_request(request(PROMPTS[0], (1, 2), 10)),
-        engine.add_request(request(PROMPTS[1], (3, 4), 6)),
-    )
+    first = engine.add_request(request(PROMPTS[0], (1, 2), 10))
+    late = engine.add_request(request(PROMPTS[1], (3, 4), 6))
     engine.set_policy_version(5)
     steps(engine, 3)  # four tokens each; the second of `late` waits for a row
     engine.retract_samples()
@@ -361,8 +361,11 @@ def test_an_aborted_sample_without_a_token_has_no_span() -> None:
 def with_stale_cache(
     old: PreTrainedModel, new: PreTrainedModel, ids: list[int], count: int
 ) -> tuple[list, list]:
-    """Greedy tokens and log-probs of transformers, whose cache of all but the last of `ids` comes from `old`."""
-    tokens, log_probs = [], []
+    """Greedy tokens and log-probs of transformers, whose cache of all but the last of `ids`
+    comes from `old`.
+    """
+    tokens = []
+    log_probs = []
     with torch.no_grad():
         cache = old(torch.tensor([ids[:-1]]), use_cache=True).past_key_values
         last = ids[-1]
@@ -405,10 +408,8 @@ def test_in_place_goes_on_with_the_old_keys_and_values() -> None:
 
 def test_cached_tokens_are_those_that_another_sample_made_it_read() -> None:
     engine = generator(max_num_seqs=2)
-    group, alone = (
-        engine.add_request(request(PROMPTS[2], (1, 2, 3, 4), 5)),
-        engine.add_request(request(PROMPTS[0], (5,), 5)),
-    )
+    group = engine.add_request(request(PROMPTS[2], (1, 2, 3, 4), 5))
+    alone = engine.add_request(request(PROMPTS[0], (5,), 5))
     steps(engine, 1)
     engine.retract_samples()  # the third finds nothing: the prompt is read again
     results = finish(engine, [*group, *alone])

@@ -1,4 +1,6 @@
-"""What a client says of a server that is not there, and of one that does not answer; and the loop that all share."""
+"""What a client says of a server that is not there, and of one that does not answer; and the loop
+that all share.
+"""
 
 from __future__ import annotations
 
@@ -105,7 +107,9 @@ def test_a_system_with_other_names_for_it(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_all_threads_get_one_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two ask for the first one at once."""
-    new_loop, both, made = asyncio.new_event_loop, threading.Barrier(2), []
+    new_loop = asyncio.new_event_loop
+    both = threading.Barrier(2)
+    made = []
 
     def slow_loop() -> asyncio.AbstractEventLoop:
         made.append(new_loop())

@@ -1,7 +1,9 @@
-"""Stock sglang-router between a fleet and engines: groups whole, seeds kept, workers exactly the engines that serve.
+"""Stock sglang-router between a fleet and engines: groups whole, seeds kept, workers exactly the
+engines that serve.
 
-Small HTTP servers speak SGLang's part here: what they answer is computed from the seed and the prompt, and they say
-what came to them. Stock SGLang behind the router: tests/engines/test_sglang_supervised.py.
+Small HTTP servers speak SGLang's part here: what they answer is computed from the seed and the
+prompt, and they say what came to them. Stock SGLang behind the
+router: tests/engines/test_sglang_supervised.py.
 """
 
 from __future__ import annotations
@@ -215,7 +217,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
 def as_new(request: pytest.FixtureRequest) -> None:
     if "rig" in request.fixturenames:
         for worker in request.getfixturevalue("rig").workers:
-            worker.version, worker.delay_s, worker.fail, worker.is_cutting = VERSION, 0.0, 0, False
+            worker.version = VERSION
+            worker.delay_s = 0.0
+            worker.fail = 0
+            worker.is_cutting = False
 
 
 def check(fleet: EngineFleet, requests: Sequence[GenerateRequest] = REQUESTS) -> None:
@@ -261,7 +266,9 @@ def test_groups_stay_together_and_are_spread_evenly(rig: Rig) -> None:
 @pytest.mark.sglang
 @needs_sglang
 def test_what_fails_is_asked_for_again_and_nobody_is_blamed_for_long(rig: Rig) -> None:
-    """One 500 and an answer cut off: both groups come again, with the same seeds; the engines answer and serve."""
+    """One 500 and an answer cut off: both groups come again, with the same seeds; the engines
+    answer and serve.
+    """
     rig.workers[0].fail = 1
     rig.workers[1].is_cutting = True
     fleet = rig.fleet()
@@ -345,7 +352,8 @@ def test_a_router_that_dies_or_hangs_is_replaced(rig: Rig) -> None:
     for worker in rig.workers:
         worker.delay_s = 0.4
     for number in (signal.SIGKILL, signal.SIGSTOP):
-        process, address = rig.router.router_process.process, rig.router.router_process.address
+        process = rig.router.router_process.process
+        address = rig.router.router_process.address
         assert process is not None and address is not None
         fleet = rig.fleet()
         killer = threading.Timer(0.3, os.killpg, (process.pid, number))
@@ -373,7 +381,8 @@ def test_a_router_that_dies_or_hangs_is_replaced(rig: Rig) -> None:
 @needs_sglang
 def test_the_key_is_needed_and_stands_nowhere_else(rig: Rig) -> None:
     check(rig.fleet())
-    address, process = rig.router.router_process.address, rig.router.router_process.process
+    address = rig.router.router_process.address
+    process = rig.router.router_process.process
     assert address is not None and process is not None
     for path, data in (
         ("/generate", b'{"input_ids":[1],"sampling_params":{}}'),
@@ -432,8 +441,9 @@ def test_a_request_that_is_wrong_itself_is_refused_at_once(rig: Rig) -> None:
 def test_a_server_where_seeds_count_gets_no_greedy_request(
     tmp_path: Path, is_deterministic: bool, path: str
 ) -> None:
-    """SGLang's own health request is one, and in a batch with others it changes what their seeds draw. So the clients
-    behind a router ask as well, which never generate themselves."""
+    """SGLang's own health request is one, and in a batch with others it changes what their seeds
+    draw. So the clients behind a router ask as well, which never generate themselves.
+    """
     with Worker("engine0", "key engine0", is_deterministic=is_deterministic) as worker:
         client = worker.client(tmp_path)
         client.check_health(10.0)

@@ -1,4 +1,6 @@
-"""Which experts tokens met, as the bundled engine writes it, against a plain forward pass of transformers."""
+"""Which experts tokens met, as the bundled engine writes it, against a plain forward pass
+of transformers.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +66,11 @@ def test_ids_are_those_of_a_plain_forward_pass(family: str, tmp_path: Path) -> N
 
 
 def test_tokens_keep_what_they_met_when_they_were_drawn(tmp_path: Path) -> None:
-    """Tokens of two versions: the first ones are read again with new weights, and keep their first route."""
-    family, turned = "qwen3_moe", {}
+    """Tokens of two versions: the first ones are read again with new weights, and keep
+    their first route.
+    """
+    family = "qwen3_moe"
+    turned = {}
     for name, tensor in make_state(family).items():
         if name.endswith("gate.weight"):
             turned[name] = tensor.roll(1, 0)

@@ -1,4 +1,6 @@
-"""Sampling of the local engine against its distribution: draws, and what top-k, top-p, min-p and min_new_tokens do."""
+"""Sampling of the local engine against its distribution: draws, and what top-k, top-p, min-p and
+min_new_tokens do.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,8 @@ def test_draw_over_blocks_is_draw_over_the_whole_vocabulary() -> None:
 
 
 def test_uniforms_are_uniform_and_differ_by_seed_and_position() -> None:
-    seeds, positions = torch.arange(300).repeat_interleave(300), torch.arange(300).repeat(300)
+    seeds = torch.arange(300).repeat_interleave(300)
+    positions = torch.arange(300).repeat(300)
     values = draw_uniforms(seeds, positions)
     assert values.unique().numel() == values.numel()
     assert values.min() >= 0 and values.max() < 1
@@ -126,7 +129,9 @@ def test_kept_sets(params: dict[str, float], kept: set[int]) -> None:
 
 
 def test_kept_sets_of_a_large_vocabulary() -> None:
-    """Beside each other: sets within the most likely thousand, larger ones, and rows with many equal probabilities."""
+    """Beside each other: sets within the most likely thousand, larger ones, and rows with many
+    equal probabilities.
+    """
     torch.manual_seed(0)
     probs = torch.stack(
         [torch.randn(5000) * scale for scale in (4.0, 0.3, 0.3, 1.0, 0.3, 4.0, 0.0, 0.0)]
@@ -164,7 +169,8 @@ def test_no_cuts_where_all_is_off() -> None:
 def kept_tokens(probs: Tensor, params: SamplingParams) -> set[int]:
     """One token at a time, as SGLang's rules say."""
     ranked = sorted(enumerate(probs.tolist()), key=lambda entry: -entry[1])
-    kept, before = set(), 0.0
+    kept = set()
+    before = 0.0
     for rank, (token, p) in enumerate(ranked):
         is_in_sum = before <= params.top_p or params.top_p == 1
         if (
@@ -182,7 +188,9 @@ CUTS = [{"top_p": 0.7}, {"top_k": 4}, {"min_p": 0.2}, {"top_k": 6, "top_p": 0.8,
 
 @pytest.mark.parametrize("name", ["qwen3", "llama"])
 def test_cuts_bound_what_is_drawn_and_not_its_log_probs(name: str) -> None:
-    """Every token of long responses, against transformers' distribution. Rows of all kinds share the batch."""
+    """Every token of long responses, against transformers' distribution. Rows of all kinds
+    share the batch.
+    """
     wanted = [request(PROMPTS[i], (1, 2), 40, 0.8, **params) for i, params in enumerate(CUTS)]
     plain = request(PROMPTS[4], (5, 6), 40, 0.8)
     groups = generator(name, 10).generate([*wanted, plain])
@@ -223,7 +231,9 @@ def test_first_tokens_follow_the_cut_distribution(params: dict[str, float]) -> N
 
 def test_cuts_leave_the_draws_of_other_rows_alone_to_the_bit() -> None:
     torch.manual_seed(0)
-    logits, seeds, positions = torch.randn(6, 700) * 3, torch.arange(6), torch.arange(6) * 2
+    logits = torch.randn(6, 700) * 3
+    seeds = torch.arange(6)
+    positions = torch.arange(6) * 2
     params = [SamplingParams(1, top_p=0.5), *[SamplingParams(1)] * 4, SamplingParams(1, top_k=1)]
     cuts = ProbabilityCuts.from_params(params, torch.device("cpu"))
     tokens, log_probs = sample_tokens(logits, None, None, seeds, positions, cuts)

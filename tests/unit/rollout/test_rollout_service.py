@@ -1,6 +1,7 @@
 """Pause modes, weight syncs and released memory in the middle of a generation, without a server.
 
-`decode` runs a fixed number of steps between a resume and a pause in one call, so that nothing here depends on time.
+`decode` runs a fixed number of steps between a resume and a pause in one call, so that nothing here
+depends on time.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ from rlhf_megatron.rollout.local.decode_service import (
 from rlhf_megatron.rollout.local.local_model import LocalModel
 from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
 
-OLD, NEW = tiny_qwen3(1), tiny_qwen3(2)
+OLD = tiny_qwen3(1)
+NEW = tiny_qwen3(2)
 PROMPT = (5, 6, 7, 8)
 LENGTH = 16
 Groups = list[list[GeneratedSample]]
@@ -73,7 +75,9 @@ class Engine:
         return job.future
 
     def decode(self, number: int, mode: PauseMode = "in_place") -> None:
-        """Samples that run have `number` + 1 tokens more where they begin, `number` more where they go on."""
+        """Samples that run have `number` + 1 tokens more where they begin, `number` more
+        where they go on.
+        """
 
         def steps() -> None:
             self.service.resume_decoding()
@@ -142,7 +146,8 @@ def test_a_pause_changes_nothing_but_the_count(engine: Engine, mode: PauseMode) 
 
 
 def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine: Engine) -> None:
-    future, queued = engine.running(seeds=(1, 2, 3, 4)), engine.submit(request(PROMPT, (5,), 3))
+    future = engine.running(seeds=(1, 2, 3, 4))
+    queued = engine.submit(request(PROMPT, (5,), 3))
     # The second came during the pause: it is no part of what was running.
     engine.pause("abort")
     for got in future.result(5)[0]:
@@ -159,10 +164,8 @@ def test_pause_with_abort_ends_what_runs_and_holds_what_comes(engine: Engine) ->
 
 
 def test_pause_with_abort_ends_what_waits_for_a_row_too(engine: Engine) -> None:
-    first, second = (
-        request(PROMPT, (1, 2, 3), LENGTH, 0.0),
-        request(PROMPT[:2], (4, 5), LENGTH, 0.0),
-    )
+    first = request(PROMPT, (1, 2, 3), LENGTH, 0.0)
+    second = request(PROMPT[:2], (4, 5), LENGTH, 0.0)
     future = engine.submit(first, second)  # four rows for five samples
     engine.decode(2, mode="abort")
     samples = [sample for group in future.result(5) for sample in group]
@@ -181,7 +184,8 @@ def test_a_paused_engine_can_still_be_told_to_abort(engine: Engine, mode: PauseM
 
 
 def test_an_abort_ends_what_came_during_a_pause(engine: Engine) -> None:
-    running, held = engine.running(), engine.submit(request(PROMPT, (5,), 3))
+    running = engine.running()
+    held = engine.submit(request(PROMPT, (5,), 3))
     engine.call(engine.service.abort_calls)
     assert [len(sample.token_ids) for sample in running.result(5)[0]] == [5, 5]
     assert [(sample.token_ids, sample.finish_reason) for sample in held.result(5)[0]] == [
@@ -270,7 +274,8 @@ def test_a_sync_of_an_engine_paused_in_place_leaves_the_old_cache(engine: Engine
 
 
 def test_a_failed_sync_fails_what_waits(engine: Engine) -> None:
-    running, held = engine.running(), engine.submit(request(PROMPT, (5,), 3))
+    running = engine.running()
+    held = engine.submit(request(PROMPT, (5,), 3))
     engine.call(engine.service.begin_weight_update, 1, False)
     with pytest.raises(ValueError, match="never came"):
         engine.call(engine.service.commit_weight_update, 1)

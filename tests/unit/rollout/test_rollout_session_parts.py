@@ -1,4 +1,6 @@
-"""What sessions are made of: turns, the versions that samples may have, and how much an engine is given."""
+"""What sessions are made of: turns, the versions that samples may have, and how much an
+engine is given.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ from rlhf_megatron.rollout.local.local_client import LocalEngine
 
 
 def test_the_lock_is_one_threads_and_others_get_it_in_order() -> None:
-    lock, order, asked = FairLock(), [], threading.Event()
+    lock = FairLock()
+    order = []
+    asked = threading.Event()
 
     def next_one(name: str) -> None:
         with lock.hold_lock():
@@ -81,13 +85,15 @@ def test_the_lock_is_one_threads_and_others_get_it_in_order() -> None:
 
 def test_the_clock_stands_still_while_somebody_has_the_lock() -> None:
     lock = FairLock()
-    start_s, start = time.monotonic(), lock.read_unlocked_clock()
+    start_s = time.monotonic()
+    start = lock.read_unlocked_clock()
     with lock.hold_lock():
         before = lock.read_unlocked_clock()
         time.sleep(0.2)
         assert lock.read_unlocked_clock() == pytest.approx(before, abs=1e-6)
     time.sleep(0.1)
-    passed, all_s = lock.read_unlocked_clock() - start, time.monotonic() - start_s
+    passed = lock.read_unlocked_clock() - start
+    all_s = time.monotonic() - start_s
     assert 0.1 <= passed <= all_s - 0.2 + 1e-3
 
 
@@ -165,10 +171,14 @@ def open_chunk(key: int, num_samples: int) -> RequestChunk:
 
 
 def test_a_session_fills_engines_beyond_what_they_decode_at_once() -> None:
-    """8 samples a piece; engines that decode 16 at once get 48 and those that do not say get 768."""
-    small, silent = member("engine0", 16), member("engine1", None)
+    """8 samples a piece; engines that decode 16 at once get 48 and those that do
+    not say get 768.
+    """
+    small = member("engine0", 16)
+    silent = member("engine1", None)
     assert compute_session_sample_limit(small) == 48 and compute_session_sample_limit(silent) == 768
-    load, placed = OutstandingLoad(), []
+    load = OutstandingLoad()
+    placed = []
     for key in range(20):
         sent = LeastOutstandingBalancer().place_chunk(open_chunk(key, 8), [small], load, 1)
         if sent is not None:
@@ -267,7 +277,9 @@ class Refusing:
 
 
 def test_what_a_session_was_closed_for_is_not_hidden_by_who_mends_it() -> None:
-    """Key 1 is on its way when 0 ends the session. Then the engine fails; no retries are left to send it again."""
+    """Key 1 is on its way when 0 ends the session. Then the engine fails; no retries are left to
+    send it again.
+    """
     fleet = EngineFleet([Refusing()], 60.0, 0)  # type: ignore[list-item]
     session = fleet.open_session()
     session.submit_requests(1, [request((1,), (0,), 4)])
@@ -289,7 +301,8 @@ def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do(
     with fleet.open_session(keeps_failures=True) as session:
         session.submit_requests(1, [request((1,), (0,), 4)])
         session.submit_requests(0, [request((0,), (0,), 4)])
-        deadline, failures = time.monotonic() + 60, []
+        deadline = time.monotonic() + 60
+        failures = []
         while not failures and time.monotonic() < deadline:
             assert session.poll_finished() == []
             failures = session.take_failures()
@@ -309,7 +322,9 @@ def test_a_session_that_keeps_failures_goes_on_without_what_no_engine_can_do(
 
 
 def test_files_of_an_answer_that_nobody_reads_are_removed(tmp_path: Path) -> None:
-    """The first key is aborted as it runs; what comes all the same has its file. The second is read and keeps it."""
+    """The first key is aborted as it runs; what comes all the same has its file. The second is
+    read and keeps it.
+    """
     for number, is_read in enumerate((False, True)):
         name = write_route_file(str(tmp_path), np.ones((1, 2), np.int64))
         engine = Refusing(name)
@@ -319,7 +334,8 @@ def test_files_of_an_answer_that_nobody_reads_are_removed(tmp_path: Path) -> Non
             engine.is_over.set()
             if not is_read:
                 session.abort_keys([number])
-            deadline, found = time.monotonic() + 60, []
+            deadline = time.monotonic() + 60
+            found = []
             while not found and Path(name).exists() and time.monotonic() < deadline:
                 found = session.poll_finished()
         assert (bool(found), Path(name).exists()) == (is_read, is_read)
@@ -345,7 +361,8 @@ def test_a_closed_session_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
 def test_what_an_engine_never_answers_keeps_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
     """The key is aborted, and nothing comes."""
     monkeypatch.setattr(chunk_generation, "_CANCEL_DELAY_S", 0.0)
-    engine, silent = Refusing(), Silent()
+    engine = Refusing()
+    silent = Silent()
     monkeypatch.setattr(engine, "generate_async", silent.generate_async)
     with EngineFleet([engine], 60.0, 0).open_session() as session:  # type: ignore[list-item]
         session.submit_requests(0, [request((1,), (0,), 4)])
@@ -374,7 +391,9 @@ class Silent:
 def test_files_of_groups_that_were_known_are_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a closed piece of two groups the first is known: both are generated, and the first is not read."""
+    """Of a closed piece of two groups the first is known: both are generated, and the
+    first is not read.
+    """
     names = [write_route_file(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
     engine = Refusing()
 

@@ -1,4 +1,6 @@
-"""The receiving side of a weight sync, without a server: what stands is what was sent, nothing stale is ever fit."""
+"""The receiving side of a weight sync, without a server: what stands is what was sent, nothing
+stale is ever fit.
+"""
 
 from __future__ import annotations
 
@@ -221,7 +223,9 @@ def send_part(receiver: WeightReceiver, entry: TensorEntry, directory: Path) -> 
 
 @pytest.mark.parametrize("axis", [0, 1])
 def test_parts_make_a_whole_tensor(receiver: WeightReceiver, tmp_path: Path, axis: int) -> None:
-    """Those of one tensor may come in any order and twice; without one of them nothing is committed."""
+    """Those of one tensor may come in any order and twice; without one of them
+    nothing is committed.
+    """
     name = "model.layers.0.mlp.down_proj.weight"
     first, second, third = parts_of(name, axis, 0, 3, 5)
     for is_whole in (False, True):
@@ -282,7 +286,8 @@ import torch
 from rlhf_megatron.device import resident_bytes
 from rlhf_megatron.rollout.local.local_model import give_back
 from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
-torch.empty(24 << 20, dtype=torch.uint8)  # freed at once: from now on glibc takes smaller pieces from its heap
+torch.empty(24 << 20, dtype=torch.uint8)  # freed at once: from now on glibc takes smaller pieces \
+from its heap
 module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
 last = torch.ones(256, 256)  # what lies behind the freed ones in the heap, and stays
 receiver = WeightReceiver(module, Path(sys.argv[1]), is_loaded=True)
@@ -298,7 +303,8 @@ print(before - resident_bytes())
     not Path("/proc/self/statm").exists(), reason="the kernel does not tell resident memory"
 )
 def test_released_memory_goes_back_to_the_kernel(tmp_path: Path) -> None:
-    """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to give them back.
+    """Tensors of 256 KiB: a process keeps such pieces when they are freed, unless it is told to
+    give them back.
 
     In a process of its own: what other tests left running in this one takes and frees memory, too.
     """
@@ -338,9 +344,11 @@ def in_blocks(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def test_blocks_and_scales_stand_beside_what_is_computed_with(tmp_path: Path) -> None:
-    """The model computes with the numbers that they stand for from the commit on, also after a release; a scale that
-    does not come, or a plain matrix, is named."""
-    module, sent = tiny_qwen3(10), in_blocks(SENT)
+    """The model computes with the numbers that they stand for from the commit on, also after a
+    release; a scale that does not come, or a plain matrix, is named.
+    """
+    module = tiny_qwen3(10)
+    sent = in_blocks(SENT)
     receiver = WeightReceiver(module, tmp_path, is_loaded=False, is_fp8=True)
     for version in (1, 2):
         receiver.begin_sync(version, is_full_resync=False)
@@ -392,7 +400,9 @@ def test_a_file_that_ends_before_the_bucket_does(receiver: WeightReceiver, tmp_p
 def test_buckets_of_a_safetensors_file(
     receiver: WeightReceiver, tmp_path: Path, padding: int
 ) -> None:
-    """Two buckets in one file, as another program wrote it; with `padding` its tensors lie at odd places."""
+    """Two buckets in one file, as another program wrote it; with `padding` its tensors lie
+    at odd places.
+    """
     path = tmp_path / "model.safetensors"
     save_file({name: tensor.clone() for name, tensor in SENT.items()}, path)
     raw = path.read_bytes()
@@ -410,7 +420,8 @@ def test_buckets_of_a_safetensors_file(
             TensorEntry(name, "float32", tuple(SENT[name].shape), start - first, digests[name])
             for start, _, name in part
         )
-        offset, size = 8 + len(text) + first, part[-1][1] - first
+        offset = 8 + len(text) + first
+        size = part[-1][1] - first
         receiver.load_bucket(
             BucketManifest(1, "actor dp0 pp0 tp0", bucket, path.name, size, entries, offset)
         )

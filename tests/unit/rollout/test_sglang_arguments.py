@@ -1,4 +1,6 @@
-"""The user's SGLang arguments against those of a version, how they are told to the server, and which GPUs it takes."""
+"""The user's SGLang arguments against those of a version, how they are told to the server, and
+which GPUs it takes.
+"""
 
 from __future__ import annotations
 
@@ -95,7 +97,10 @@ def test_how_values_are_told() -> None:
         ),
         (
             {"zzz": 1},
-            r"args.zzz is no argument of sglang 0.5.21; `python -m sglang.launch_server --help` lists them",
+            (
+                r"args.zzz is no argument of sglang 0.5.21; `python -m sglang.launch_server"
+                r" --help` lists them"
+            ),
         ),
         ({"tp": 1}, r"args.tp is no argument of sglang 0.5.21; did you mean tp-size"),
         ({"port": 1}, r"args.port is set by the run: a free port is taken; remove it"),

@@ -1,4 +1,6 @@
-"""Running servers that a run attaches to: what is looked at, keys. Small servers say what SGLang says."""
+"""Running servers that a run attaches to: what is looked at, keys. Small servers say
+what SGLang says.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ Answer = Callable[[str, str, Any, str], tuple[int, Any]]
 
 @contextmanager
 def served(answer: Answer) -> Iterator[str]:
-    """The URL of a server that answers as `answer(method, path, body, key)` says: status, and JSON or text."""
+    """The URL of a server that answers as `answer(method, path, body, key)` says: status,
+    and JSON or text.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         def reply(self) -> None:
@@ -127,7 +131,10 @@ def test_a_server_that_fits(expected: ServerRequirements) -> None:
         ),
         (
             {"dtype": "half"},
-            r"its weights are float16, but rollout.dtype .* is float32; start it with --dtype float32",
+            (
+                r"its weights are float16, but rollout.dtype .* is float32; start it with"
+                r" --dtype float32"
+            ),
         ),
         (
             {"dp_size": 2},
@@ -377,7 +384,9 @@ def test_a_key_lies_in_a_private_file(tmp_path: Path) -> None:
 
 
 def test_a_weight_update_of_another_run_is_not_joined(tmp_path: Path) -> None:
-    """What an own sync that failed has left open is begun anew; what another run has open is not."""
+    """What an own sync that failed has left open is begun anew;
+    what another run has open is not.
+    """
     opened: list[str] = ["by somebody else"]
     num_ended = 0
 

@@ -202,8 +202,8 @@ def test_what_a_deterministic_run_asks_of_the_servers() -> None:
 def test_which_versions_are_supported() -> None:
     assert check_sglang_version(TESTED_VERSIONS[0], "python") is None
     assert check_sglang_version("0.5.21.post1", "python") == (
-        "sglang in python is 0.5.21.post1, which is newer than what was tested (0.5.21); what it can do is asked, not"
-        " taken for granted."
+        "sglang in python is 0.5.21.post1, which is newer than what was tested (0.5.21); what it"
+        " can do is asked, not taken for granted."
     )
     for version in ("0.5.20", "0.5.21rc1", "0.4.9.post6"):
         with pytest.raises(
@@ -272,7 +272,8 @@ def test_engines_do_not_inherit_expandable_segments() -> None:
 
 
 def test_the_supported_versions_are_those_of_the_installation() -> None:
-    setup, install = (ROOT / "setup.py").read_text(), (ROOT / "docs" / "install.md").read_text()
+    setup = (ROOT / "setup.py").read_text()
+    install = (ROOT / "docs" / "install.md").read_text()
     assert f'"sglang": ["sglang>={OLDEST_SGLANG}"]' in setup
     assert (
         f"| sglang (extra, see below) | {OLDEST_SGLANG} and newer | {', '.join(TESTED_VERSIONS)} |"

@@ -1,4 +1,6 @@
-"""The module that runs inside the ranks of the server, on stand-ins for SGLang's layers, and receipts put together."""
+"""The module that runs inside the ranks of the server, on stand-ins for SGLang's layers, and
+receipts put together.
+"""
 
 from __future__ import annotations
 
@@ -141,7 +143,9 @@ def engine(weights: dict[str, Tensor], size: int = 2) -> list[nn.Module]:
 def test_parts_of_all_ranks_make_the_digests_that_were_sent(
     size: int, ep_size: int, changes: dict[str, bool], num_kv_heads: int, tmp_path: Path
 ) -> None:
-    """Key-value heads are replicated where there are more ranks; buckets are cut inside fused parts."""
+    """Key-value heads are replicated where there are more ranks; buckets are cut
+    inside fused parts.
+    """
     weights = weights_of(num_kv_heads)
     models = [rank_of(weights, rank, size, ep_size, **changes) for rank in range(size)]
     found = receipts.LoadedWeights()
@@ -151,7 +155,9 @@ def test_parts_of_all_ranks_make_the_digests_that_were_sent(
 
 
 def test_bytes_are_those_of_the_parts(manifest: BucketManifest) -> None:
-    """Of 4 ranks with 2 key-value heads: what is sharded counts once, replicated heads twice, the rest in each rank."""
+    """Of 4 ranks with 2 key-value heads: what is sharded counts once, replicated heads twice, the
+    rest in each rank.
+    """
     models = engine(weights_of(), 4)
     found = receipts_of(models, manifest)
     sizes = {entry.name: entry.num_bytes for entry in manifest.tensors}
@@ -275,8 +281,10 @@ def test_replicas_that_disagree_are_told_from_the_rest(manifest: BucketManifest)
     assert receipts.combine_bucket_receipts(
         receipts_of(models, replace(manifest, tensors=(norm,)))
     ).fault_by_key == {
-        "norm.weight": "tp rank 2 holds other values for all of it than the ranks that hold it as well"
-        " (bucket 0 of actor dp0 pp0 tp0)"
+        "norm.weight": (
+            "tp rank 2 holds other values for all of it than the ranks that hold it as well (bucket"
+            " 0 of actor dp0 pp0 tp0)"
+        )
     }
 
 
@@ -289,14 +297,20 @@ def test_parts_must_cover_a_tensor_once(manifest: BucketManifest) -> None:
     faults = receipts.combine_bucket_receipts(receipts_of(models, manifest)).fault_by_key
     bucket = "(bucket 0 of actor dp0 pp0 tp0)"
     assert faults == {
-        "mlp.down_proj.weight": f"tp ranks 0 and 1 hold different values for the part from column 0 to 5 {bucket}",
+        "mlp.down_proj.weight": (
+            f"tp ranks 0 and 1 hold different values for the part from column 0 to 5 {bucket}"
+        ),
         "attn.o_proj.weight": f"the part from column 4 to 7 stands in none of its ranks {bucket}",
-        "lm_head.weight": f"the part from row 6 to 7 stands in it twice, in different parts {bucket}",
+        "lm_head.weight": (
+            f"the part from row 6 to 7 stands in it twice, in different parts {bucket}"
+        ),
     }
 
 
 def test_a_head_that_the_engine_ties_is_not_found(manifest: BucketManifest) -> None:
-    """So a trainer that sends one of its own is told, where the server would drop it without a word."""
+    """So a trainer that sends one of its own is told, where the server would drop it
+    without a word.
+    """
     models = engine(weights_of())
     for model in models:
         model.add_module("lm_head", model.get_submodule("embed"))
@@ -330,7 +344,9 @@ def test_an_engine_of_other_sizes(manifest: BucketManifest) -> None:
 
 
 def test_an_engine_of_another_type(tmp_path: Path) -> None:
-    """Wider: the same numbers count. Narrower: they are not the same any more, and the message says why."""
+    """Wider: the same numbers count. Narrower: they are not the same any more, and the
+    message says why.
+    """
     weights = {name: tensor.bfloat16() for name, tensor in weights_of().items()}
     (manifest,) = write_buckets(weights, tmp_path, 1, num_buckets=1)
     wide = engine({name: tensor.float() for name, tensor in weights.items()})
@@ -385,9 +401,11 @@ AXES = {"o_proj.weight": 1, "down_proj.weight": 1}  # the others are cut by rows
 
 
 def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketManifest:
-    """As `ways` trainer ranks send them: each tensor that tp cuts in parts, norms, biases behind columns and router
-    whole; in one file, without gaps."""
-    entries, raw = [], b""
+    """As `ways` trainer ranks send them: each tensor that tp cuts in parts, norms, biases behind
+    columns and router whole; in one file, without gaps.
+    """
+    entries = []
+    raw = b""
     for name, tensor in weights.items():
         axis = next((axis for end, axis in AXES.items() if name.endswith(end)), 0)
         each = -(-tensor.shape[axis] // ways)
@@ -398,7 +416,8 @@ def in_parts(weights: dict[str, Tensor], ways: int, directory: Path) -> BucketMa
         )
         for start in starts:
             count = min(each, tensor.shape[axis] - start) if len(starts) > 1 else tensor.shape[axis]
-            part, shape = tensor.narrow(axis, start, count).contiguous(), tuple(tensor.shape)
+            part = tensor.narrow(axis, start, count).contiguous()
+            shape = tuple(tensor.shape)
             place = None if part.shape == tensor.shape else (axis, start, count)
             found = format_digest(digest_tensor_part(part, shape, axis, start))
             entries.append(TensorEntry(name, "float32", shape, len(raw), found, place))
@@ -418,9 +437,11 @@ def test_parts_of_tensors_come_to_the_ranks_that_have_them(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From trainers that cut otherwise. Each rank reads, or is sent, what stands in it, and a wrong part is named with
-    its rank."""
-    weights, before = weights_of(), {name: tensor + 1 for name, tensor in weights_of().items()}
+    """From trainers that cut otherwise. Each rank reads, or is sent, what stands in it, and a wrong
+    part is named with its rank.
+    """
+    weights = weights_of()
+    before = {name: tensor + 1 for name, tensor in weights_of().items()}
     models = [rank_of(before, rank, size, ep_size) for rank in range(size)]
     manifest = in_parts(weights, ways, tmp_path)
     whole = [entry.name for entry in manifest.tensors if entry.part is None]
@@ -453,10 +474,8 @@ def test_parts_of_tensors_come_to_the_ranks_that_have_them(
         for entry in manifest.tensors:
             for span in (TensorSpan(*one) for one in held.get(entry.name, ())):
                 if common := intersect_spans(entry.span, span, entry.shape):
-                    given[entry.key], spans[entry.key] = (
-                        narrow_to_span(views[entry.key], entry.span, common),
-                        common,
-                    )
+                    given[entry.key] = narrow_to_span(views[entry.key], entry.span, common)
+                    spans[entry.key] = common
         loader.load_bucket_into_model(model, manifest, given, spans)
     found = receipts.check_loaded_bucket("engine0", manifest, receipts_of(models, manifest))
     assert found.merge_by_tensor_name() == digests_of(weights)
@@ -488,7 +507,8 @@ def test_what_never_came_is_named() -> None:
     assert loader.describe_missing_parameters(
         model, names - {"attn.k_proj.bias", "norm.weight", "mlp.up_proj.weight", "gate.weight"}
     ) == (
-        "4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight, mlp.gate_up_proj.weight and others."
+        "4 of 12 parameters never came whole: attn.qkv_proj.bias, gate.weight,"
+        " mlp.gate_up_proj.weight and others."
     )
     model.add_module("lm_head", model.get_submodule("embed"))
     assert loader.describe_missing_parameters(model, names - {"lm_head.weight"}) is None
@@ -572,14 +592,17 @@ class Server:
     def __init__(
         self, models: Sequence[nn.Module], directory: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        self.models, self.directory, self.patch = models, directory, monkeypatch
+        self.models = models
+        self.directory = directory
+        self.patch = monkeypatch
         monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(directory))
 
     def order(
         self, receipt: str, pieces: Sequence[tuple[int, Tensor]] = (), **what: str
     ) -> list[dict[str, Any]]:
-        """`pieces`: of the bucket, with where they begin. No process opens its own memory: they stand for what others
-        lend."""
+        """`pieces`: of the bucket, with where they begin. No process opens its own memory: they
+        stand for what others lend.
+        """
         by_device = {str(start): piece for start, piece in pieces}
         self.patch.setattr(bucket_buffers, "open_shared", lambda memory: by_device[memory.device])
         nothing = (b"", 0, 0, b"", 0, b"", False)
@@ -626,8 +649,9 @@ def server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
 
 
 def test_orders_of_a_sync(server: Server, tmp_path: Path) -> None:
-    """Buckets by file, by device memory and by broadcast; a commit that is incomplete; a bucket that fails; and the
-    commit after that."""
+    """Buckets by file, by device memory and by broadcast; a commit that is incomplete; a bucket
+    that fails; and the commit after that.
+    """
     weights = weights_of()
     first, second, third = write_buckets(weights, tmp_path, 1, num_buckets=3)
     of_first = server.order("r-1", manifest=first.encode_json())
@@ -707,7 +731,10 @@ def test_mistakes_in_memory_that_several_ranks_lend_are_named(
     )
     (_, first), (middle, second) = in_pieces(manifest, new)
     order = partial(server.order, manifest=manifest.encode_json())
-    told = "ValueError: bucket 0 of actor dp0 pp0 tp0: tensor '.*' lies at bytes .* but the memory given has bytes"
+    told = (
+        "ValueError: bucket 0 of actor dp0 pp0 tp0: tensor '.*' lies at bytes .* but the memory"
+        " given has bytes"
+    )
     for name, pieces in (("r-1", [(0, first)]), ("r-2", [(0, first), (middle + 64, second)])):
         assert all(re.match(told, receipt["error"]) for receipt in order(name, pieces))
     for name, pieces in (
@@ -783,7 +810,9 @@ def test_a_model_is_described_by_the_names_of_its_configuration() -> None:
 
 
 def test_groups_of_ranks_under_dp_attention_draw_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    """SGLang gives all one seed. Where there is one group its numbers stay as they are; a second call changes none."""
+    """SGLang gives all one seed. Where there is one group its numbers stay as they are; a second
+    call changes none.
+    """
     drawn = []
     for group in (0, 1, 2):
         monkeypatch.setattr(sglang_runtime, "get_attention_dp_rank", lambda group=group: group)

@@ -1,4 +1,6 @@
-"""Starting SGLang servers: lost ports, the server's own error. Small scripts stand for the server that fails."""
+"""Starting SGLang servers: lost ports, the server's own error. Small scripts stand for the
+server that fails.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 
 
 def fake_sglang(folder: Path, start: str) -> Path:
-    """An interpreter of an sglang whose server does `start`; $4 is its settings file, `attempt` counts from 1."""
+    """An interpreter of an sglang whose server does `start`; $4 is its settings file, `attempt`
+    counts from 1.
+    """
     path = folder / "python"
     path.write_text(
         f"""#!/bin/bash
@@ -82,7 +86,10 @@ def start(folder: Path, script: str, paths: tuple[str, ...] = REQUIRED_PATHS) ->
 def test_a_lost_port_is_tried_again_with_another(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    lost = 'grep ^port "$4" >> ports; [ $attempt = 3 ] && serve "$@"; echo "[Errno 98] address already in use"; exit 1'
+    lost = (
+        'grep ^port "$4" >> ports; [ $attempt = 3 ] && serve "$@"; echo "[Errno 98] address already'
+        ' in use"; exit 1'
+    )
     with start(tmp_path, lost.replace("ports", str(tmp_path / "ports"))) as servers:
         ports = (tmp_path / "ports").read_text().splitlines()
         assert len(set(ports)) == 3
@@ -101,7 +108,10 @@ def test_ports_that_are_lost_again_and_again(tmp_path: Path) -> None:
 @pytest.mark.dist
 def test_a_server_that_hangs_without_its_port(tmp_path: Path) -> None:
     """As stock SGLang does: uvicorn says that it cannot bind, and nothing ends."""
-    hang = 'echo "ERROR: [Errno 98] error while attempting to bind on address (1, 2): in use"; sleep 600'
+    hang = (
+        'echo "ERROR: [Errno 98] error while attempting to bind on address (1, 2): in'
+        ' use"; sleep 600'
+    )
     with start(tmp_path, f'[ $attempt = 2 ] && serve "$@"; {hang}') as servers:
         assert servers.processes[0].exit_code is None
     assert (tmp_path / "attempts").read_text() == "x\n" * 2
@@ -109,7 +119,10 @@ def test_a_server_that_hangs_without_its_port(tmp_path: Path) -> None:
 
 @pytest.mark.dist
 def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> None:
-    noise = "echo 'ValueError: the model has no attention'; for i in $(seq 50); do echo noise; done; exit 3"
+    noise = (
+        "echo 'ValueError: the model has no attention'; for i in $(seq 50); do echo noise;"
+        " done; exit 3"
+    )
     with pytest.raises(
         EngineError, match=r"code 3 (?s:.*)Its errors:\nValueError: the model has no attention"
     ):
@@ -120,7 +133,8 @@ def test_the_servers_own_error_is_shown_once_and_not_retried(tmp_path: Path) -> 
 @pytest.mark.dist
 def test_a_server_is_started_again_by_name(tmp_path: Path) -> None:
     with start(tmp_path, 'echo "attempt $attempt"; serve "$@"') as servers:
-        before, process = servers.addresses[0], servers.processes[0]
+        before = servers.addresses[0]
+        process = servers.processes[0]
         assert servers.describe_exit("engine0") is None
         os.killpg(process.pid, signal.SIGKILL)
         after = servers.restart_server("engine0")
@@ -150,7 +164,9 @@ def test_a_server_that_fails_to_start_again_is_not_left_running(tmp_path: Path) 
 
 @pytest.mark.dist
 def test_servers_end_with_the_process_that_started_them(tmp_path: Path) -> None:
-    """A killed starter leaves nothing behind, though the server itself does not look after that and is stopped."""
+    """A killed starter leaves nothing behind, though the server itself does not look after that
+    and is stopped.
+    """
     code = (
         "import sys, time; sys.path[:0] = sys.argv[1:3]; from test_sglang_process import start\n"
         "from pathlib import Path; s = start(Path(sys.argv[3]), 'serve \"$@\"')\n"
@@ -206,15 +222,14 @@ def test_no_port_is_given_out_twice() -> None:
 
 @pytest.mark.dist
 def test_servers_with_dp_attention_listen_each_to_ports_of_its_own(tmp_path: Path) -> None:
-    """SGLang takes those at 1 to 6 and 13 behind the meeting's; without one, at 13 and at 234 to 239 behind that of
-    HTTP, which those of its neighbours would be."""
+    """SGLang takes those at 1 to 6 and 13 behind the meeting's; without one, at 13 and at 234 to
+    239 behind that of HTTP, which those of its neighbours would be.
+    """
     python = str(fake_sglang(tmp_path, "exec sleep 600"))
     asked = CheckedArguments({"enable-dp-attention": True, "dp-size": 2, "tp-size": 2}, {}, ())
-    installed, ports, place = (
-        SGLangEnvironment(python, "0.5.21", {}, asked, []),
-        PortAllocator(),
-        RendezvousFiles(),
-    )
+    installed = SGLangEnvironment(python, "0.5.21", {}, asked, [])
+    ports = PortAllocator()
+    place = RendezvousFiles()
     taken: list[int] = []
     for number in range(3):
         launch = SGLangServerLaunch(
@@ -258,7 +273,10 @@ def test_error_lines_of_a_log() -> None:
     "line, advice",
     [
         (
-            "RuntimeError: Not enough memory. Please try to increase --mem-fraction-static. Current",
+            (
+                "RuntimeError: Not enough memory. Please try to increase"
+                " --mem-fraction-static. Current"
+            ),
             "do not fit into roll",
         ),
         (
@@ -268,7 +286,10 @@ def test_error_lines_of_a_log() -> None:
         ("Exception: Capture cuda graph failed: CUDA out of memory.", "is full"),
         ("RuntimeError: Rank 0 scheduler died during initialization (exit code: -9).", "is full"),
         (
-            "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory",
+            (
+                "RuntimeError: [enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't"
+                " allocate memory"
+            ),
             "is full",
         ),
         (
@@ -295,7 +316,10 @@ def test_an_engine_that_runs_out_of_memory(tmp_path: Path) -> None:
     """Stock SGLang, with a share of the memory that even this model does not fit in."""
     tiny_qwen3(1).save_pretrained(tmp_path / "model")
     arguments = {name: value for name, value in CPU_ARGUMENTS.items() if name != "max_total_tokens"}
-    words = r"(?s)exited with code .*Its errors:\n.*ValueError: .*leave no GPU memory .*What to do: weights and key-val"
+    words = (
+        r"(?s)exited with code .*Its errors:\n"
+        r".*ValueError: .*leave no GPU memory .*What to do: weights and key-val"
+    )
     with pytest.raises(EngineError, match=words) as caught:
         start_sglang_engines(
             tmp_path / "model",
@@ -322,7 +346,8 @@ def test_a_port_that_another_process_has(
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        free, given = PortAllocator.reserve_ports, [taken.getsockname()[1]]
+        free = PortAllocator.reserve_ports
+        given = [taken.getsockname()[1]]
         monkeypatch.setattr(
             PortAllocator, "reserve_ports", lambda self: given.pop() if given else free(self)
         )

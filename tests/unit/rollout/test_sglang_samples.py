@@ -1,4 +1,6 @@
-"""Answers of stock SGLang and what is made of them, and requests that are refused before they are sent."""
+"""Answers of stock SGLang and what is made of them, and requests that are refused before
+they are sent.
+"""
 
 from __future__ import annotations
 
@@ -130,7 +132,9 @@ def test_the_experts_that_tokens_met_go_into_a_file(tmp_path: Path) -> None:
 
 
 def test_given_tokens_are_asked_for_from_the_one_before_them(tmp_path: Path) -> None:
-    """The server's first entry has no log-prob; in a call with others, these say that they want none."""
+    """The server's first entry has no log-prob; in a call with others, these say that
+    they want none.
+    """
     scored = replace(request((5, 6, 7, 8), (1,), 0), num_given=2)
     assert make_generate_body([scored, request(PROMPT, (1, 2), 8)], 1)["logprob_start_len"] == [
         1,
@@ -396,8 +400,9 @@ def test_a_paused_server_is_asked_nothing(
 
 
 def test_servers_that_hang_keep_nobody_from_reading_answers(tmp_path: Path) -> None:
-    """More of them than there are threads to read in, at the first question to each. Who waits for that of another call
-    has its own deadline."""
+    """More of them than there are threads to read in, at the first question to each. Who waits for
+    that of another call has its own deadline.
+    """
     with socket.create_server(("127.0.0.1", 0), backlog=64) as server:
         url = f"http://127.0.0.1:{server.getsockname()[1]}"
         engines = [
@@ -439,7 +444,8 @@ def test_a_wrong_answer_names_the_engine(
 
 
 def test_columns_stand_where_tuples_could() -> None:
-    ids, log_probs = sample_of().token_ids, sample_of().log_probs
+    ids = sample_of().token_ids
+    log_probs = sample_of().log_probs
     assert (
         ids == (4, 13, 7) and ids == (4, 13, 7) and ids != (4, 13) and hash(ids) == hash((4, 13, 7))
     )

@@ -1,5 +1,7 @@
-"""Servers that span machines: what each part is told, that one part's end is the end of all, and which part is named.
-Small scripts stand for SGLang; tests/end_to_end/test_launch_machines.py has the real one."""
+"""Servers that span machines: what each part is told, that one part's end is the end of all, and
+which part is named. Small scripts stand for SGLang; tests/end_to_end/test_launch_machines.py
+has the real one.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +67,8 @@ def told(folder: Path, part: str) -> dict[str, Any]:
 
 def test_parts_are_told_their_number_and_where_they_meet(folder: Path) -> None:
     with start(folder) as servers:
-        first, other = told(folder, "engine0"), told(folder, "engine0-part1")
+        first = told(folder, "engine0")
+        other = told(folder, "engine0-part1")
         assert (first["node-rank"], other["node-rank"]) == (0, 1)
         assert first["nnodes"] == other["nnodes"] == 2
         assert first["dist-init-addr"] == other["dist-init-addr"]
@@ -101,7 +104,10 @@ def test_the_end_of_one_part_is_the_end_of_all_and_all_are_started_again(folder:
 
 def test_a_part_that_does_not_start_is_named(folder: Path) -> None:
     script = '[[ $4 == *part1* ]] && { echo "ValueError: no GPU"; exit 3; }; sleep 600'
-    words = r"(?s)engine0 is on 2 machines, and engine0-part1 did not start: .*exited with code 3 .*ValueError: no GPU"
+    words = (
+        r"(?s)engine0 is on 2 machines, and engine0-part1 did not start: .*exited with code 3"
+        r" .*ValueError: no GPU"
+    )
     with pytest.raises(EngineError, match=words):
         start(folder, script)
 

@@ -1,4 +1,6 @@
-"""Device memory that is lent to an engine which fails. References stand in for a device's, the server is real."""
+"""Device memory that is lent to an engine which fails. References stand in for a device's, the
+server is real.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Routes by handle (runtime/route_store.py): a real store process, asked as ranks of another machine ask it."""
+"""Routes by handle (runtime/route_store.py): a real store process, asked as ranks of another
+machine ask it.
+"""
 
 import shutil
 import signal
@@ -15,7 +17,8 @@ from rlhf_megatron.runtime import route_store
 from rlhf_megatron.runtime.route_store import RouteStoreProcess, enable_route_stores
 
 SECRET = b"s" * 64
-LAYERS, TOP_K = 6, 8
+LAYERS = 6
+TOP_K = 8
 WANTED = {LAYERS: np.array([4, 5])}
 AFAR = "/another/machine"
 
@@ -25,7 +28,9 @@ def ids_of(num_tokens: int, seed: int = 0) -> expert_route_files.ExpertIds:
 
 
 def from_afar(handle: str) -> str:
-    """The same handle with a path that this machine does not see; a store looks for a name in its own directory."""
+    """The same handle with a path that this machine does not see; a store looks for a name in its
+    own directory.
+    """
     address, path = expert_route_files.split_route_handle(handle)
     return f"{address}{AFAR}/{Path(path).name}"
 
@@ -156,7 +161,8 @@ def test_a_machine_has_no_more_files_than_it_may_and_tells_what_it_has(
 ) -> None:
     told: list[str] = []
     each = ids_of(1000).nbytes + 128
-    folder, most = str(tmp_path / "routes"), 2 * each
+    folder = str(tmp_path / "routes")
+    most = 2 * each
     files = RouteFileRetention(tmp_path / "routes", True, False, most, told.append)
     files.remove_unneeded_files(())
     assert told == [f"files of routes: at most {most / 1e9:.3g} GB in {folder} (rollout.routes_gb)"]
@@ -170,10 +176,8 @@ def test_a_machine_has_no_more_files_than_it_may_and_tells_what_it_has(
     ):
         expert_route_files.write_route_file(folder, ids_of(1), most)
     assert len(list((tmp_path / "routes").iterdir())) == 2, "what could not be written left nothing"
-    near, far = (
-        RouteFileRetention(tmp_path / "routes", True),
-        RouteFileRetention(tmp_path / "none", True, False, most, told.append),
-    )
+    near = RouteFileRetention(tmp_path / "routes", True)
+    far = RouteFileRetention(tmp_path / "none", True, False, most, told.append)
     for found in (
         near.measure_storage(()),
         far.measure_storage(handles),

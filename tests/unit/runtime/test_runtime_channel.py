@@ -1,4 +1,6 @@
-"""The control channel: who is let in, what is taken, and what a peer cannot do. Threads and sockets only."""
+"""The control channel: who is let in, what is taken, and what a peer cannot do. Threads
+and sockets only.
+"""
 
 import errno
 import os
@@ -43,7 +45,8 @@ from rlhf_megatron.runtime.remote_worker_group import HostLink, RemoteWorkerGrou
 from rlhf_megatron.runtime.role_host import MainThreadActivity
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-SECRET, OTHER = b"s" * 64, b"t" * 64
+SECRET = b"s" * 64
+OTHER = b"t" * 64
 
 
 def handshake(host_secret: bytes, controller_secret: bytes) -> list[object]:
@@ -174,7 +177,8 @@ def test_half_of_a_reply_holds_up_no_other_host() -> None:
         for rank, (ours, _) in enumerate(pairs)
     ]
     group = RemoteWorkerGroup(ParallelLayout(2), links, 600.0, 600.0, lambda where, message: None)
-    slow, fast = pairs[0][1], MessageChannel(pairs[1][1])
+    slow = pairs[0][1]
+    fast = MessageChannel(pairs[1][1])
     try:
         called = group.broadcast_call("toy.update")
         reply = codec.encode_message(RoleCallReply(1, "whole"))
@@ -267,7 +271,9 @@ def open_files(soft: int) -> Iterator[None]:
 
 
 def test_two_thousand_ranks_register() -> None:
-    """And not one is lost, though more connect at one time than are greeted, and strangers hold places."""
+    """And not one is lost, though more connect at one time than are greeted, and
+    strangers hold places.
+    """
     layout = ParallelLayout(world_size=2000)
     listener = open_listener("127.0.0.1")
     port = listener.getsockname()[1]
@@ -387,7 +393,9 @@ def test_an_answer_that_cannot_be_sent_becomes_a_failure_and_pings_are_answered_
 
 
 def test_a_call_that_breaks_while_it_is_sent_ends_the_group_at_once() -> None:
-    """One host may have it already, and would wait in a collective for the other until the deadline."""
+    """One host may have it already, and would wait in a collective for the other
+    until the deadline.
+    """
     pairs = [socket.socketpair() for _ in range(2)]
     links = [
         HostLink(rank, f"[toy tp{rank}]", MessageChannel(ours), 0, "")

@@ -111,10 +111,11 @@ def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
 
 
 def test_plans_heed_what_the_layout_demands() -> None:
-    """tp2 with sequence parallelism, cp2, pp2 in two rounds: documents in fours, packed in eights, pairs of batches.
+    """tp2 with sequence parallelism, cp2, pp2 in two rounds: documents in fours, packed in eights,
+    pairs of batches.
 
-    The forwarded lengths 9, 4, 2 become 12, 4, 4. A rank's budget of 6 is 12 for the two that split each document, of
-    which 8 can be used; a rank's budget of 8 is 16.
+    The forwarded lengths 9, 4, 2 become 12, 4, 4. A rank's budget of 6 is 12 for the two that split
+    each document, of which 8 can be used; a rank's budget of 8 is 16.
     """
     layout = ParallelLayout(world_size=8, tp=2, pp=2, cp=2, vpp=2, sequence_parallel=True)
     batch = batch_of(list(range(10)), list(range(5)), list(range(3)))

@@ -27,10 +27,13 @@ class Named:
 
 
 class Machine:
-    """A keeper that begins after its third report; `begun` is the answer of the call that tells it to."""
+    """A keeper that begins after its third report; `begun` is the answer of the call
+    that tells it to.
+    """
 
     def __init__(self) -> None:
-        self.pid, self.left = 100, 0
+        self.pid = 100
+        self.left = 0
         self.is_done = True
 
     def begin(self, is_again: bool) -> tuple[Machine, Machine]:

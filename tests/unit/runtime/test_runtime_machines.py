@@ -53,7 +53,8 @@ def load(tmp_path: Path) -> Callable[[list[str]], LoadedConfig]:
         (FOUR_ENGINES, [0, 1, 0, 1]),
         ([*FOUR_ENGINES, "rollout.engine_machines=[1]"], [1, 1, 1, 1]),
         ([*FOUR_ENGINES, "rollout.engine_machines=[2,3]", DISK], [2, 3, 2, 3]),
-        # One tensor parallel group over both machines of one rank each: no machine has the actor whole.
+        # One tensor parallel group over both machines of one rank each: no machine has
+        # the actor whole.
         ([*TWO, "trainer.n_gpus_per_node=1", "rollout.num_engines=2"], [0, 0]),
         # Of two machines of 3 ranks at tp 2, each has a copy whole and half of another.
         ([*TWO, "trainer.n_gpus_per_node=3", "rollout.num_engines=2"], [0, 1]),
@@ -108,11 +109,17 @@ def test_the_rule_is_told(load) -> None:
         ),
         (
             ["rollout.colocated=true", "trainer.runtime=ray"],
-            "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but rollout.num_engines (1) are",
+            (
+                "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but"
+                " rollout.num_engines (1) are"
+            ),
         ),
         (
             [*RAY_SPLIT, "rollout.num_engines=2", "rollout.colocated=true", "trainer.runtime=ray"],
-            "(tensor) does not reach engines on machines [0, 1] of 2 with ranks (trainer.nnodes): no whole copy",
+            (
+                "(tensor) does not reach engines on machines [0, 1] of 2 with ranks"
+                " (trainer.nnodes): no whole copy"
+            ),
         ),
         (
             ["rollout.colocated=true"],
@@ -120,7 +127,10 @@ def test_the_rule_is_told(load) -> None:
         ),
         (
             [*SPANS, "rollout.weight_transport=tensor"],
-            "(tensor) goes through memory of one machine, which an engine on 2 (rollout.sglang.args.nnodes) does not",
+            (
+                "(tensor) goes through memory of one machine, which an engine on 2"
+                " (rollout.sglang.args.nnodes) does not"
+            ),
         ),
         (
             [*SPANS, "rollout.engine_machines=[1]"],

@@ -1,4 +1,6 @@
-"""Two pools in one job under torchrun, with the toy roles of runtime_toy.py; and which ranks are whose."""
+"""Two pools in one job under torchrun, with the toy roles of runtime_toy.py; and which
+ranks are whose.
+"""
 
 import json
 from collections.abc import Iterator
@@ -79,7 +81,8 @@ def test_a_late_call_tells_what_the_hosts_of_both_pools_do(start: Start) -> None
     lines = run.console().splitlines()
     lines = lines[
         lines.index(
-            "HostTimeoutError: critic.hang was not finished within 2 s (trainer.stage_timeout_s). The hosts:"
+            "HostTimeoutError: critic.hang was not finished within 2 s"
+            " (trainer.stage_timeout_s). The hosts:"
         ) :
     ]
     heads = {line.split("]")[0].strip() + "]": line for line in lines if line.startswith("  [")}

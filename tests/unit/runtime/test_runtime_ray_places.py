@@ -1,4 +1,6 @@
-"""What a run asks a Ray cluster for, what it says where there is no room, and the environment of its processes."""
+"""What a run asks a Ray cluster for, what it says where there is no room, and the environment of
+its processes.
+"""
 
 import importlib.metadata
 import os

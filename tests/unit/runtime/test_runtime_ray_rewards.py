@@ -1,4 +1,6 @@
-"""Reward workers in several actors, which are objects of this process here; the last test has real ones."""
+"""Reward workers in several actors, which are objects of this process here; the last test
+has real ones.
+"""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def test_weights_through_memory_need_the_drivers_machine() -> None:
     with pytest.raises(EngineError) as caught:
         assign_engine_seat(At("10.0.0.2", "b"), seating(ranks("0", "1"), must_share=True))
     assert str(caught.value) == (
-        "engine1 was placed on 10.0.0.2, another machine than the driver's, which weights do not reach: rollout.engine"
-        " local and rollout.weight_transport tensor go through the driver's memory; use sglang with process_group or"
-        " disk, or make room on the driver's machine."
+        "engine1 was placed on 10.0.0.2, another machine than the driver's, which weights do not"
+        " reach: rollout.engine local and rollout.weight_transport tensor go through the driver's"
+        " memory; use sglang with process_group or disk, or make room on the driver's machine."
     )
 
 
@@ -109,8 +109,8 @@ def test_turns_with_more_devices_than_there_are() -> None:
             At("10.0.0.1", "a"), seating(ranks("4", "5", "6"), num_shared=2, first_shared=2)
         )
     assert str(caught.value) == (
-        "engine1 takes turns with devices 2 to 3 of the ranks on its machine, which have 3 (rollout.colocated); lower"
-        " rollout.num_engines or its tp-size."
+        "engine1 takes turns with devices 2 to 3 of the ranks on its machine, which have 3"
+        " (rollout.colocated); lower rollout.num_engines or its tp-size."
     )
 
 
@@ -126,7 +126,10 @@ def test_devices_are_for_ray_to_give(key: str) -> None:
     load_run_config(QUICKSTART, settings)
     with pytest.raises(ConfigError) as caught:
         load_run_config(QUICKSTART, ["trainer.runtime=ray", *settings])
-    said = "names devices, but with trainer.runtime ray each server sees those that Ray gives it; remove it."
+    said = (
+        "names devices, but with trainer.runtime ray each server sees those that Ray gives"
+        " it; remove it."
+    )
     text = str(caught.value)
     assert f"{key} {said}" in text and f"rollout.sglang.env.CUDA_VISIBLE_DEVICES {said}" in text
 

@@ -115,7 +115,8 @@ def test_requests_carry_a_seed_a_sample() -> None:
 def test_collect_lays_prompts_and_responses_out() -> None:
     tokenizer = load_tokenizer(MODEL)
     eos = tokenizer.eos_token_id
-    one, two = tokenizer.encode("1")[0], tokenizer.encode("2")[0]
+    one = tokenizer.encode("1")[0]
+    two = tokenizer.encode("2")[0]
     spans = (VersionSpan(3, 0, 1), VersionSpan(4, 1, 2))
     groups = [
         [
@@ -319,8 +320,9 @@ def test_supervised_mini_batch_is_a_mean_over_answer_tokens() -> None:
 
 
 def test_a_critic_learns_nothing_from_masked_samples() -> None:
-    """Samples of 1 .. 4 response tokens, the third masked. All ten tokens are in the denominator of the loss, but its
-    three have no weight; metrics are means over the other seven."""
+    """Samples of 1 .. 4 response tokens, the third masked. All ten tokens are in the denominator of
+    the loss, but its three have no weight; metrics are means over the other seven.
+    """
     statuses = ("ok", "malformed", "masked:server", "ok")
     ones = torch.ones(14)
     batch = replace(train_batch(4), reward_statuses=statuses, values=2 * ones, returns=3 * ones)
@@ -360,53 +362,52 @@ def test_critic_and_actor_see_the_same_samples_in_mini_batches_of_one_size() -> 
 
 
 def test_batch_metrics_by_hand() -> None:
-    # Three samples of 3, 1, 2 tokens, of them 2, 0, 1 of the response; rewards 1, masked, 0.5; groups 7, 7, 8.
+    # Three samples of 3, 1, 2 tokens, of them 2, 0, 1 of the response; rewards 1, masked, 0.5;
+    # groups 7, 7, 8.
     entropies = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0])
     found = batch_metrics.compute_batch_metrics(to_train(scored(), entropies=entropies))
-    assert (
-        found
-        == pytest.approx(
-            {
-                "critic/rewards/mean": 0.75,
-                "critic/rewards/max": 1.0,
-                "critic/rewards/min": 0.5,
-                "critic/rewards/std": 0.125**0.5,  # (0.25^2 + 0.25^2) / (2 - 1)
-                "critic/advantages/mean": 2.0,
-                "critic/advantages/max": 4.0,
-                "critic/advantages/min": -1.0,
-                "reward/masked": 1 / 3,
-                "reward/mixed_groups": 0.0,  # the second sample of group 7 is masked: no group has two that count
-                "reward/uniform_groups": 0.0,
-                "reward/solve_all": 0.0,
-                "reward/solve_none": 0.0,
-                "reward/part/exact": 0.5,
-                "reward/source/s/mean": 0.75,
-                "reward/source/s/count": 2,
-                "reward/source/s/masked": 1 / 3,
-                "reward/status/ok": 2 / 3,
-                "reward/status/masked:aborted": 1 / 3,
-                "response_length/mean": 1.0,
-                "response_length/max": 2,
-                "response_length/min": 0,
-                "response_length/clip_ratio": 1 / 3,
-                "response_length_non_aborted/mean": 1.5,  # of 2 and 1
-                "response_length_non_aborted/max": 2,
-                "response_length_non_aborted/min": 1,
-                "response_length_non_aborted/clip_ratio": 0.5,
-                "response/aborted_ratio": 1 / 3,
-                "prompt_length/mean": 1.0,
-                "prompt_length/max": 1,
-                "prompt_length/min": 1,
-                "rollout/finish_reason/stop": 1 / 3,
-                "rollout/finish_reason/length": 1 / 3,
-                "rollout/finish_reason/abort": 1 / 3,
-                "rollout/samples_of_several_versions": 1 / 3,
-                "rollout/cached_token_share": 1 / 3,  # one of the three prompt tokens
-                "rollout/num_retractions": 2,
-                "perf/total_num_tokens": 6.0,
-                "actor/entropy": 3.0,
-            }
-        )
+    assert found == pytest.approx(
+        {
+            "critic/rewards/mean": 0.75,
+            "critic/rewards/max": 1.0,
+            "critic/rewards/min": 0.5,
+            "critic/rewards/std": 0.125**0.5,  # (0.25^2 + 0.25^2) / (2 - 1)
+            "critic/advantages/mean": 2.0,
+            "critic/advantages/max": 4.0,
+            "critic/advantages/min": -1.0,
+            "reward/masked": 1 / 3,
+            # the second sample of group 7 is masked: no group has two that count
+            "reward/mixed_groups": 0.0,
+            "reward/uniform_groups": 0.0,
+            "reward/solve_all": 0.0,
+            "reward/solve_none": 0.0,
+            "reward/part/exact": 0.5,
+            "reward/source/s/mean": 0.75,
+            "reward/source/s/count": 2,
+            "reward/source/s/masked": 1 / 3,
+            "reward/status/ok": 2 / 3,
+            "reward/status/masked:aborted": 1 / 3,
+            "response_length/mean": 1.0,
+            "response_length/max": 2,
+            "response_length/min": 0,
+            "response_length/clip_ratio": 1 / 3,
+            "response_length_non_aborted/mean": 1.5,  # of 2 and 1
+            "response_length_non_aborted/max": 2,
+            "response_length_non_aborted/min": 1,
+            "response_length_non_aborted/clip_ratio": 0.5,
+            "response/aborted_ratio": 1 / 3,
+            "prompt_length/mean": 1.0,
+            "prompt_length/max": 1,
+            "prompt_length/min": 1,
+            "rollout/finish_reason/stop": 1 / 3,
+            "rollout/finish_reason/length": 1 / 3,
+            "rollout/finish_reason/abort": 1 / 3,
+            "rollout/samples_of_several_versions": 1 / 3,
+            "rollout/cached_token_share": 1 / 3,  # one of the three prompt tokens
+            "rollout/num_retractions": 2,
+            "perf/total_num_tokens": 6.0,
+            "actor/entropy": 3.0,
+        }
     )
 
 
@@ -460,10 +461,8 @@ def test_latencies_of_reward_servers_have_quantiles() -> None:
 
 def test_values_and_returns_of_samples_that_count() -> None:
     """Response tokens are 1, 2 and 5; with the first sample masked only token 5 counts."""
-    values, returns = (
-        torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0]),
-        torch.tensor([9.0, 0.0, 4.0, 9.0, 9.0, 5.0]),
-    )
+    values = torch.tensor([9.0, 1.0, 2.0, 9.0, 9.0, 6.0])
+    returns = torch.tensor([9.0, 0.0, 4.0, 9.0, 9.0, 5.0])
     found = batch_metrics.compute_value_metrics(to_train(scored(), values=values, returns=returns))
     assert found == {
         "critic/values/mean": 3.0,
@@ -483,7 +482,9 @@ def test_values_and_returns_of_samples_that_count() -> None:
 
 
 def test_every_token_has_its_version() -> None:
-    """Samples of 3, 1, 2 tokens with 2, 0, 1 of the response; the first turned from version 1 to 2 within it."""
+    """Samples of 3, 1, 2 tokens with 2, 0, 1 of the response; the first turned from version 1
+    to 2 within it.
+    """
     assert batch_metrics.assign_token_versions(scored()).tolist() == [1, 1, 2, 1, 2, 2]
     plain = replace(scored(), version_spans=((), (), ()))
     assert batch_metrics.assign_token_versions(plain).tolist() == [1, 1, 1, 1, 2, 2]

@@ -91,7 +91,8 @@ def test_the_run_tells_how_many_groups_are_done() -> None:
         ((0,), (1,), (2,)), ("0", "1", "2"), ("12", "3", "4"), ("s",) * 3, (0, 1, 2), ("",) * 3
     )
     fleet = CannedFleet([["12", "12"], ["3", "999"], ["5", "6"]])
-    data, said = RunData(None, (), fleet.tokenizer, (14,)), []
+    data = RunData(None, (), fleet.tokenizer, (14,))
+    said = []
     config = RunConfig(rollout=RolloutConfig(n=2))
     parts = AlgorithmSetup(None, None, needs_reference=False)
     StepStages(
@@ -101,7 +102,9 @@ def test_the_run_tells_how_many_groups_are_done() -> None:
 
 
 def test_evaluation_has_a_sampling_of_its_own() -> None:
-    """What training samples from stays softmax(logits / rollout.temperature), whatever evaluation leaves out."""
+    """What training samples from stays softmax(logits / rollout.temperature), whatever
+    evaluation leaves out.
+    """
     asked = PromptBatch(((0,),), ("0",), ("12",), ("s",), (0,), ("",))
     fleet = CannedFleet([["12", "12", "3"]])
     data = RunData(None, (EvaluationSet("s", asked),), fleet.tokenizer, (14,))

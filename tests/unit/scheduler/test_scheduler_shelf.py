@@ -1,4 +1,6 @@
-"""What the scheduler hands to the registered estimators: all columns that they name, and no pass for nothing."""
+"""What the scheduler hands to the registered estimators: all columns that they name, and no
+pass for nothing.
+"""
 
 from __future__ import annotations
 
@@ -64,7 +66,8 @@ class Calls:
 def test_squared_probabilities_are_summed_only_for_an_estimator_that_reads_them(
     name: str, is_asked: bool
 ) -> None:
-    config, calls = config_of(name), Calls()
+    config = config_of(name)
+    calls = Calls()
     found = request_annotations(
         RoleProxies(calls),
         UpdateSettings.from_run_config(config),
@@ -104,9 +107,10 @@ def test_an_estimator_gets_every_column_of_the_batch() -> None:
 
 
 def test_gdpo_reads_the_parts_and_not_the_reward() -> None:
-    """Groups (0, 1) and (2, 3), lengths 1 2 3 4. Each group's parts (1, 2) and (3, 4) are -+ sqrt(1/2) normalised, the
-    part that is not named is not looked at. Whitened over the 10 tokens: mean (-1 + 2 - 3 + 4) / 10 = 0.2 of them,
-    variance (10 - 10 * 0.2^2) / 9 of +-1, so that the advantages are (-1 - 0.2) and (1 - 0.2) over sqrt(9.6 / 9).
+    """Groups (0, 1) and (2, 3), lengths 1 2 3 4. Each group's parts (1, 2) and (3, 4) are -+
+    sqrt(1/2) normalised, the part that is not named is not looked at. Whitened over the 10 tokens:
+    mean (-1 + 2 - 3 + 4) / 10 = 0.2 of them, variance (10 - 10 * 0.2^2) / 9 of +-1, so that the
+    advantages are (-1 - 0.2) and (1 - 0.2) over sqrt(9.6 / 9).
     """
     config = config_of("gdpo", gdpo_reward_keys=["exact_match"], epsilon=0.0)
     scored = scored_batch()
@@ -116,7 +120,8 @@ def test_gdpo_reads_the_parts_and_not_the_reward() -> None:
     )
     train, _ = AdvantageStage(config.algorithm, load_algorithm_setup(config))(batch)
     first = [train.advantages[int(offset) + 1].item() for offset in train.offsets[:-1]]
-    low, high = -1.2 / (9.6 / 9) ** 0.5, 0.8 / (9.6 / 9) ** 0.5
+    low = -1.2 / (9.6 / 9) ** 0.5
+    high = 0.8 / (9.6 / 9) ** 0.5
     assert first == pytest.approx([low, high, low, high], rel=1e-5)
 
 

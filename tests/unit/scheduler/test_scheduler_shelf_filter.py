@@ -1,4 +1,6 @@
-"""Groups without signal give way to other prompts: until the step is full, the batches are used up, or none teaches."""
+"""Groups without signal give way to other prompts: until the step is full, the batches are used up,
+or none teaches.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,8 @@ class Fleet:
 
     def __init__(self, kinds: str = KINDS, stops_after: int | None = None) -> None:
         self.tokenizer = load_tokenizer(MODEL)
-        self.kinds, self.stops_after = kinds, stops_after
+        self.kinds = kinds
+        self.stops_after = stops_after
         self.num_asked = 0
 
     def generate(
@@ -130,7 +133,9 @@ def drawn(stages: StepStages) -> int:
 
 
 def test_prompts_follow_until_the_step_is_full() -> None:
-    """KINDS has mixed groups at 1 | 5 6 | 9 | 14 15: the fourth group comes with the third batch."""
+    """KINDS has mixed groups at 1 | 5 6 | 9 | 14 15:
+    the fourth group comes with the third batch.
+    """
     stages = stages_of(Fleet())
     batch = run(stages)
     assert prompts_of(batch) == [1, 5, 6, 9] and batch.group_ids.tolist() == [
@@ -180,9 +185,9 @@ def test_a_step_trains_on_what_stands_when_the_batches_are_used_up(
     assert prompts_of(batch) == [1, 5, 6] and drawn(stages) == 8
     assert stages._step_metrics["filter_groups/num_groups"] == 3.0
     assert (
-        "algorithm.filter_groups: 3 of 4 groups differ in reward after 2 batches (max_num_gen_batches); the step trains"
-        " on those." in caplog.text
-    )
+        "algorithm.filter_groups: 3 of 4 groups differ in reward after 2 batches"
+        " (max_num_gen_batches); the step trains on those."
+    ) in caplog.text
 
 
 def test_where_none_teaches_nothing_is_updated(caplog: pytest.LogCaptureFixture) -> None:
@@ -191,9 +196,9 @@ def test_where_none_teaches_nothing_is_updated(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         scored = run(stages)
     assert (
-        "0 of 4 groups differ in reward after 2 batches (max_num_gen_batches); no update in this step"
-        in caplog.text
-    )
+        "0 of 4 groups differ in reward after 2 batches (max_num_gen_batches); no update"
+        " in this step"
+    ) in caplog.text
     assert prompts_of(scored) == [0, 1, 2, 3] and drawn(stages) == 8
     old = torch.zeros(scored.num_tokens)
     train = stages.compute_advantages(1, add_columns(AnnotatedBatch, scored, old_log_probs=old))
@@ -225,7 +230,9 @@ def test_greedy_samples_come_with_every_batch() -> None:
 def test_a_killed_step_goes_on_where_it_was(
     tmp_path: Path, stops_after: int, estimator: str
 ) -> None:
-    """Killed before, in and between batches of 4 prompts; the same step comes out, and the same place of the stream."""
+    """Killed before, in and between batches of 4 prompts; the same step comes out, and the same
+    place of the stream.
+    """
     whole = run(stages_of(straight := Fleet(), estimator=estimator))
     with pytest.raises(Killed):
         run(stages_of(Fleet(stops_after=stops_after), StepJournal(tmp_path, "same"), estimator))

@@ -1,4 +1,6 @@
-"""One greedy sample a prompt: asked for with the step's own, scored with them, kept as a column and nothing else."""
+"""One greedy sample a prompt: asked for with the step's own, scored with them, kept as a column
+and nothing else.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ PROMPTS = PromptBatch(
     (10, 11, 12),
     ("",) * 3,
 )
-SAMPLED, GREEDY = [["12", "9"], ["9", "12"], ["12", "12"]], [["12"], ["999"], ["8"]]
+SAMPLED = [["12", "9"], ["9", "12"], ["12", "12"]]
+GREEDY = [["12"], ["999"], ["8"]]
 
 
 class Killed(Exception):
@@ -183,7 +186,8 @@ def test_what_was_generated_before_a_kill_is_not_asked_for_again(
     with pytest.raises(Killed):
         run(stages_of("remax", Fleet(stops_after), StepJournal(tmp_path, "same")))
     again = stages_of("remax", fleet := Fleet(), StepJournal(tmp_path, "same"))
-    scored, whole = run(again), run(stages_of("remax", Fleet()))
+    scored = run(again)
+    whole = run(stages_of("remax", Fleet()))
     assert fleet.asked == list(range(stops_after, 6))
     assert torch.equal(scored.token_ids, whole.token_ids) and torch.equal(
         scored.rewards, whole.rewards

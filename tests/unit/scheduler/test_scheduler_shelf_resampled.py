@@ -1,4 +1,6 @@
-"""PF-PPO in a step: what is drawn keeps its columns, is the same for the same seed and step, and nothing masked."""
+"""PF-PPO in a step: what is drawn keeps its columns, is the same for the same seed and step, and
+nothing masked.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ def test_rows_and_weights_stay_paired() -> None:
 
 
 def test_a_reward_of_zero_is_never_drawn_and_the_largest_are_drawn_most() -> None:
-    """|r|^2 of rewards 0 .. 9 sums to 285: sample 9 has 81 of them, 2.84 of 10 draws; the smaller half 30 / 285."""
+    """|r|^2 of rewards 0 .. 9 sums to 285: sample 9 has 81 of them, 2.84 of 10 draws; the smaller
+    half 30 / 285.
+    """
     batch = train_batch()
     counts = torch.zeros(10)
     for step in range(400):
@@ -50,7 +54,8 @@ def test_a_reward_of_zero_is_never_drawn_and_the_largest_are_drawn_most() -> Non
         counts += torch.bincount(drawn.sample_ids, minlength=10)
     shares = counts / counts.sum()
     assert counts[0] == 0
-    # The standard deviation of a share p of 4000 draws is sqrt(p (1 - p) / 4000): 0.0071 for the largest.
+    # The standard deviation of a share p of 4000 draws is sqrt(p (1 - p) / 4000): 0.0071
+    # for the largest.
     assert shares[9].item() == pytest.approx(81 / 285, abs=0.03)
     assert shares[:5].sum().item() == pytest.approx(30 / 285, abs=0.02)
 

@@ -36,7 +36,9 @@ def supply_threads() -> list[str]:
 
 
 def test_one_step_off_trains_on_what_the_policy_before_has_sampled() -> None:
-    """Batches of 2. The second one is generated while the first is trained, and the sync waits for it."""
+    """Batches of 2. The second one is generated while the first is trained, and the
+    sync waits for it.
+    """
     bench = Bench("one_step_off", last_step=3)
     with bench.supply:
         bench.session.end(1, 0)
@@ -119,14 +121,17 @@ def test_no_sample_is_older_than_the_bound_and_no_prompt_trains_twice(
 
 @pytest.mark.parametrize("late", ["drop", "again"])
 def test_samples_that_come_as_their_group_is_given_up_are_nobodys(late: str) -> None:
-    """Groups 2 and 0 end together. The step takes 2, which leaves 0 too old, while the samples of 0 are on their way
-    from the session to the ledger. The run goes on, with the next group or with a second attempt at 0."""
+    """Groups 2 and 0 end together. The step takes 2, which leaves 0 too old, while the samples of 0
+    are on their way from the session to the ledger. The run goes on, with the next group or with a
+    second attempt at 0.
+    """
 
     class Held(GroupJournal):
         """Stands between the session and the ledger."""
 
         def __init__(self) -> None:
-            self.has_come, self.may_go_on = threading.Event(), threading.Event()
+            self.has_come = threading.Event()
+            self.may_go_on = threading.Event()
 
         def write_prompt_groups(self, group: int, samples_by_request: object) -> None:
             if group == 0 and not self.may_go_on.is_set():
@@ -158,8 +163,11 @@ def test_samples_that_come_as_their_group_is_given_up_are_nobodys(late: str) -> 
 
 @pytest.mark.parametrize("is_aborted", [False, True])
 def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
-    """Another thread takes a group's samples, or aborts it, between the test's look and its word."""
-    session, others = HeldSession(), []
+    """Another thread takes a group's samples, or aborts it,
+    between the test's look and its word.
+    """
+    session = HeldSession()
+    others = []
     session.submit(7, make_requests(stream_of().fetch_prompts([7]), 1)[0])
 
     def choose(running: list[int]) -> int:
@@ -179,7 +187,9 @@ def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
 
 
 def test_early_annotations_are_those_of_the_whole_batch() -> None:
-    """Batches of 4 groups, pieces of 2 samples at least: a group each, in the order in which they come."""
+    """Batches of 4 groups, pieces of 2 samples at least: a group each, in the order in
+    which they come.
+    """
     bench = Bench("streaming", batch_size=4, last_step=2)
     with bench.supply:
         with in_thread(
@@ -221,13 +231,17 @@ def test_a_step_trains_on_what_there_is_when_its_batches_are_used_up(
     bench.session.answers = {number: ("1", "1") for number in range(50) if number != 4}
     with caplog.at_level(logging.WARNING), bench.supply:
         assert bench.take(1) == [4]
-    words = "1 of 2 groups differ in reward after 3 batches (max_num_gen_batches); the step trains on those."
+    words = (
+        "1 of 2 groups differ in reward after 3 batches (max_num_gen_batches); the step"
+        " trains on those."
+    )
     assert words in caplog.text
 
 
 def test_a_limit_of_batches_does_not_leave_old_groups_behind() -> None:
-    """4 groups were scored since step 1, which is the limit, and three can train. But step 2 is the last that may have
-    group 0, which is still generated and began with version 1: it is waited for."""
+    """4 groups were scored since step 1, which is the limit, and three can train. But step 2 is the
+    last that may have group 0, which is still generated and began with version 1: it is waited for.
+    """
     filters = FilterGroupsConfig(enable=True, max_num_gen_batches=2)
     bench = Bench("asynchronous", {"max_lag": 1}, filter_groups=filters)
     bench.session.answers = {4: ("1", "1")}
@@ -327,7 +341,9 @@ def test_progress_names_the_groups_that_are_not_trained() -> None:
 
 
 def test_a_group_that_is_too_old_is_generated_anew() -> None:
-    """Group 1 runs over the sync, is given up and started from the new weights; its samples are of these alone."""
+    """Group 1 runs over the sync, is given up and started from the new weights; its samples are
+    of these alone.
+    """
     bench = Bench(Hasty(), last_step=2, batch_size=1)
     with bench.supply:
         bench.session.end(0)
@@ -397,7 +413,9 @@ class InOrder(Hasty):
 
 
 def test_what_was_annotated_for_another_policy_is_annotated_again() -> None:
-    """Group 2 has log-probs before 0, which trains in its place: they are of step 1, and it trains at step 2."""
+    """Group 2 has log-probs before 0, which trains in its place: they are of step 1, and it
+    trains at step 2.
+    """
     bench = Bench(InOrder(), last_step=2)
 
     def end_slowly() -> None:

@@ -1,4 +1,6 @@
-"""What a supply keeps for a later process, and what that makes of it; what the threads tell the ledger too late."""
+"""What a supply keeps for a later process, and what that makes of it; what the threads tell the
+ledger too late.
+"""
 
 from __future__ import annotations
 
@@ -107,8 +109,10 @@ def test_a_checkpoint_lets_go_of_what_was_trained_before_it(tmp_path: Path) -> N
 
 
 def test_a_later_process_goes_on_with_what_its_checkpoint_has_not_trained(tmp_path: Path) -> None:
-    """Six prompts were drawn, 1, 3 and 4 of them not trained; the policy is version 5. Group 3 has a token of version
-    6, which is no more; 8 and 10 were started after the checkpoint; 2 was trained before it."""
+    """Six prompts were drawn, 1, 3 and 4 of them not trained; the policy is version 5. Group 3 has
+    a token of version 6, which is no more; 8 and 10 were started after the checkpoint; 2 was
+    trained before it.
+    """
     groups = [finished(1, 4, 5), finished(2, 5), finished(3, 5, 6), finished(8, 5), finished(10, 6)]
     journal = journal_with(tmp_path, *groups)
     found = find_resumable_groups(
@@ -131,7 +135,9 @@ def test_a_later_process_goes_on_with_what_its_checkpoint_has_not_trained(tmp_pa
 
 
 def test_groups_of_other_settings_do_not_wait_for_these_to_come_back(tmp_path: Path) -> None:
-    """Policies of the same version, made with other settings, are others. So is a damaged file of one."""
+    """Policies of the same version, made with other settings, are others. So is a
+    damaged file of one.
+    """
     journal_with(tmp_path, finished(1, 5), finished(8, 5))
     (tmp_path / "group_00000009.samples").write_bytes(b"half")
     assert (
@@ -187,8 +193,9 @@ def test_a_known_group_that_is_too_old_is_dropped() -> None:
 
 
 def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_ones() -> None:
-    """Group 1 is too old after the sync. Its first samples come after that, its first rewards would, too. The files
-    that engines wrote for them are left out with the next batch."""
+    """Group 1 is too old after the sync. Its first samples come after that, its first rewards
+    would, too. The files that engines wrote for them are left out with the next batch.
+    """
     ledger = GroupLedger(GroupFlow(1, 5, 1), Hasty())
     ledger.restore_groups(0)
     assert [(order.kind, order.number) for order in ledger.take_orders()] == [
@@ -237,7 +244,9 @@ def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_one
 
 
 def test_files_of_a_batch_that_no_group_teaches_stay_and_those_of_others_do_not() -> None:
-    """Without signal group 0 trains where nothing else can, and is left out where group 1 has come, too."""
+    """Without signal group 0 trains where nothing else can, and is left out where group 1
+    has come, too.
+    """
     for num_groups, left_out in ((1, set()), (2, {"file 0"})):
         ledger = GroupLedger(GroupFlow(1, 5, 1), Hasty(), max_scored=num_groups)
         ledger.restore_groups(0)
@@ -253,8 +262,11 @@ def test_files_of_a_batch_that_no_group_teaches_stay_and_those_of_others_do_not(
 
 
 def test_what_is_given_up_before_it_was_submitted_never_is() -> None:
-    """Group 1 was started and dropped since the driver looked; 2 was started, given up and started again."""
-    ledger, session = GroupLedger(GroupFlow(1, 5, 1), Hasty()), HeldSession()
+    """Group 1 was started and dropped since the driver looked; 2 was started, given up and
+    started again.
+    """
+    ledger = GroupLedger(GroupFlow(1, 5, 1), Hasty())
+    session = HeldSession()
     driver = EngineDriver(ledger, session, stream_of().fetch_prompts, make_requests, None)
     order = [
         ("submit", 0, 0),
@@ -318,7 +330,8 @@ def test_failures_of_rewards_count_over_the_samples_of_a_batch() -> None:
 class Made:
     """Batches of two groups, the second of which comes first."""
 
-    num_drawn, version = 0, 1
+    num_drawn = 0
+    version = 1
     on_generated: Callable[[Sequence[int]], None]
 
     def next_prompts(self, step: int) -> PromptBatch:
@@ -337,7 +350,9 @@ class Made:
 
 
 def test_a_synchronous_run_has_its_ledger_too() -> None:
-    made, lines, stages = Made(), [], []
+    made = Made()
+    lines = []
+    stages = []
 
     def stage(name: str) -> AbstractContextManager[None]:
         stages.append(name)
@@ -373,7 +388,8 @@ class MadeOfTwo(Made):
 
 
 def test_what_a_synchronous_filter_leaves_out_leaves_the_ledger() -> None:
-    made, lines = MadeOfTwo(), []
+    made = MadeOfTwo()
+    lines = []
     schedule = load_schedule(ScheduleConfig("synchronous"))
     supply = WatchedForeground(
         made, GroupFlow(2, 2, 1), schedule, lambda events: lines.extend(map(str, events))

@@ -1,4 +1,6 @@
-"""A step with a critic: order of calls, what each role trains on, the critic's warm-up, KL in the reward."""
+"""A step with a critic: order of calls, what each role trains on, the critic's warm-up, KL
+in the reward.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,9 @@ class LazyFuture(Future[Any]):
 
     def __init__(self, events: list[str], name: str, value: Any) -> None:
         super().__init__()
-        self.events, self.name, self.value = events, name, value
+        self.events = events
+        self.name = name
+        self.value = value
 
     def result(self, timeout: float | None = None) -> Any:
         self.events.append(f"wait {self.name}")
@@ -82,7 +86,9 @@ SKIP = NonFiniteReport("dp0 pp0 tp0", nan, (BadTensor("a.weight", 1, 0, 8),), ()
 
 
 class FakeGroup:
-    """Answers a call with what its role would: an update with its number, an annotation with a constant column."""
+    """Answers a call with what its role would: an update with its number, an annotation with a
+    constant column.
+    """
 
     layout = ParallelLayout(1)
 
@@ -197,7 +203,9 @@ def test_what_else_is_to_do_is_done_when_each_role_has_work_and_none_is_awaited(
 
 def test_one_mini_batch_stands_at_a_time() -> None:
     """The last is gone before the next is made, whose columns are those that the update reads."""
-    group, stood, made = FakeGroup(), [], []
+    group = FakeGroup()
+    stood = []
+    made = []
     update = plan_actor_update(
         RoleProxies(group),
         UpdateSettings.from_run_config(config_of(actor={"mini_batch_size": 5})),
@@ -261,14 +269,14 @@ def test_critic_and_actor_have_sizes_epochs_and_budgets_of_their_own() -> None:
 
 
 def test_the_one_update_of_a_step_tells_the_old_log_probs() -> None:
-    """No pass of their own but at the first step, before which engine and trainer are compared. Samples are shuffled
-    in the mini-batch, and what it tells comes back to its tokens."""
-    config, group = config_of(actor={"mini_batch_size": 10}), FakeGroup()
+    """No pass of their own but at the first step, before which engine and trainer are compared.
+    Samples are shuffled in the mini-batch, and what it tells comes back to its tokens.
+    """
+    config = config_of(actor={"mini_batch_size": 10})
+    group = FakeGroup()
     stages = stages_of(config, group)
-    stages.setup, stages.weight_sync = (
-        replace(stages.setup, update_returns_old_log_probs=True, needs_values=False),
-        PolicySync(policy_version=1),
-    )
+    stages.setup = replace(stages.setup, update_returns_old_log_probs=True, needs_values=False)
+    stages.weight_sync = PolicySync(policy_version=1)
     batch = replace(train_batch(), old_log_probs=None, entropies=None)
     assert stages.compute_annotations(2, scored()).old_log_probs is None and not group.calls
     assert stages.compute_annotations(1, scored()).old_log_probs is not None and group.sent == [
@@ -399,12 +407,15 @@ def test_the_critic_learns_alone_in_its_warm_up_and_the_policy_stays() -> None:
                 metrics["policy/lag"],
             )
         )
-    alone, both = ["critic.update"], ["critic.update", "actor.update"]
+    alone = ["critic.update"]
+    both = ["critic.update", "actor.update"]
     assert seen == [(alone, 0, 4, 3), (alone, 0, 4, 3), (both, 1, 5, 3), (both, 1, 6, 4)]
 
 
 def annotated(**columns: Any) -> AnnotatedBatch:
-    """`scored()`: response tokens 1, 2 of the first sample (reward 1), 5 of the third (0.5); the second is masked."""
+    """`scored()`: response tokens 1, 2 of the first sample (reward 1), 5 of the third (0.5); the
+    second is masked.
+    """
     return add_columns(AnnotatedBatch, scored(), **columns)
 
 
@@ -415,13 +426,16 @@ KL = {
 
 
 def test_kl_in_the_reward_reaches_advantages_and_moves_its_weight_once_a_step() -> None:
-    """Adaptive: 2 valid samples of horizon 10, KL 0.375 a response against a target of 0.4: relative error -0.0625."""
+    """Adaptive: 2 valid samples of horizon 10, KL 0.375 a response against a target of 0.4:
+    relative error -0.0625.
+    """
     control = KLControlConfig("adaptive", kl_coef=0.5, target_kl=0.4, horizon=10)
     config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="k1", kl_ctrl=control)
     stage = AdvantageStage(config, parts_of("gae", whiten=False))
     batch = annotated(**KL, values=torch.tensor([9.0, 0.25, 0.5, 9.0, 9.0, 1.0]))
     train, metrics = stage(batch)
-    # Token rewards -0.25, 0.125 + 1, -0.25 + 0.5; with gamma and lambda 1 the returns are their sums to the end.
+    # Token rewards -0.25, 0.125 + 1, -0.25 + 0.5; with gamma and lambda 1 the returns are their
+    # sums to the end.
     assert train.returns.tolist() == pytest.approx([0, 0.875, 1.125, 0, 0, 0.25])
     assert train.advantages.tolist() == pytest.approx([0, 0.625, 0.625, 0, 0, -0.75])
     assert metrics["actor/reward_kl_penalty"] == pytest.approx(0.25)
@@ -434,7 +448,9 @@ def test_kl_in_the_reward_reaches_advantages_and_moves_its_weight_once_a_step() 
 
 
 def test_kl_in_the_reward_reaches_group_estimators() -> None:
-    """Two samples of one group with rewards 1 and 0.5, KL of 0.25 and 0.5 a response at weight 2: 0.5 and -0.5."""
+    """Two samples of one group with rewards 1 and 0.5, KL of 0.25 and 0.5 a response at weight
+    2: 0.5 and -0.5.
+    """
     config = AlgorithmConfig(use_kl_in_reward=True, kl_ctrl=KLControlConfig(kl_coef=2.0))
     batch = replace(annotated(**KL), group_ids=torch.tensor([7, 7, 7]))
     train, _ = AdvantageStage(config, parts_of("grpo", norm_adv_by_std_in_grpo=False))(batch)
@@ -445,8 +461,10 @@ def test_kl_in_the_reward_reaches_group_estimators() -> None:
 
 
 def test_rewards_of_steps_reach_estimators_where_they_were_earned() -> None:
-    """A reward model pays 0.25 and 0.5 at the two tokens of the first sample, -1 at that of the third, beside rules of
-    1 and 0.5. With gamma 0.5 the returns are 0.25 + (1.75 - 0.25) / 2, 1.5 and -0.5."""
+    """A reward model pays 0.25 and 0.5 at the two tokens of the first sample, -1 at that of the
+    third, beside rules of 1 and 0.5. With gamma 0.5 the returns are 0.25 + (1.75 - 0.25) /
+    2, 1.5 and -0.5.
+    """
     paid = torch.tensor([0, 0.25, 0.5, 0, 0, -1.0])
     batch = annotated(values=torch.tensor([9.0, 0.5, 0.25, 9.0, 9.0, 1.0]))
     batch = replace(batch, rewards=torch.tensor([1.75, 0.0, -0.5]), process_rewards=paid)
@@ -473,11 +491,13 @@ def test_token_rewards_without_kl_are_the_scores() -> None:
 
 
 def test_a_batch_of_a_former_process_is_recorded_again(tmp_path: Path) -> None:
-    """The ids that its ranks had are gone; while the critic learns alone nothing is recorded. Its advantages are made
-    again, and the journal keeps what it has."""
+    """The ids that its ranks had are gone; while the critic learns alone nothing is recorded. Its
+    advantages are made again, and the journal keeps what it has.
+    """
     config = config_of(actor={"router_replay": "r2"}, trainer={"critic_warmup": 1})
     group = FakeGroup()
-    stages, batch = stages_of(config, group), train_batch()
+    stages = stages_of(config, group)
+    batch = train_batch()
     names = AnnotatedBatch.__dataclass_fields__
     stages.journal = StepJournal(tmp_path / "journal", "these")
     of_prompts: Any = None  # nobody is asked

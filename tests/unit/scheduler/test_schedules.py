@@ -83,8 +83,9 @@ def test_synchronous_makes_up_for_a_group_without_signal() -> None:
 
 
 def test_one_step_off() -> None:
-    """The next batch is started when a step begins. Step 2's sync waits for group 3, and step 3 trains on what was done
-    by then. The last step starts nothing."""
+    """The next batch is started when a step begins. Step 2's sync waits for group 3, and step 3
+    trains on what was done by then. The last step starts nothing.
+    """
     run = play(
         OneStepOffSchedule(),
         *(2, 3),
@@ -113,7 +114,9 @@ def test_one_step_off_starts_nothing_that_the_sync_would_wait_for() -> None:
 
 
 def test_streaming_annotates_what_is_done() -> None:
-    """Group 1 gets its log-probs while 0 is generated; the last of a step gets them with the batch."""
+    """Group 1 gets its log-probs while 0 is generated;
+    the last of a step gets them with the batch.
+    """
     run = play(
         StreamingSchedule(),
         2,
@@ -132,8 +135,9 @@ def test_streaming_annotates_what_is_done() -> None:
 
 
 def test_streaming_waits_for_those_that_were_started_first() -> None:
-    """Three for two. 2 is done before 1 and is no substitute for it: what is quick has no advantage. It is one for 0,
-    which has no signal."""
+    """Three for two. 2 is done before 1 and is no substitute for it: what is quick has no
+    advantage. It is one for 0, which has no signal.
+    """
     patient = StreamingSchedule(oversampling=1.5)
     run = halted(patient, 2, 1, "done 2", "done 0")
     assert brief(run) == "+0 +1 +2 g2 s2 g0 s0 a0", "2 may not train, so it gets no log-probs"
@@ -168,8 +172,10 @@ END_2 = ("update 2", "sync 2")
 
 
 def test_streaming_carries_the_slowest_over() -> None:
-    """1.5 x 2 = 3 groups in flight. Step 1 leaves 0 running; it goes on over the sync. 3 and 4 are done before it, but
-    step 2 is the last that may train it (lag 1), and waits. Step 3 needs one more beside 4: 5, and no third."""
+    """1.5 x 2 = 3 groups in flight. Step 1 leaves 0 running; it goes on over the sync. 3 and 4 are
+    done before it, but step 2 is the last that may train it (lag 1), and waits. Step 3 needs one
+    more beside 4: 5, and no third.
+    """
     run = play(
         StreamingSchedule(1.5, "carry_over", max_lag=1),
         *(2, 3),
@@ -178,14 +184,17 @@ def test_streaming_carries_the_slowest_over() -> None:
         *("done 5", "update 3", "sync 3"),
     )
     assert brief(run) == (
-        "+0 +1 +2 g2 s2 a2 g1 s1 T1 u1 S1 +3 +4 g3 s3 a3 g4 s4 a4 g0 s0 T2 u2 S2 +5 a4 g5 s5 T3 u3 S3"
+        "+0 +1 +2 g2 s2 a2 g1 s1 T1 u1 S1 +3 +4 g3 s3 a3 g4 s4 a4 g0 s0 T2 u2 S2 +5 a4 g5"
+        " s5 T3 u3 S3"
     )
     assert run.batches == [[1, 2], [0, 3], [4, 5]] and run.lags == [[0, 0], [1, 0], [1, 0]]
     assert not reasons(run.flow), "none is lost"
 
 
 def test_asynchronous_is_as_far_ahead_as_the_lag_allows() -> None:
-    """One group a step and instant generation: step k is max_lag steps behind its weights from step 3 on."""
+    """One group a step and instant generation: step k is max_lag steps behind its weights
+    from step 3 on.
+    """
     steps = [line for k in range(1, 6) for line in (f"update {k}", f"sync {k}")]
     run = play(
         AsynchronousSchedule(max_lag=2, annotates_early=False),
@@ -202,7 +211,9 @@ def test_asynchronous_is_as_far_ahead_as_the_lag_allows() -> None:
 
 
 def test_groups_of_lag_zero_are_started_before_a_step_is_taken() -> None:
-    """Two groups a step, max_lag 1: four at the first, none more while both steps' groups are in flight or trained."""
+    """Two groups a step, max_lag 1: four at the first, none more while both steps' groups are in
+    flight or trained.
+    """
     run = halted(AsynchronousSchedule(max_lag=1), 2, 9, "done 0", "done 1")
     assert brief(run) == "+0 +1 +2 +3 g0 s0 a0 g1 s1 T1", (
         "2 in flight of version 0 are trained by version 1"
@@ -219,7 +230,9 @@ WAITS_FOR_0 = ("done 1", "update 1", "sync 1", "done 2")
 
 
 def test_asynchronous_waits_for_a_group_that_would_be_late() -> None:
-    """One group a step, max_lag 1. 1 overtakes 0; 2 may not: version 1 is the last that may train 0."""
+    """One group a step, max_lag 1. 1 overtakes 0; 2 may not: version 1 is the last
+    that may train 0.
+    """
     run = halted(AsynchronousSchedule(max_lag=1), 1, 3, *WAITS_FOR_0)
     assert brief(run) == "+0 +1 g1 s1 T1 u1 S1 +2 g2 s2 a2"
     run.happen("generate", 0)
@@ -228,8 +241,9 @@ def test_asynchronous_waits_for_a_group_that_would_be_late() -> None:
 
 
 def test_early_log_probs_are_for_the_next_batch() -> None:
-    """0 is of version 0, and step 3 is the last that may train it. 3 is enough for a batch by its number and gets its
-    log-probs, though it is held back for 0; 4 is beyond a batch and gets none."""
+    """0 is of version 0, and step 3 is the last that may train it. 3 is enough for a batch by its
+    number and gets its log-probs, though it is held back for 0; 4 is beyond a batch and gets none.
+    """
     run = halted(
         AsynchronousSchedule(max_lag=2),
         1,
@@ -261,7 +275,9 @@ def test_early_log_probs_are_for_the_next_batch() -> None:
 
 
 def test_asynchronous_drops_a_group_that_is_late() -> None:
-    """2 makes step 2. Version 2 will train next, so 0 (of version 0) can no more; 3 and 4 take its and 2's place."""
+    """2 makes step 2. Version 2 will train next, so 0 (of version 0) can no more; 3 and 4 take its
+    and 2's place.
+    """
     run = halted(AsynchronousSchedule(max_lag=1, late="drop"), 1, 4, *WAITS_FOR_0)
     assert brief(run) == "+0 +1 g1 s1 T1 u1 S1 +2 g2 s2 T2 -0:lag +3"
     assert run.schedule.stale_policy is StalePolicy.DROP
@@ -277,8 +293,10 @@ def test_asynchronous_begins_a_late_group_anew() -> None:
 
 
 def test_a_batch_has_the_oldest_tokens() -> None:
-    """0 is begun anew from version 1, so 3 of the same age goes after it by number, and 2 (of version 1, too) between;
-    with groups of versions 1, 0, 1 the one of version 0 goes first, whatever its number and its place in line."""
+    """0 is begun anew from version 1, so 3 of the same age goes after it by number, and 2 (of
+    version 1, too) between; with groups of versions 1, 0, 1 the one of version 0 goes first,
+    whatever its number and its place in line.
+    """
     flow = GroupFlow(2, 9, served_version=1, num_steps_done=1)
     for number, version in ((4, 1), (5, 0), (6, 1)):
         flow.add_generated_group(number, version)
@@ -349,7 +367,9 @@ def test_the_last_steps_start_no_more_than_they_train() -> None:
 
 
 def test_oversampling_is_of_whole_groups() -> None:
-    """1.1 x 10 is 11, though 1.1 in floating point times 10 is a bit more; 1.15 x 20 is 23, though it is a bit less."""
+    """1.1 x 10 is 11, though 1.1 in floating point times 10 is a bit more; 1.15 x 20 is 23, though
+    it is a bit less.
+    """
     assert (
         StreamingSchedule(1.1, "drop").count_groups_to_start(GroupFlow(10, 5, served_version=0))
         == 11

@@ -1,5 +1,6 @@
-"""Whatever comes first and whatever is lost: each step gets its batch, within the bound on the lag, and the run
-ends."""
+"""Whatever comes first and whatever is lost: each step gets its batch, within the bound on the lag,
+and the run ends.
+"""
 
 from __future__ import annotations
 
@@ -61,9 +62,11 @@ def any_order(random: Random) -> Callable[[Sequence[Possible]], Possible]:
 
 
 def adversary(random: Random) -> Callable[[Sequence[Possible]], Possible]:
-    """Some groups end only when nothing else can happen, and events of one kind come first wherever they can: a slow
-    trainer, slow rewards, slow engines."""
-    slow_one_in, order = random.randint(1, 6), ["generate", "score", "lose", "update", "sync"]
+    """Some groups end only when nothing else can happen, and events of one kind come first wherever
+    they can: a slow trainer, slow rewards, slow engines.
+    """
+    slow_one_in = random.randint(1, 6)
+    order = ["generate", "score", "lose", "update", "sync"]
     random.shuffle(order)
 
     def choose(possible: Sequence[Possible]) -> Possible:
@@ -82,7 +85,8 @@ ORDERS = st.sampled_from([any_order, adversary])
 
 def checked(run: Run) -> Run:
     """Goes to the end; then what holds for each schedule."""
-    flow, schedule = run.flow, run.schedule
+    flow = run.flow
+    schedule = run.schedule
     before = flow.num_steps_left, len(flow.groups_in_flight)
     run.go()
     steps, of_before = before
@@ -176,7 +180,8 @@ def test_a_batch_is_awaited_exactly_where_groups_would_be_lost(
     groups: list[tuple[int, bool]], batch_size: int, is_new: bool
 ) -> None:
     """Against a plain count, step by step, of what can train in time after the batch."""
-    max_lag, version = 4, 4 + is_new
+    max_lag = 4
+    version = 4 + is_new
     flow = GroupFlow(batch_size, last_step=100, served_version=version)
     for number, (oldest_version, is_scored) in enumerate(groups):
         flow.add_generated_group(number, oldest_version + is_new)
@@ -186,7 +191,8 @@ def test_a_batch_is_awaited_exactly_where_groups_would_be_lost(
 
     def num_lost(rest: list[int]) -> int:
         """Of groups with these oldest versions, the oldest first, all done by the next sync."""
-        lost, now = 0, version
+        lost = 0
+        now = version
         while rest:
             now += 1
             lost += sum(now - one > max_lag for one in rest)
@@ -249,8 +255,9 @@ def test_admission_alone_keeps_the_bound_where_groups_are_done_in_order(
 def test_a_resumed_run_goes_on_with_what_it_finds(
     schedule: Schedule, order: Callable, seed: int, batch_size: int, steps: int, num_known: int
 ) -> None:
-    """Groups of any age, also of a run that had other parameters: what is too old is dropped or begun anew, more than
-    can be trained in time leave later, and nobody waits for what cannot be."""
+    """Groups of any age, also of a run that had other parameters: what is too old is dropped or
+    begun anew, more than can be trained in time leave later, and nobody waits for what cannot be.
+    """
     random = Random(seed)
     flow = GroupFlow(
         batch_size, last_step=10 + steps, served_version=9, num_steps_done=10, next_group_number=50

@@ -1,4 +1,6 @@
-"""Parts of answers: texts that end at stops, characters of several tokens, calls of tools, requests that are read."""
+"""Parts of answers: texts that end at stops, characters of several tokens, calls of tools, requests
+that are read.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ from rlhf_megatron.jobs.serving.openai_requests import (
 
 
 class Spelled:
-    """A tokenizer of which token 9 is the first byte of a character, 8 and 9 together are that character."""
+    """A tokenizer of which token 9 is the first byte of a character, 8 and 9 together are
+    that character.
+    """
 
     def decode(self, ids: list[int]) -> str:
         text = "".join("abcdefgh<9"[i] for i in ids)

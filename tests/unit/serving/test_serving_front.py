@@ -1,4 +1,6 @@
-"""The front over a backend that answers from a list: paths, keys, streams and the end, without an engine."""
+"""The front over a backend that answers from a list: paths, keys, streams and the end,
+without an engine.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +30,13 @@ from rlhf_megatron.rollout.engine_interface import (
 
 
 class Counting:
-    """Draws the token after the last one, from version 3 and from the third token on from version 4."""
+    """Draws the token after the last one, from version 3 and from the third token on
+    from version 4.
+    """
 
-    version, num_running, num_engines = 4, 0, (1, 2)
+    version = 4
+    num_running = 0
+    num_engines = (1, 2)
     counters = Counter({"rollout/engine_restarts": 5})  # noqa: RUF012
 
     def __init__(self) -> None:
@@ -40,7 +46,8 @@ class Counting:
     async def ask(self, request: GenerateRequest) -> list[GeneratedSample]:
         if self.fails:
             raise EngineError("no engine is left")
-        last, count = request.prompt_ids[-1], request.params.max_new_tokens
+        last = request.prompt_ids[-1]
+        count = request.params.max_new_tokens
         ids = tuple(2 + (last - 1 + i) % 9 for i in range(count))
         old = max(0, min(count, 2 - request.num_given))
         spans = tuple(
@@ -123,7 +130,9 @@ def test_answers_and_streams_of_a_front(tmp_path: Path) -> None:
 @pytest.mark.long
 @needs_openai
 def test_openai_s_own_client_reads_calls_of_tools(tmp_path: Path) -> None:
-    """Of a model that calls a tool whatever it is asked, with the template and the tokens of a Qwen2.5."""
+    """Of a model that calls a tool whatever it is asked, with the template and the
+    tokens of a Qwen2.5.
+    """
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     text = 'so\n<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call>'
     said = (*tokenizer.encode(text), tokenizer.eos_token_id)

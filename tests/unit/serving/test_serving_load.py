@@ -1,4 +1,6 @@
-"""`rlhf-megatron load-test` against a stub of known latency, on a clock that moves when nothing else can."""
+"""`rlhf-megatron load-test` against a stub of known latency, on a clock that moves when
+nothing else can.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ from rlhf_megatron.jobs.serving.load_test_client import (
 
 
 class Jumping(selectors.DefaultSelector):
-    """Where a loop would sleep, its clock jumps: durations are those that were asked for, on any machine."""
+    """Where a loop would sleep, its clock jumps: durations are those that were asked for,
+    on any machine.
+    """
 
     now = 0.0
 
@@ -52,7 +56,9 @@ class Loop(asyncio.SelectorEventLoop):
 
 
 class Stub:
-    """Answers with five tokens, the first after half of the time that `latency_s` says; every eighth time with 503."""
+    """Answers with five tokens, the first after half of the time that `latency_s` says; every
+    eighth time with 503.
+    """
 
     def __init__(self, scale: float = 1.0) -> None:
         self.scale = scale
@@ -118,7 +124,8 @@ async def measure(
 
 
 def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
-    loop, stub = Loop(), Stub()
+    loop = Loop()
+    stub = Stub()
     plan, levels, lines = loop.run_until_complete(measure(stub, (8, 1)))
     loop.close()
     latencies = np.array([stub.latency_s(number) for number in range(32) if number % 8 != 7])
@@ -147,8 +154,11 @@ def test_quantiles_are_those_of_the_stub(tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_command_measures_a_stub_within_three_per_cent(tmp_path: Path) -> None:
-    """In a process of its own, by the clock of this machine; the stub takes 0.8 to 3.2 seconds for an answer."""
-    stub, figures_file = Stub(4.0), tmp_path / "load.json"
+    """In a process of its own, by the clock of this machine; the stub takes 0.8 to 3.2 seconds
+    for an answer.
+    """
+    stub = Stub(4.0)
+    figures_file = tmp_path / "load.json"
     (tmp_path / "key").write_text("secret")
 
     async def work() -> int:

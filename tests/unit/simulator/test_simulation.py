@@ -1,7 +1,7 @@
 """The simulator against runs that are worked by hand, and what holds for every run.
 
-A small run: 2 groups a step, 1 sample a group, 1 engine with 2 slots at 1 s a token whatever runs, a call of the scorer
-takes 0.5 s, the update 2 s, a sync 1 s; prompts and log-probs take no time.
+A small run: 2 groups a step, 1 sample a group, 1 engine with 2 slots at 1 s a token whatever runs,
+a call of the scorer takes 0.5 s, the update 2 s, a sync 1 s; prompts and log-probs take no time.
 """
 
 from __future__ import annotations
@@ -74,7 +74,8 @@ def ends(history: SimulationHistory) -> list[float]:
 
 
 def test_synchronous() -> None:
-    # 3 and 5 tokens: both have come by 5 s, in one piece; rewards 5.5; update 7.5; sync 8.5. Then 2 and 4: 4 s more.
+    # 3 and 5 tokens: both have come by 5 s, in one piece; rewards 5.5; update 7.5; sync 8.5. Then 2
+    # and 4: 4 s more.
     history = run(PLAN, cycle(3, 5, 2, 4), "synchronous")
     assert ends(history) == [8.5, 16.0]
     first = ["s0", "s1", "g0", "g1", "r0", "r1", "taken1", "updated1", "synced1"]
@@ -91,7 +92,8 @@ def test_synchronous() -> None:
         "synced2",
     ]
     assert [step.lag_counts for step in history.steps] == [Counter({0: 2})] * 2
-    # Of 16 s: the trainer worked 2 x (2 + 1), the scorer 2 x 0.5, the engine decoded 5 + 4 and was paused 2.
+    # Of 16 s: the trainer worked 2 x (2 + 1), the scorer 2 x 0.5, the engine decoded 5 + 4
+    # and was paused 2.
     found = compute_simulation_figures(history, GpuSplit(1, 1, 1), 0)
     assert (found.step_s, found.trainer_idle, found.scorer_idle) == (8.0, 1 - 6 / 16, 1 - 1 / 16)
     assert (found.engines_idle, found.engines_syncing) == (
@@ -103,12 +105,14 @@ def test_synchronous() -> None:
 
 
 def test_one_step_off() -> None:
-    # Step 1 is taken at 5.5 as above, and 2 and 3 begin: done at 7.5 and 9.5, rewards 8 and 10. The update is done at
-    # 7.5, the sync waits for 3: 9.5 to 10.5. Step 2 is scored at 10 and taken at 10.5: update 12.5, sync 13.5.
+    # Step 1 is taken at 5.5 as above, and 2 and 3 begin: done at 7.5 and 9.5, rewards 8 and 10. The
+    # update is done at 7.5, the sync waits for 3: 9.5 to 10.5. Step 2 is scored at 10 and taken at
+    # 10.5: update 12.5, sync 13.5.
     history = run(PLAN, cycle(3, 5, 2, 4), "one_step_off")
     assert ends(history) == [10.5, 13.5]
     assert [step.batch_taken_s for step in history.steps] == [5.5, 10.5]
-    # 2 comes at 7.5, when the update ends, too: what was told first, at 5.5, is the start of 2 and 3.
+    # 2 comes at 7.5, when the update ends, too: what was told first, at 5.5, is the
+    # start of 2 and 3.
     assert lines(history)[:9] == ["s0", "s1", "g0", "r0", "g1", "r1", "taken1", "s2", "s3"]
     assert sorted(lines(history)[9:11]) == ["g2", "updated1"]
     assert lines(history)[11:] == ["r2", "g3", "r3", "synced1", "taken2", "updated2", "synced2"]
@@ -116,9 +120,10 @@ def test_one_step_off() -> None:
 
 
 def test_asynchronous_with_partial_rollouts() -> None:
-    # max_lag 1, 2 slots: four groups begin at 0; 0 (3 tokens) and 1 (5) run, 2 (2) from 3 s to 5 s, 3 (9) from 5 s on.
-    # Rewards of 0 at 3.5, of 1 and 2 at 5.5, together. Step 1 (0, 1) at 5.5; two steps in all, so none begins. Update
-    # to 7.5, sync to 8.5, during which 3 stands still with 2.5 of 9 tokens: it is done at 15, scored at 15.5; step 2.
+    # max_lag 1, 2 slots: four groups begin at 0; 0 (3 tokens) and 1 (5) run, 2 (2) from 3 s to 5 s,
+    # 3 (9) from 5 s on. Rewards of 0 at 3.5, of 1 and 2 at 5.5, together. Step 1 (0, 1) at 5.5; two
+    # steps in all, so none begins. Update to 7.5, sync to 8.5, during which 3 stands still with 2.5
+    # of 9 tokens: it is done at 15, scored at 15.5; step 2.
     history = run(PLAN, cycle(3, 5, 2, 9), "asynchronous", max_lag=1, annotates_early=False)
     assert ends(history) == [8.5, 18.5]
     begun = [
@@ -141,13 +146,15 @@ def test_asynchronous_with_partial_rollouts() -> None:
         "the first token of 3 is of the version before"
     )
     with_recomputation = replace(PLAN, recomputes_cache=True, prefill_tokens_per_s=1.0, num_steps=2)
-    # Prompts of one token, one a second: 0 and 1 hold until 2 s. 0: 5 s; then 2's prompt to 6 s. The rest shifts, too.
+    # Prompts of one token, one a second: 0 and 1 hold until 2 s. 0: 5 s; then 2's prompt to 6 s.
+    # The rest shifts, too.
     assert ends(run(with_recomputation, cycle(3, 5, 2, 9), "asynchronous", max_lag=1))[1] > 18.5 + 3
 
 
 def test_streaming_computes_log_probs_while_others_are_generated() -> None:
-    # Log-probs take 1 s a token: 0 (3 + 1 tokens) from 3.5 to 7.5. 1 (9) comes at 9, 9.5; its log-probs 10 s: 19.5;
-    # update 21.5; sync 22.5. Where they come with the batch: 9.5 + 14 = 23.5; 26.5.
+    # Log-probs take 1 s a token: 0 (3 + 1 tokens) from 3.5 to 7.5. 1 (9) comes at 9, 9.5; its
+    # log-probs 10 s: 19.5; update 21.5; sync 22.5. Where they come with the batch: 9.5 +
+    # 14 = 23.5; 26.5.
     plan = replace(PLAN, annotate_s_per_token=1.0, num_steps=1, last_step=1)
     history = run(plan, cycle(3, 9), "streaming")
     assert ends(history) == [22.5]
@@ -169,7 +176,8 @@ def test_streaming_computes_log_probs_while_others_are_generated() -> None:
 
 
 def test_the_batch_is_taken_while_early_log_probs_are_computed() -> None:
-    # 0 (3 + 1 tokens) is annotated from 3.5 to 7.5, 1 (5) is scored at 5.5: taken then, its log-probs from 7.5 to 13.5.
+    # 0 (3 + 1 tokens) is annotated from 3.5 to 7.5, 1 (5) is scored at 5.5: taken then, its
+    # log-probs from 7.5 to 13.5.
     plan = replace(PLAN, annotate_s_per_token=1.0, num_steps=1, last_step=1)
     history = run(plan, cycle(3, 5), "streaming")
     assert history.steps[0].batch_taken_s == 5.5 and ends(history) == [16.5]
@@ -177,7 +185,8 @@ def test_the_batch_is_taken_while_early_log_probs_are_computed() -> None:
 
 
 def test_a_tail_is_dropped() -> None:
-    # 3 groups for 2 places: 0 (3), 1 (9), 2 (2) with 3 slots. 2 and 0 are scored at 2.5 and 3.5: taken; 1 is given up.
+    # 3 groups for 2 places: 0 (3), 1 (9), 2 (2) with 3 slots. 2 and 0 are scored at 2.5 and 3.5:
+    # taken; 1 is given up.
     plan = replace(
         PLAN,
         seconds_per_token=(0.0, 1.0, 1.0, 1.0),
@@ -193,8 +202,9 @@ def test_a_tail_is_dropped() -> None:
 
 
 def test_work_goes_to_the_engine_with_the_fewest_samples() -> None:
-    # Two engines, 2 samples a group: 0 -> first, 1 -> second, 2 -> first, 3 -> second, whatever their lengths. 1 s a
-    # token: 0 (1, 1) by 1 s, 1 (9, 9) by 9 s; the first then does 2 (1, 1) by 2 s, the second 3 (1, 1) by 10 s.
+    # Two engines, 2 samples a group: 0 -> first, 1 -> second, 2 -> first, 3 -> second, whatever
+    # their lengths. 1 s a token: 0 (1, 1) by 1 s, 1 (9, 9) by 9 s; the first then does 2 (1, 1) by
+    # 2 s, the second 3 (1, 1) by 10 s.
     plan = replace(PLAN, num_engines=2, group_size=2, batch_size=4, num_steps=1, last_step=1)
     history = run(plan, cycle(1, 1, 9, 9, 1, 1, 1, 1, group_size=2), "streaming")
     assert history.steps[0].batch_taken_s == 10.5
@@ -202,7 +212,8 @@ def test_work_goes_to_the_engine_with_the_fewest_samples() -> None:
 
 
 def test_the_synchronous_run_gets_pieces_of_groups() -> None:
-    # 4 groups, 2 engines: 4 pieces of one group; first and third piece to the first engine. Events come by pieces.
+    # 4 groups, 2 engines: 4 pieces of one group; first and third piece to the first engine. Events
+    # come by pieces.
     plan = replace(PLAN, num_engines=2, batch_size=4, num_steps=1, last_step=1)
     history = run(plan, cycle(4, 3, 2, 1), "synchronous")
     assert lines(history)[4:8] == ["g3", "g2", "g1", "g0"]

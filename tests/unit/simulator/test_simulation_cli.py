@@ -1,4 +1,6 @@
-"""`rlhf-megatron simulate`: durations files and what is wrong with them, comparisons, files, a recorded run."""
+"""`rlhf-megatron simulate`: durations files and what is wrong with them, comparisons, files,
+a recorded run.
+"""
 
 from __future__ import annotations
 
@@ -312,7 +314,9 @@ def test_the_choice() -> None:
 
 
 def test_groups_without_signal_are_not_the_schedules_loss() -> None:
-    """Half of the groups have no signal whatever the schedule; only those that it drops for their lag count."""
+    """Half of the groups have no signal whatever the schedule; only those that it drops for
+    their lag count.
+    """
     split = GpuSplit(1, 1, 1)
     slow = replace(figures_of(100.0, 1), dropped={"no signal": 0.5})
     fast = replace(figures_of(90.0, 2), dropped={"no signal": 0.5, "lag": 0.2})
@@ -381,7 +385,9 @@ def test_durations_of_a_run(tmp_path: Path) -> None:
 def test_a_run_that_is_simulated_again_takes_as_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Durations of a run, simulated with that run's settings, give its step time back: stages one after the other."""
+    """Durations of a run, simulated with that run's settings, give its step time back: stages one
+    after the other.
+    """
     run_dir = tmp_path / "run"
     write_run(run_dir, Shape(steps=20, total_steps=20))
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]

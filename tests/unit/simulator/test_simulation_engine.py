@@ -1,4 +1,6 @@
-"""The engine of the simulator: shared decoding, slots, prompts, syncs; against worked numbers and a plain loop."""
+"""The engine of the simulator: shared decoding, slots, prompts, syncs; against worked numbers
+and a plain loop.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ def ends(engine: SimulatedEngine, until: float = math.inf) -> list[tuple[float, 
 
 
 def test_two_share_until_the_first_is_done() -> None:
-    # 1 s a token alone, 1.5 s with two. Both get 4 tokens in 6 s; the other's 6 more take 1 s each: 12 s.
+    # 1 s a token alone, 1.5 s with two. Both get 4 tokens in 6 s; the other's 6 more take
+    # 1 s each: 12 s.
     engine = make([1.0, 1.5])
     engine.submit_group(0.0, group(0, 4))
     engine.submit_group(0.0, group(1, 10))
@@ -39,7 +42,8 @@ def test_two_share_until_the_first_is_done() -> None:
 
 
 def test_one_that_comes_later_slows_the_other() -> None:
-    # alone for 3 s: 3 of 5 tokens; then 2 more at 2 s each: done at 7 s, when the other has 2 of 3: done at 8 s.
+    # alone for 3 s: 3 of 5 tokens; then 2 more at 2 s each: done at 7 s, when the other has 2 of
+    # 3: done at 8 s.
     engine = make([1.0, 2.0])
     engine.submit_group(0.0, group(0, 5))
     engine.submit_group(3.0, group(1, 3))
@@ -47,7 +51,8 @@ def test_one_that_comes_later_slows_the_other() -> None:
 
 
 def test_what_finds_no_slot_waits_in_order() -> None:
-    # two slots at 1 s: lengths 3, 5 | 2, 4. At 3 s the third gets in, done at 5 s like the second; then the fourth.
+    # two slots at 1 s: lengths 3, 5 | 2, 4. At 3 s the third gets in, done at 5 s like the second;
+    # then the fourth.
     engine = make([1.0, 1.0])
     for number, length in enumerate((3, 5, 2, 4)):
         engine.submit_group(0.0, group(number, length))
@@ -56,8 +61,9 @@ def test_what_finds_no_slot_waits_in_order() -> None:
 
 
 def test_a_prompt_is_computed_once_for_a_group_and_holds_up_the_others() -> None:
-    # 10 prompt tokens a second. Group 0 (20 tokens): decodes from 2 s. Group 1 (10) at 3 s: one token of 0 is made,
-    # then all wait until 4 s; the three run at 1 s a token: 0 has 2 more (6 s), 1 has 3 and 5 tokens (7 s, 9 s).
+    # 10 prompt tokens a second. Group 0 (20 tokens): decodes from 2 s. Group 1 (10) at 3 s: one
+    # token of 0 is made, then all wait until 4 s; the three run at 1 s a token: 0 has 2 more (6 s),
+    # 1 has 3 and 5 tokens (7 s, 9 s).
     engine = make([1.0, 1.0, 1.0], prefill=10.0)
     engine.submit_group(0.0, group(0, 3, prompt=20))
     engine.submit_group(3.0, group(1, 3, 5, prompt=10))
@@ -65,7 +71,8 @@ def test_a_prompt_is_computed_once_for_a_group_and_holds_up_the_others() -> None
 
 
 def test_a_sync_stops_it_and_keys_and_values_are_computed_anew() -> None:
-    # 4 of 10 tokens by 4 s; paused to 6 s; 2 prompt + 4 response tokens at 3 a second: 2 s; 6 more tokens: 14 s.
+    # 4 of 10 tokens by 4 s; paused to 6 s; 2 prompt + 4 response tokens at 3 a second: 2 s; 6
+    # more tokens: 14 s.
     engine = make([1.0], prefill=3.0)
     running = group(7, 10, prompt=0)
     running.num_prompt_tokens = 0
@@ -91,9 +98,11 @@ def test_without_recomputation_it_just_goes_on() -> None:
 
 
 def test_what_is_given_up_frees_its_slots_at_once() -> None:
-    # Two slots. Group 0 has 4 and 9 tokens; 1 waits with 2. At 3 s group 0 is given up: 1 is done at 5 s.
+    # Two slots. Group 0 has 4 and 9 tokens; 1 waits with 2. At 3 s group 0 is given up: 1
+    # is done at 5 s.
     engine = make([1.0, 1.0])
-    lost, other = group(0, 4, 9), group(1, 2)
+    lost = group(0, 4, 9)
+    other = group(1, 2)
     engine.submit_group(0.0, lost)
     engine.submit_group(0.0, other)
     engine.abandon_group(3.0, lost)
@@ -103,7 +112,8 @@ def test_what_is_given_up_frees_its_slots_at_once() -> None:
 
 
 def test_seconds_a_token_between_measured_points() -> None:
-    # 0.010 at 1, 0.020 at 11, 0.030 at 21: a line between, level before the first, on along the last one.
+    # 0.010 at 1, 0.020 at 11, 0.030 at 21: a line between, level before the first, on
+    # along the last one.
     decode = DecodeConfig(points=((1, 0.010), (11, 0.020), (21, 0.030)))
     assert [decode.interpolate_token_seconds(n) for n in (1, 6, 11, 16, 31)] == pytest.approx(
         [0.010, 0.015, 0.020, 0.025, 0.040]
@@ -130,7 +140,8 @@ def plain_loop(
     coming = [Plain(i, float(length), when) for i, (when, length) in enumerate(arrivals)]
     waiting: list[Plain] = []
     running: list[Plain] = []
-    now, found = 0.0, {}
+    now = 0.0
+    found = {}
     while coming or waiting or running:
         while coming and coming[0].arrival <= now:
             waiting.append(coming.pop(0))
@@ -178,14 +189,17 @@ def test_as_the_plain_loop(
 
 def test_as_small_steps_of_time() -> None:
     """0.5 ms at a time, everyone gets its share; three arrivals while others run, slots for all."""
-    rates, arrivals = [0.02, 0.03, 0.05], {0.0: (0, 30), 0.2: (1, 50), 0.5: (2, 10)}
-    engine, found = make(rates), []
+    rates = [0.02, 0.03, 0.05]
+    arrivals = {0.0: (0, 30), 0.2: (1, 50), 0.5: (2, 10)}
+    engine = make(rates)
+    found = []
     for when, (number, length) in arrivals.items():
         found += ends(engine, when)
         engine.submit_group(when, group(number, length))
     found += ends(engine)
     left: dict[int, float] = {}
-    stepped, dt = {}, 0.0005
+    stepped = {}
+    dt = 0.0005
     for tick in range(10_000):
         left |= {
             number: float(length)

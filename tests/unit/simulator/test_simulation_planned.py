@@ -1,4 +1,6 @@
-"""`rlhf-megatron simulate --gpu`: durations by hand from the plan of a dense model, and what follows from them."""
+"""`rlhf-megatron simulate --gpu`: durations by hand from the plan of a dense model, and what
+follows from them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def durations(*overrides: str, median: int | None = 2048) -> RunDurations:
 
 
 def test_durations_by_hand() -> None:
-    """Qwen3-8B, tp2 on eight GPUs that engines of tp1 share: by the formulas of the module, from its numbers."""
+    """Qwen3-8B, tp2 on eight GPUs that engines of tp1 share: by the formulas of the module,
+    from its numbers.
+    """
     config = load_run_config(RUN, [], with_files=False).config
     prompt = config.data.max_prompt_length // 2
     tokens = prompt + 2048
@@ -52,7 +56,9 @@ def test_durations_by_hand() -> None:
 
 
 def test_what_follows_from_a_setting() -> None:
-    """FP8 halves what a decoding GPU reads of weights; a pipeline has a bubble; experts are read as they are met."""
+    """FP8 halves what a decoding GPU reads of weights; a pipeline has a bubble; experts are read
+    as they are met.
+    """
     plain, fp8 = (
         durations(*given).engine.decode.points[0][1]
         for given in ((), ("rollout.quantization=fp8",))
@@ -68,17 +74,18 @@ def test_what_follows_from_a_setting() -> None:
 
 
 def test_a_pass_that_the_update_makes_itself_takes_no_time() -> None:
-    """A reference's pass stays where the actor's log-probs are told by the one optimizer step of a step."""
-    one, beside = (
-        ["data.train_batch_size=8", "actor.mini_batch_size=128"],
-        ["actor.use_kl_loss=true", "reference.param_offload=true"],
-    )
+    """A reference's pass stays where the actor's log-probs are told by the one optimizer
+    step of a step.
+    """
+    one = ["data.train_batch_size=8", "actor.mini_batch_size=128"]
+    beside = ["actor.use_kl_loss=true", "reference.param_offload=true"]
     for given, actor, reference in (([], 1, 0), (one, 0, 0), ([*one, *beside], 0, 1)):
         config = load_run_config(
             RUN, ["algorithm.rollout_correction.preset=disabled", *given], with_files=False
         ).config
         setting = SimulationSetup(config, durations())
-        plan, trainer = setting.make_plan(setting.split, 1), setting.durations.trainer
+        plan = setting.make_plan(setting.split, 1)
+        trainer = setting.durations.trainer
         seconds = actor / trainer.annotate_tokens_per_s + reference / trainer.reference_tokens_per_s
         assert plan.compute_annotate_seconds(1000) == pytest.approx(1000 * seconds), given
 
@@ -86,7 +93,8 @@ def test_a_pass_that_the_update_makes_itself_takes_no_time() -> None:
 def test_written_durations_give_the_same_figures(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path, short = tmp_path / "planned.yaml", ["--only", "--steps", "3", "--warmup", "1"]
+    path = tmp_path / "planned.yaml"
+    short = ["--only", "--steps", "3", "--warmup", "1"]
     words = ["simulate", str(RUN), "data.train_batch_size=8", "actor.mini_batch_size=64"]
     assert main([*words, "--gpu", "h100-80g", "--median", "500", "--write", str(path)]) == 0
     written = read_durations(path)

@@ -1,7 +1,9 @@
-"""The simulator against the real scheduler with engines, rewards and a trainer that sleep: order of events, step time.
+"""The simulator against the real scheduler with engines, rewards and a trainer that sleep: order of
+events, step time.
 
-A machine that is busy with other things wakes sleepers late. So the groups' times are chosen apart from each other, and
-a run that differs is made again with everything slower: what is wrong with the simulator differs at any speed.
+A machine that is busy with other things wakes sleepers late. So the groups' times are chosen apart
+from each other, and a run that differs is made again with everything slower: what is wrong with the
+simulator differs at any speed.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ from rlhf_megatron.planning.simulator.simulated_runs import (
 )
 from rlhf_megatron.planning.simulator.simulation_plan import SimulationPlan
 
-NUM_STEPS, GROUP_SIZE, SLOTS = 4, 2, 5
+NUM_STEPS = 4
+GROUP_SIZE = 2
+SLOTS = 5
 PLAN = SimulationPlan(
     num_steps=NUM_STEPS,
     last_step=NUM_STEPS,
@@ -89,7 +93,8 @@ def simulated(
     )
     simulation = kind(plan, schedule, workload, keeps_details=True)
     events = Clocked()
-    events.simulation, simulation.flow.events = simulation, events
+    events.simulation = simulation
+    simulation.flow.events = events
     history = simulation.run()
     gaps = [late - early for early, late in pairwise(sorted({round(t, 9) for t in events.times}))]
     return Simulated(
@@ -106,7 +111,9 @@ def slowed(plan: SimulationPlan, factor: float) -> SimulationPlan:
 
 
 def chosen(plan: SimulationPlan, section: ScheduleConfig) -> SimulatedWorkload:
-    """Of many sets of lengths the one whose events lie furthest apart; where groups may be late, of those with some."""
+    """Of many sets of lengths the one whose events lie furthest apart; where groups may be late, of
+    those with some.
+    """
     can_be_late = section.params.get("late") in ("drop", "again")
 
     def workload(seed: int) -> SimulatedWorkload:
@@ -119,7 +126,9 @@ def chosen(plan: SimulationPlan, section: ScheduleConfig) -> SimulatedWorkload:
         )
 
     def is_sure(workload: SimulatedWorkload, events: list[str]) -> bool:
-        """Somebody is late, and nobody by so little that it would be otherwise if one thing took 2 % longer."""
+        """Somebody is late, and nobody by so little that it would be otherwise if one thing
+        took 2 % longer.
+        """
         told = any("(lag)" in event or "(again)" in event for event in events)
         slower = [
             replace(plan, seconds_per_token=tuple(f * s for s in plan.seconds_per_token))
@@ -152,13 +161,17 @@ def compare(
     run: SimulationPlan, section: ScheduleConfig, factors: tuple[float, ...], bar: float
 ) -> str:
     """What was found, "" with the first factor at which order and step time are right."""
-    workload, found = chosen(run, section), ""
+    workload = chosen(run, section)
+    found = ""
     for factor in factors:
         plan = slowed(run, factor)
         expected = simulated(plan, section, workload)
         slept = sleep_through(plan, section, workload)
         off = difference(slept, expected)
-        line = f"{section.name} {section.params}: {len(expected.events)} events, {expected.ends[-1]:.2f} s, off {off:+.2%}"
+        line = (
+            f"{section.name} {section.params}: {len(expected.events)} events,"
+            f" {expected.ends[-1]:.2f} s, off {off:+.2%}"
+        )
         print(f"{line}, nearest events {expected.gap_s * 1e3:.0f} ms apart, x {factor:g}")
         if slept.events == expected.events and abs(off) <= bar:
             return ""
@@ -168,7 +181,10 @@ def compare(
             if len({*pair}) > 1
         ]
         first = differ[0] if differ else -1
-        found += f"\n{line}; first difference at {first}: slept {slept.events[first - 2 : first + 4]}, simulated"
+        found += (
+            f"\n{line}; first difference at {first}: slept"
+            f" {slept.events[first - 2 : first + 4]}, simulated"
+        )
         found += f" {expected.events[first - 2 : first + 4]}"
     return found
 

@@ -1,4 +1,6 @@
-"""What the supervised job sends to a backend, against plain losses of padded data and of papers, in float64."""
+"""What the supervised job sends to a backend, against plain losses of padded data and of
+papers, in float64.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ LOSSES = [("sigmoid", 0.0), ("hinge", 0.0), ("ipo", 0.0), ("robust", 0.1)]
 
 
 class Backend:
-    """The two verbs of the worker contract on a transformers model in float64. `grads`: of the last update."""
+    """The two verbs of the worker contract on a transformers model in float64. `grads`: of
+    the last update.
+    """
 
     def __init__(self, seed: int) -> None:
         self.model = reference.make_model("llama").double()
@@ -117,7 +121,8 @@ def apart(got: list[Tensor], expected: list[Tensor]) -> float:
 
 def test_weights_of_samples_and_one_denominator() -> None:
     """sum of weight x negative log-prob over all documents, divided by all tokens that train."""
-    backend, batch = Backend(1), samples(1)
+    backend = Backend(1)
+    batch = samples(1)
     log_probs = backend.token_log_probs(batch.tokens)
     by_sample = torch.stack([part.sum() for part in log_probs.split(batch.tokens.lengths.tolist())])
     expected = -(by_sample * batch.weights.double()).sum() / int(batch.tokens.response_mask.sum())
@@ -154,7 +159,9 @@ def test_a_teacher_that_rows_bring_is_not_asked() -> None:
 @pytest.mark.parametrize(("kind", "smoothing"), LOSSES)
 def test_slopes_make_the_gradient_of_a_preference_loss(kind: Any, smoothing: float) -> None:
     """What two verbs make of a pair is the gradient of the loss written out over both answers."""
-    policy, frozen, batch = Backend(1), Backend(2), samples(2)
+    policy = Backend(1)
+    frozen = Backend(2)
+    batch = samples(2)
     params = DPOParams(beta=0.3, loss_type=kind, label_smoothing=smoothing)
     learner = PreferenceLearner(
         policy, frozen, PREFERENCE_LOSSES.get("dpo").build, params, 1000, 1000
@@ -216,8 +223,11 @@ class ValueBackend:
     ],
 )
 def test_slopes_make_the_gradient_of_a_reward_model(name: str, params: Any) -> None:
-    """Against the loss written out over the value behind each whole document, one document at a time."""
-    backend, batch = ValueBackend(), samples(2)
+    """Against the loss written out over the value behind each whole document, one
+    document at a time.
+    """
+    backend = ValueBackend()
+    batch = samples(2)
     documents = batch.tokens.token_ids.split(batch.tokens.lengths.tolist())
     rewards = torch.stack([backend.model(ids[None].long())[0, -1] for ids in documents]).view(-1, 2)
     chosen, rejected = rewards.unbind(1)
@@ -236,7 +246,9 @@ def test_slopes_make_the_gradient_of_a_reward_model(name: str, params: Any) -> N
 
 
 def test_losses_of_pairs_by_hand() -> None:
-    """A margin of 2 at beta 0.5: log-sigmoid of 1; ipo means over 2 and 4 tokens: (3/2 - 1/4 - 1)^2."""
+    """A margin of 2 at beta 0.5: log-sigmoid of 1; ipo means over 2 and 4 tokens:
+    (3/2 - 1/4 - 1)^2.
+    """
     one = torch.tensor
     pairs = PreferencePairs(
         one([-1.0]), one([-6.0]), one([-4.0]), one([-7.0]), one([2.0]), one([4.0])

@@ -19,7 +19,8 @@ SENT = {"w": "00000000000000aa"}
 class Engine:
     def __init__(self, digests: dict[str, str] | None, serves: int | None = None) -> None:
         self.address = SimpleNamespace(name="engine0")
-        self.digests, self.serves = digests, serves
+        self.digests = digests
+        self.serves = serves
         self.committed: int | None = None
 
     def begin_update(self, version: int, full_resync: bool = False) -> None:

@@ -1,4 +1,6 @@
-"""`config from-verl`: whole configurations of verl, every value worked out by hand, and what has no counterpart."""
+"""`config from-verl`: whole configurations of verl, every value worked out by hand, and what has
+no counterpart.
+"""
 
 from __future__ import annotations
 
@@ -371,9 +373,9 @@ def test_contradictions_and_wrong_values_are_told() -> None:
     both = "actor_rollout_ref: {rollout: {n: 4}}\nrollout: {n: 8}\n"
     (problem,) = translated(both, source="run.yaml").problems
     assert (
-        "actor_rollout_ref.rollout.n (4) [run.yaml:1] and rollout.n (8) [run.yaml:2] are the same setting"
-        in problem
-    )
+        "actor_rollout_ref.rollout.n (4) [run.yaml:1] and rollout.n (8) [run.yaml:2] are the"
+        " same setting"
+    ) in problem
     result = translated(BASE, "actor_rollout_ref.actor.ppo_mini_batch_size=many")
     (problem,) = result.problems
     assert (
@@ -422,11 +424,11 @@ def test_engines_take_turns_on_machines_that_hold_the_actor(tp: int, is_shared: 
 
 
 def test_fsdp_and_its_adapters() -> None:
-    """By name only, and not where samples are split; LoRA always. Engines do not take turns with it."""
-    fsdp, ulysses = (
-        "actor_rollout_ref.actor.strategy=fsdp",
-        "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",
-    )
+    """By name only, and not where samples are split; LoRA always. Engines do not take
+    turns with it.
+    """
+    fsdp = "actor_rollout_ref.actor.strategy=fsdp"
+    ulysses = "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2"
     split = translated(BASE, fsdp, ulysses)
     assert (
         "actor.backend" not in values(split)
@@ -456,7 +458,8 @@ def run(arguments: Sequence[str], capsys: pytest.CaptureFixture[str]) -> tuple[i
 def test_command(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file, out = tmp_path / "run.txt", tmp_path / "ours.yaml"
+    file = tmp_path / "run.txt"
+    out = tmp_path / "ours.yaml"
     file.write_text(BASE)
     code, text, told = run(
         [str(file), "actor_rollout_ref.rollout.n=2", "--set", "trainer.seed=9"], capsys
@@ -501,10 +504,8 @@ def test_loggers_that_are_registered_are_kept() -> None:
 
 
 def test_router_replay() -> None:
-    mode, switch = (
-        "actor_rollout_ref.actor.router_replay.mode",
-        "actor_rollout_ref.rollout.enable_rollout_routing_replay",
-    )
+    mode = "actor_rollout_ref.actor.router_replay.mode"
+    switch = "actor_rollout_ref.rollout.enable_rollout_routing_replay"
     assert "actor.router_replay" not in values(translated(BASE, f"{mode}=disabled"))
     assert values(translated(BASE, f"{mode}=R2"))["actor.router_replay"] == "r2"
     engines = translated(BASE, f"{mode}=R3", f"{switch}=true")

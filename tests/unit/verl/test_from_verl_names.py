@@ -15,10 +15,14 @@ from rlhf_megatron.jobs.from_verl.settings_reader import VerlSetting, WrittenSet
 from rlhf_megatron.jobs.from_verl.translate_config import translate_verl_config
 from rlhf_megatron.jobs.from_verl.verl_settings import normalize_key
 
-OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas optimizer clip_grad
- override_optimizer_config.optimizer_cpu_offload override_optimizer_config.optimizer_offload_fraction
- override_optimizer_config.overlap_cpu_optimizer_d2h_h2d override_optimizer_config.use_precision_aware_optimizer"""
-MEGATRON = """tensor_model_parallel_size pipeline_model_parallel_size virtual_pipeline_model_parallel_size
+OPTIM = """lr lr_warmup_steps lr_warmup_steps_ratio lr_decay_style min_lr weight_decay betas \
+optimizer clip_grad
+ override_optimizer_config.optimizer_cpu_offload \
+override_optimizer_config.optimizer_offload_fraction
+ override_optimizer_config.overlap_cpu_optimizer_d2h_h2d \
+override_optimizer_config.use_precision_aware_optimizer"""
+MEGATRON = """tensor_model_parallel_size pipeline_model_parallel_size \
+virtual_pipeline_model_parallel_size
  context_parallel_size expert_model_parallel_size expert_tensor_parallel_size sequence_parallel
  use_distributed_optimizer param_offload grad_offload optimizer_offload use_mbridge vanilla_mbridge
  use_dist_checkpointing dist_checkpointing_path dynamic_context_parallel dtype
@@ -26,15 +30,19 @@ MEGATRON = """tensor_model_parallel_size pipeline_model_parallel_size virtual_pi
  override_transformer_config.recompute_num_layers override_transformer_config.recompute_modules
  override_transformer_config.attention_backend override_transformer_config.moe_grouped_gemm
  override_transformer_config.moe_token_dispatcher_type override_ddp_config.overlap_grad_reduce"""
-PPO = """ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz ppo_max_token_len_per_gpu ppo_epochs shuffle
+PPO = """ppo_mini_batch_size ppo_micro_batch_size_per_gpu use_dynamic_bsz \
+ppo_max_token_len_per_gpu ppo_epochs shuffle
  loss_agg_mode checkpoint.save_contents checkpoint.load_contents checkpoint.async_save"""
 SAMPLING = "temperature top_p top_k n do_sample"
 BLOCKS = {
-    "data": """train_files val_files prompt_key max_prompt_length max_response_length train_batch_size gen_batch_size
+    "data": """train_files val_files prompt_key max_prompt_length max_response_length \
+train_batch_size gen_batch_size
  truncation filter_overlong_prompts shuffle seed return_raw_chat custom_cls.path custom_cls.name
  apply_chat_template_kwargs.enable_thinking""",
-    "actor_rollout_ref.actor": f"""{PPO} clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c tau_pos tau_neg
- loss_scale_factor entropy_coeff use_kl_loss kl_loss_coef kl_loss_type policy_loss.loss_mode policy_loss.kl_cov_ratio
+    "actor_rollout_ref.actor": f"""{PPO} clip_ratio clip_ratio_low clip_ratio_high clip_ratio_c \
+tau_pos tau_neg
+ loss_scale_factor entropy_coeff use_kl_loss kl_loss_coef kl_loss_type policy_loss.loss_mode \
+policy_loss.kl_cov_ratio
  policy_loss.clip_cov_ratio policy_loss.clip_cov_lb policy_loss.clip_cov_ub policy_loss.ppo_kl_coef
  router_replay.mode""",
     "actor_rollout_ref.actor.megatron": MEGATRON,
@@ -44,32 +52,46 @@ BLOCKS = {
     "critic.optim": OPTIM,
     "actor_rollout_ref.ref": """log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz
  log_prob_max_token_len_per_gpu""",
-    "actor_rollout_ref.rollout": """name mode n temperature top_p top_k tensor_model_parallel_size data_parallel_size
- expert_parallel_size pipeline_model_parallel_size gpu_memory_utilization free_cache_engine calculate_log_probs
- log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu max_num_seqs
+    "actor_rollout_ref.rollout": """name mode n temperature top_p top_k tensor_model_parallel_size \
+data_parallel_size
+ expert_parallel_size pipeline_model_parallel_size gpu_memory_utilization free_cache_engine \
+calculate_log_probs
+ log_prob_micro_batch_size_per_gpu log_prob_use_dynamic_bsz log_prob_max_token_len_per_gpu \
+max_num_seqs
  max_num_batched_tokens enforce_eager load_format checkpoint_engine.backend
- checkpoint_engine.update_weights_bucket_megabytes multi_turn.enable multi_turn.format agent.num_workers
- agent.default_agent_loop engine_kwargs.sglang.attention_backend quantization enable_rollout_routing_replay
+ checkpoint_engine.update_weights_bucket_megabytes multi_turn.enable multi_turn.format \
+agent.num_workers
+ agent.default_agent_loop engine_kwargs.sglang.attention_backend quantization \
+enable_rollout_routing_replay
  disaggregation.enable""",
     "actor_rollout_ref.rollout.val_kwargs": SAMPLING,
-    "actor_rollout_ref.model": """path use_remove_padding use_fused_kernels lora.rank lora.alpha mtp.enable
+    "actor_rollout_ref.model": """path use_remove_padding use_fused_kernels lora.rank lora.alpha \
+mtp.enable
  trust_remote_code""",
     "critic": f"enable cliprange_value {PPO}",
-    "reward": """num_workers custom_reward_function.path custom_reward_function.name reward_manager.source
+    "reward": """num_workers custom_reward_function.path custom_reward_function.name \
+reward_manager.source
  reward_manager.name reward_model.enable reward_model.enable_resource_pool reward_model.model_path
- reward_model.rollout.name reward_kwargs.overlong_buffer_cfg.enable reward_kwargs.max_resp_len sandbox_fusion.url
+ reward_model.rollout.name reward_kwargs.overlong_buffer_cfg.enable reward_kwargs.max_resp_len \
+sandbox_fusion.url
  sandbox_fusion.max_concurrent sandbox_fusion.memory_limit_mb""",
-    "algorithm": """adv_estimator gamma lam norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty kl_ctrl.type
+    "algorithm": """adv_estimator gamma lam norm_adv_by_std_in_grpo use_kl_in_reward kl_penalty \
+kl_ctrl.type
  kl_ctrl.kl_coef kl_ctrl.target_kl kl_ctrl.horizon filter_groups.enable filter_groups.metric
  rollout_correction.rollout_is rollout_correction.rollout_is_threshold rollout_correction.rollout_rs
  rollout_correction.rollout_rs_threshold rollout_correction.rollout_is_batch_normalize
- rollout_correction.bypass_mode rollout_correction.loss_type gdpo_reward_keys gdpo_reward_weights use_pf_ppo
+ rollout_correction.bypass_mode rollout_correction.loss_type gdpo_reward_keys gdpo_reward_weights \
+use_pf_ppo
  pf_ppo.reweight_method pf_ppo.weight_pow""",
-    "trainer": """total_epochs total_training_steps nnodes n_gpus_per_node save_freq test_freq val_before_train
- resume_mode default_local_dir balance_batch critic_warmup logger rollout_data_dir validation_data_dir
+    "trainer": """total_epochs total_training_steps nnodes n_gpus_per_node save_freq test_freq \
+val_before_train
+ resume_mode default_local_dir balance_batch critic_warmup logger rollout_data_dir \
+validation_data_dir
  max_actor_ckpt_to_keep use_v1 v1.trainer_mode v1.sampler.max_off_policy_threshold
- v1.sampler.max_off_policy_strategy v1.separate_async.num_warmup_batches project_name experiment_name""",
-    "async_training": """staleness_threshold trigger_parameter_sync_step require_batches partial_rollout
+ v1.sampler.max_off_policy_strategy v1.separate_async.num_warmup_batches project_name \
+experiment_name""",
+    "async_training": """staleness_threshold trigger_parameter_sync_step require_batches \
+partial_rollout
  use_rollout_log_probs compute_prox_log_prob checkpoint_engine.enable""",
     "global_profiler": "tool steps save_path",
     "skip": "enable dump_dir",

@@ -1,4 +1,6 @@
-"""Reading verl's files: scripts, lists, Hydra's values, OmegaConf's interpolations; what is broken says so."""
+"""Reading verl's files: scripts, lists, Hydra's values, OmegaConf's interpolations; what is
+broken says so.
+"""
 
 from __future__ import annotations
 
@@ -89,7 +91,10 @@ def test_a_script_with_branches() -> None:
 
 
 def test_prefixes_and_removals() -> None:
-    text = "main_ppo.py +a.b=1 ++a.c=2 a.d=3 ~a.d a.e.f=4 a.e.g=5 ~a.e a.b=6 hydra.run.dir=x model@m.n=7"
+    text = (
+        "main_ppo.py +a.b=1 ++a.c=2 a.d=3 ~a.d a.e.f=4 a.e.g=5 ~a.e a.b=6"
+        " hydra.run.dir=x model@m.n=7"
+    )
     assert settings("python " + text) == {"a.b": 6, "a.c": 2, "model": 7}
     notes = read_verl_settings("python " + text, "run.sh", {}).notes
     assert notes == ["a.b is given twice: 6 (run.sh:1) replaces 1 (run.sh:1)."]

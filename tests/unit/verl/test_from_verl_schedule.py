@@ -26,7 +26,9 @@ FULLY = (
 
 
 def test_fully_async(tmp_path: Path) -> None:
-    """Between two syncs: 4 x 2 x 16 = 128 prompts; 12900 // 128 = 100 steps. 0.5 of a step ahead is a lag of 1."""
+    """Between two syncs: 4 x 2 x 16 = 128 prompts; 12900 // 128 = 100 steps. 0.5 of a step ahead
+    is a lag of 1.
+    """
     result = translated(BASE, *FULLY)
     found = values(result)
     assert found["schedule.name"] == "asynchronous"

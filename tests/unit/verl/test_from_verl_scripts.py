@@ -1,4 +1,6 @@
-"""`config from-verl` on what verl's own scripts do: former names, other jobs, branches, what only a shell knows."""
+"""`config from-verl` on what verl's own scripts do: former names, other jobs, branches, what only
+a shell knows.
+"""
 
 from __future__ import annotations
 
@@ -159,7 +161,8 @@ def test_parts_of_a_functions_reward_have_its_name() -> None:
     assert values(given)["algorithm.params.gdpo_reward_keys"] == ["function", "function/acc"]
 
 
-GENERATION = """python3 -m verl.trainer.%s trainer.nnodes=1 trainer.n_gpus_per_node=8 data.prompt_key=question %s"""
+GENERATION = """python3 -m verl.trainer.%s trainer.nnodes=1 trainer.n_gpus_per_node=8 \
+data.prompt_key=question %s"""
 
 
 def test_generation_jobs() -> None:
@@ -186,10 +189,10 @@ def test_generation_jobs() -> None:
     assert [one.name for one in found.untranslated if one.affects_learning] == [
         "rollout.made_up"
     ] and not found.problems
-    server = """data.train_files=[a.parquet,b.parquet] actor_rollout_ref.model.path=/m actor_rollout_ref.rollout.n=4
-        actor_rollout_ref.rollout.top_k=50 actor_rollout_ref.rollout.tensor_model_parallel_size=16""".replace(
-        "\n", " "
-    )
+    server = """data.train_files=[a.parquet,b.parquet] actor_rollout_ref.model.path=/m \
+actor_rollout_ref.rollout.n=4
+        actor_rollout_ref.rollout.top_k=50 \
+actor_rollout_ref.rollout.tensor_model_parallel_size=16""".replace("\n", " ")
     found = translated(GENERATION % ("main_generation_server", server), source="run.sh")
     made = values(found)
     assert (
@@ -212,7 +215,10 @@ def test_generation_jobs() -> None:
 
 
 def test_evaluation_jobs() -> None:
-    text = "python3 -m verl.trainer.main_eval data.path=/out.parquet custom_reward_function.path=/r.py %s"
+    text = (
+        "python3 -m verl.trainer.main_eval data.path=/out.parquet"
+        " custom_reward_function.path=/r.py %s"
+    )
     found = translated(text % "data.response_key=texts", source="run.sh")
     assert values(found)["reward.params.path"] == "/r.py:compute_score"
     assert values(found)["data.label_key"] == "reward_model.ground_truth"
@@ -226,11 +232,14 @@ def test_evaluation_jobs() -> None:
 
 SFT = """torchrun -m verl.trainer.%s data.train_files=~/a.parquet data.val_files=~/b.parquet \\
     trainer.n_gpus_per_node=2 \\
-    model.partial_pretrain=/m optim.lr=1e-4 data.max_length=2048 trainer.total_epochs=2 trainer.test_freq=10 %s"""
+    model.partial_pretrain=/m optim.lr=1e-4 data.max_length=2048 trainer.total_epochs=2 \
+trainer.test_freq=10 %s"""
 
 
 def test_supervised_jobs() -> None:
-    """Epochs become steps of 256 samples; keys inside of a struct get points; verl's schedule is a cosine."""
+    """Epochs become steps of 256 samples; keys inside of a struct get points; verl's
+    schedule is a cosine.
+    """
     of_rows = (
         "data.prompt_key=extra_info data.response_key=extra_info data.prompt_dict_keys=['question']"
     )
@@ -299,16 +308,18 @@ def test_models_of_families_that_are_there(path: str) -> None:
 
 
 def test_layouts_of_experts() -> None:
-    path, section = (
-        "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B",
-        "actor_rollout_ref.actor.megatron",
-    )
+    path = "actor_rollout_ref.model.path=Qwen/Qwen3-30B-A3B"
+    section = "actor_rollout_ref.actor.megatron"
     found = translated(
-        BASE, path, f"{section}.expert_model_parallel_size=8", f"{section}.expert_tensor_parallel_size=1",
+        BASE, path, f"{section}.expert_model_parallel_size=8",
+        f"{section}.expert_tensor_parallel_size=1",
         f"+{section}.override_transformer_config.moe_token_dispatcher_type=flex",
         f"+{section}.override_transformer_config.moe_enable_deepep=True",
         f"+{section}.override_transformer_config.moe_permute_fusion=True",
-        "+actor_rollout_ref.actor.optim.override_optimizer_config.use_precision_aware_optimizer=True",
+        (
+            "+actor_rollout_ref.actor.optim.override_optimizer_config."
+            "use_precision_aware_optimizer=True"
+        ),
         f"+{section}.override_transformer_config.num_layers_in_last_pipeline_stage=11",
         "actor_rollout_ref.actor.use_prefix_grouper=True",
     )  # fmt: skip
@@ -327,7 +338,8 @@ def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:
     )
     section = "algorithm.filter_groups"
     dapo = translated(
-        BASE, "data.gen_batch_size=192", f"{section}.enable=True", f"{section}.max_num_gen_batches=10",
+        BASE, "data.gen_batch_size=192", f"{section}.enable=True",
+        f"{section}.max_num_gen_batches=10",
         f"{section}.metric=acc", "data.truncation=left", "critic.model.use_remove_padding=True",
         "critic.model.fsdp_config.param_offload=True", ours=["reward.name=math_verify"],
     )  # fmt: skip
@@ -464,7 +476,10 @@ def test_what_only_the_shell_knows_matters_where_it_is_read() -> None:
 
 
 def test_a_command_that_ends_before_its_settings_do() -> None:
-    text = "python3 -m verl.trainer.main_ppo \\\n data.train_batch_size=4 \\ # a comment\n data.seed=1\n"
+    text = (
+        "python3 -m verl.trainer.main_ppo \\\n data.train_batch_size=4 \\ # a"
+        " comment\n data.seed=1\n"
+    )
     with pytest.raises(
         ConfigError,
         match=r"ends before data\.seed=1 \(line 3\): a backslash continues a line only as",

@@ -1,4 +1,6 @@
-"""What layers keep for the backward pass: the formula against tensors that autograd saves, and what follows from it."""
+"""What layers keep for the backward pass: the formula against tensors that autograd saves, and what
+follows from it.
+"""
 
 from __future__ import annotations
 
@@ -239,14 +241,10 @@ def test_the_shipped_qwen3_8b_needs_less_than_72_gb(monkeypatch: pytest.MonkeyPa
     )
     megatron = RoleBuilder(config).with_settled_layouts(GPU).config.actor.megatron
     assert (megatron.use_distributed_optimizer, megatron.recompute_granularity) == (True, "full")
-    model, layout = (
-        TrainedModelSpec(hf_config, torch.bfloat16, 16384),
-        make_parallel_layout(megatron, 8),
-    )
-    states, kept = (
-        estimate_state_bytes(model, megatron, layout, 0),
-        estimate_stage_activation_bytes(model, megatron, layout, "local", 0),
-    )
+    model = TrainedModelSpec(hf_config, torch.bfloat16, 16384)
+    layout = make_parallel_layout(megatron, 8)
+    states = estimate_state_bytes(model, megatron, layout, 0)
+    kept = estimate_stage_activation_bytes(model, megatron, layout, "local", 0)
     assert 30e9 < states + kept < 45e9 and kept < 5e9, (
         "72 GB less 27 GB, of which the head takes a part"
     )

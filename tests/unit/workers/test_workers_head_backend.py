@@ -1,4 +1,6 @@
-"""Which backend of the head a role takes, and that a run goes on with a right one where the first is wrong."""
+"""Which backend of the head a role takes, and that a run goes on with a right one where the
+first is wrong.
+"""
 
 from __future__ import annotations
 

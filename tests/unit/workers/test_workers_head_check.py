@@ -80,7 +80,9 @@ def test_slices_of_small_shards(
 
 
 def test_the_slice_of_a_large_head_is_bounded() -> None:
-    """1 GiB of weights, of which 64 MiB are looked at; the weight's storage is never copied whole."""
+    """1 GiB of weights, of which 64 MiB are looked at;
+    the weight's storage is never copied whole.
+    """
     weight = torch.zeros(2**14, 1).expand(2**14, 2**14)
     found = check_log_prob_backend(
         "chunked",
@@ -112,7 +114,9 @@ def test_hidden_states_that_are_not_finite_prove_nothing() -> None:
 
 
 def test_a_model_that_is_sure_passes() -> None:
-    """Gradients of a row whose target has all the probability cancel to nothing; what rounding leaves is no mistake."""
+    """Gradients of a row whose target has all the probability cancel to nothing; what rounding
+    leaves is no mistake.
+    """
     weight = torch.eye(HIDDEN)
     hidden = 80.0 * weight[(torch.arange(64) * (HIDDEN - 1)) // 63]
     found = check_log_prob_backend(

@@ -1,4 +1,6 @@
-"""Packing of a shard into micro-batches: hand-made documents, filler, target columns, and the way back."""
+"""Packing of a shard into micro-batches: hand-made documents, filler, target columns,
+and the way back.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,9 @@ from rlhf_megatron.data.replica_plan import ReplicaPlan
 from rlhf_megatron.ranks.workers.sequence_packing import list_token_columns, pack_batch
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-ONE, STAGES = (
-    ParallelLayout(1),
-    ParallelLayout(2, pp=2),
-)  # under pipeline parallelism micro-batches are filled to one length
+# under pipeline parallelism micro-batches are filled to one length
+ONE = ParallelLayout(1)
+STAGES = ParallelLayout(2, pp=2)
 
 
 def shard() -> MiniBatch:
@@ -126,7 +127,9 @@ def test_response_on_a_first_token_is_refused() -> None:
 
 
 def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
-    """The worked example of workers.pack: "a b c d" and "e f g", with c, d and g as response tokens."""
+    """The worked example of workers.pack: "a b c d" and "e f g", with c, d and g as
+    response tokens.
+    """
     batch = MiniBatch(
         offsets=torch.tensor([0, 4, 7]),
         token_ids=torch.tensor([11, 12, 13, 14, 21, 22, 23]),
@@ -166,7 +169,9 @@ def test_a_rank_of_two_gets_its_chunks_of_each_document() -> None:
 
 @pytest.mark.parametrize("cp, tp", [(2, 1), (3, 1), (2, 2)])
 def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
-    """Put together by position, the tokens and rows of all ranks are those that one rank would have."""
+    """Put together by position, the tokens and rows of all ranks are those that one
+    rank would have.
+    """
     generator = torch.Generator().manual_seed(cp)
     lengths = torch.randint(1, 30, (9,), generator=generator)
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
@@ -176,7 +181,8 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
     layout = ParallelLayout(tp * cp, tp=tp, cp=cp, sequence_parallel=tp > 1)
     plan = ReplicaPlan(tuple(range(9)), ((0, 4, 5), (1, 2, 3, 6, 7, 8)), packed_length=1000)
 
-    seen, predicted = [], []
+    seen = []
+    predicted = []
     owners: list[set[tuple[int, int]]] = [
         set(),
         set(),
@@ -188,7 +194,8 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
             assert micro.token_ids.numel() * cp % layout.packed_multiple == 0
             assert micro.cu_seqlens[-1] == micro.token_ids.numel() * cp
             assert bool((micro.cu_seqlens.diff() % (2 * cp) == 0).all())
-            ids, positions = micro.token_ids[0], micro.position_ids[0]
+            ids = micro.token_ids[0]
+            positions = micro.position_ids[0]
             seen += [(i, p) for i, p in zip(ids.tolist(), positions.tolist(), strict=True) if i > 0]
             assert micro.targets.tolist() == (ids[micro.rows] + 1).tolist()
             samples = (

@@ -1,4 +1,6 @@
-"""The peak that `check` and `plan` compute is what torch's CUDA allocator counted on ranks of five recipes."""
+"""The peak that `check` and `plan` compute is what torch's CUDA allocator counted on ranks
+of five recipes.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ def test_every_shape_was_counted() -> None:
 )
 def test_the_peak_is_what_was_counted(peak: Peak) -> None:
     config = config_of(peak.shape, peak.recompute)
-    hf_config, megatron = read_hf_config(Path(config.model.path)), config.actor.megatron
+    hf_config = read_hf_config(Path(config.model.path))
+    megatron = config.actor.megatron
     if megatron.recompute_granularity == "none":
         megatron = replace(megatron, recompute_granularity=None)
     layout = make_parallel_layout(megatron, count_actor_ranks(config))

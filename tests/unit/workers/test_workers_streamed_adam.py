@@ -44,8 +44,9 @@ def groups_of(parameters: list[Tensor]) -> list[dict[str, Any]]:
 def test_pieces_of_parameters_make_the_steps_of_whole_ones(
     dtype: torch.dtype, kept: OptimizerStateFormat, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Bit for bit, joined up to `most` elements: the schedule moves a learning rate, and one parameter has no gradient
-    in the second step."""
+    """Bit for bit, joined up to `most` elements: the schedule moves a learning rate, and one
+    parameter has no gradient in the second step.
+    """
     monkeypatch.setattr(streamed_adam, "MAX_PIECE_ELEMENTS", 64)
     monkeypatch.setattr(streamed_adam, "CPU_PIECE_ELEMENTS", most)
     torch.manual_seed(1)
@@ -78,7 +79,9 @@ def test_pieces_of_parameters_make_the_steps_of_whole_ones(
 
 
 def test_sixteen_bits_are_what_a_bfloat16_number_lacks() -> None:
-    """1 + 3/256 and 1 + 1/256 stand in the middle of two bfloat16 numbers, of which the even one is above and below."""
+    """1 + 3/256 and 1 + 1/256 stand in the middle of two bfloat16 numbers, of which the even one is
+    above and below.
+    """
     ends = [0.0, -0.0, 1e-45, -1e-45, 3.4e38, -3.4e38, 1 + 3 / 256, -1 - 3 / 256]
     main = torch.cat(
         [torch.tensor(ends), torch.randn(999, generator=torch.Generator().manual_seed(1))]
@@ -97,13 +100,12 @@ def test_sixteen_bits_are_what_a_bfloat16_number_lacks() -> None:
 
 def test_moments_of_sixteen_bits_are_rounded_between_steps() -> None:
     """The second step starts from the rounded moments of the first, and is otherwise torch's."""
-    model, kept = (
-        torch.ones(64).bfloat16(),
-        OptimizerStateFormat(
-            exp_avg=torch.bfloat16, exp_avg_sq=torch.bfloat16, main_param=torch.int16
-        ),
+    model = torch.ones(64).bfloat16()
+    kept = OptimizerStateFormat(
+        exp_avg=torch.bfloat16, exp_avg_sq=torch.bfloat16, main_param=torch.int16
     )
-    plain, main = nn.Parameter(torch.ones(64)), nn.Parameter(torch.ones(64))
+    plain = nn.Parameter(torch.ones(64))
+    main = nn.Parameter(torch.ones(64))
     adamw = torch.optim.AdamW(
         [{"params": [plain], "lr": 0.02, "weight_decay": 0.1, **SETTINGS}], fused=True
     )
@@ -125,7 +127,9 @@ def test_moments_of_sixteen_bits_are_rounded_between_steps() -> None:
 
 
 def test_bytes_of_a_parameter() -> None:
-    """Main parameter and moments: 12 by default, 6 at the least; a float32 model is its own main parameter."""
+    """Main parameter and moments: 12 by default, 6 at the least; a float32 model is its own
+    main parameter.
+    """
     short = MegatronConfig(
         use_precision_aware_optimizer=True, exp_avg_dtype="bfloat16", exp_avg_sq_dtype="bfloat16"
     )

@@ -1,5 +1,6 @@
-"""Each call in a child that is forked off before CUDA has begun: it has an allocator and groups of its own, and modules
-are imported once."""
+"""Each call in a child that is forked off before CUDA has begun: it has an allocator and groups of
+its own, and modules are imported once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ Arguments = tuple[Any, ...]
 def in_children(
     function: Callable[..., Any], calls: Iterable[Arguments]
 ) -> Iterator[tuple[Arguments, Any]]:
-    """(arguments, what the function returned as JSON has it, or in words why it failed) of each call, in order."""
+    """(arguments, what the function returned as JSON has it, or in words why it failed) of each
+    call, in order.
+    """
     with mock.patch("torch._C._cuda_getDeviceCount", return_value=1):  # the real one forbids forks
         prepare()
     with TemporaryDirectory() as folder:
@@ -38,7 +41,9 @@ def in_children(
 
 
 def num_failed(function: Callable[..., list[str]], cells: Iterable[Arguments]) -> int:
-    """Print a line a cell, and the problems that `function` returns of it. Returns how many cells have some."""
+    """Print a line a cell, and the problems that `function` returns of it. Returns how many
+    cells have some.
+    """
     total = 0
     for cell, found in in_children(function, cells):
         problems = [found] if isinstance(found, str) else found

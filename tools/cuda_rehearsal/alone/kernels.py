@@ -1,7 +1,9 @@
-"""Compiles the Triton kernels that a run launches, by their own launch code, for three kinds of GPU, and reads what
-each takes of a processor. One that keeps registers in memory, or wants more shared memory than there is, fails.
+"""Compiles the Triton kernels that a run launches, by their own launch code, for three kinds of
+GPU, and reads what each takes of a processor. One that keeps registers in memory, or wants more
+shared memory than there is, fails.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone kernels"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone kernels
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Usage:
 
 
 def usage_of(capability: int, launches: Callable[[], Any]) -> list[Usage]:
-    """Of the kernels that `launches` compiles for a GPU of that kind. In a process that has not used CUDA yet."""
+    """Of the kernels that `launches` compiles for a GPU of that kind. In a process that has not
+    used CUDA yet.
+    """
     os.environ["NULLCUDA_SM"] = str(capability)
     from triton.compiler.compiler import CompiledKernel
 
@@ -110,11 +114,10 @@ def launch_head(num_columns: int, has_entropy: bool, num_rows: int = 64) -> None
     from rlhf_megatron.ranks.kernels.log_prob_triton import TritonTileOps
     from rlhf_megatron.ranks.kernels.logit_tile_ops import RowGradientInputs
 
-    ops, device = TritonTileOps(), torch.device("cuda")
-    tile, ones = (
-        torch.zeros(num_rows, num_columns, device=device),
-        torch.ones(num_rows, device=device),
-    )
+    ops = TritonTileOps()
+    device = torch.device("cuda")
+    tile = torch.zeros(num_rows, num_columns, device=device)
+    ones = torch.ones(num_rows, device=device)
     stash = torch.zeros(num_rows, num_columns, device=device, dtype=torch.float16)
     columns = torch.zeros(num_rows, dtype=torch.int64, device=device)
     entropy = ones if has_entropy else None

@@ -1,7 +1,9 @@
-"""Kernel launches (products of matrices among them) of a layer and a micro-batch, by operator; the host's time on a GPU
-is about 5 microseconds each.
+"""Kernel launches (products of matrices among them) of a layer and a micro-batch, by operator; the
+host's time on a GPU is about 5 microseconds each.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone launches   # benchmarks/results/launches.json"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone launches   #
+        benchmarks/results/launches.json
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ SUBJECTS = (
     Subject("30B-A3B, ep8", "qwen3_30b_a3b", 8, EXPERTS),
     Subject("30B-A3B, ep8, grouped", "qwen3_30b_a3b", 8, {**EXPERTS, "moe_grouped_gemm": True}),
 )
-LAYERS, MICRO_BATCHES, TOKENS = (2, 4), (2, 4), 4096
+LAYERS = (2, 4)
+MICRO_BATCHES = (2, 4)
+TOKENS = 4096
 
 
 class ByOperator(TorchDispatchMode):
@@ -112,12 +116,16 @@ def count(name: str, num_layers: int, num_micro_batches: int) -> dict[str, Count
 
 
 def slopes(counts: dict[tuple[int, int], Counter[str]]) -> tuple[Counter[str], Counter[str]]:
-    """(of a layer and a micro-batch, of a micro-batch beside its layers), from two depths and two numbers of them."""
-    (few, many), (first, last) = LAYERS, MICRO_BATCHES
+    """(of a layer and a micro-batch, of a micro-batch beside its layers), from two depths and two
+    numbers of them.
+    """
+    few, many = LAYERS
+    first, last = MICRO_BATCHES
     a_micro_batch = {layers: Counter(counts[layers, last]) for layers in LAYERS}
     for layers in LAYERS:
         a_micro_batch[layers].subtract(counts[layers, first])
-    layer, rest = Counter(a_micro_batch[many]), Counter(a_micro_batch[few])
+    layer = Counter(a_micro_batch[many])
+    rest = Counter(a_micro_batch[few])
     layer.subtract(a_micro_batch[few])
     size = (many - few) * (last - first)
     layer = Counter({name: value // size for name, value in layer.items() if value})

@@ -1,7 +1,9 @@
-"""Every layout and every family of the parity list on the null library: ranks of any world, through all stages of a
-trainer. An operator's own check of devices, types, shapes or deterministic form fails the stage that called it.
+"""Every layout and every family of the parity list on the null library: ranks of any world, through
+all stages of a trainer. An operator's own check of devices, types, shapes or deterministic form
+fails the stage that called it.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone layouts
+"""
 
 from __future__ import annotations
 
@@ -31,8 +33,9 @@ NEEDS_PACKAGE = "transformer_engine"  # which has no wheel
 
 
 def cells() -> list[tuple[str, str, int]]:
-    """(layout, family, rank): each layout with one family, in turns, and each family in one layout at least. Of a
-    pipeline its first and its last rank."""
+    """(layout, family, rank): each layout with one family, in turns, and each family in one layout
+    at least. Of a pipeline its first and its last rank.
+    """
     built = [axes for axes in LAYOUTS.values() if axes.impl != NEEDS_PACKAGE]
     return [
         (axes.name, family, rank)
@@ -47,7 +50,8 @@ def _ranks(axes: Axes) -> list[int]:
 
 def pass_through(layout_name: str, family: str, rank: int) -> list[str]:
     """What failed, by stage."""
-    hf_config, axes = FAMILIES[family], LAYOUTS[layout_name]
+    hf_config = FAMILIES[family]
+    axes = LAYOUTS[layout_name]
     megatron = replace(axes.megatron, transformer_impl="local")
     problems = []
     with (
@@ -76,7 +80,8 @@ def _stages(
     from rlhf_megatron.weights.value_model import add_value_head
 
     made: dict[str, Any] = {}
-    layout, phases = world.layout, {"rl": TrainingPhase(OPTIM, 100)}
+    layout = world.layout
+    phases = {"rl": TrainingPhase(OPTIM, 100)}
     batch, values, plan = _batches(layout, world.coordinates.dp)
 
     def build() -> None:

@@ -1,8 +1,11 @@
-"""Peak bytes of an update, counted by torch's CUDA allocator: one rank of a recipe's world, at its full depth.
+"""Peak bytes of an update, counted by torch's CUDA allocator: one rank of a recipe's world, at
+its full depth.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone memory     # benchmarks/results/peak_memory.json
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone memory     #
+        benchmarks/results/peak_memory.json
 
-Pages that no kernel touches take no memory, so a rank that needs 80 GB runs in 2."""
+Pages that no kernel touches take no memory, so a rank that needs 80 GB runs in 2.
+"""
 
 from __future__ import annotations
 
@@ -65,7 +68,9 @@ class Peak:
 
 
 def questions() -> list[tuple[str, str, int]]:
-    """(shape, recompute, stage) of each that is counted: the first stage, and the last, which has the head."""
+    """(shape, recompute, stage) of each that is counted: the first stage, and the last,
+    which has the head.
+    """
     found = []
     for shape in SHAPES:
         last = config_of(shape, "full").actor.megatron.pipeline_model_parallel_size - 1
@@ -145,7 +150,9 @@ def _row(*question: Any) -> dict[str, Any]:
 
 
 def main(shapes: list[str]) -> int:
-    """Prints a line each, and writes those into the file in place of its own; the number of those that failed."""
+    """Prints a line each, and writes those into the file in place of its own; the number of
+    those that failed.
+    """
     known = {(peak.shape, peak.recompute, peak.stage): peak for peak in recorded()}
     num_failed = 0
     for question, found in in_children(

@@ -1,7 +1,9 @@
-"""Models of Transformer Engine's own modules: each parameter has the name and shape that the weight table says, and all
-that checkpoints and optimizers read of it is as in plain torch under its names, which the tests run.
+"""Models of Transformer Engine's own modules: each parameter has the name and shape that the weight
+table says, and all that checkpoints and optimizers read of it is as in plain torch under its names,
+which the tests run.
 
-    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone names"""
+    .venv-cuda/bin/python -m tools.cuda_rehearsal --alone names
+"""
 
 from __future__ import annotations
 
@@ -56,13 +58,15 @@ def compare(layout_name: str, family: str, head: HeadKind) -> list[str]:
     """The last rank's differences, in words."""
     from rlhf_megatron.ranks.models import layer_specs
 
-    axes, hf_config = LAYOUTS[layout_name], FAMILIES[family]
+    axes = LAYOUTS[layout_name]
+    hf_config = FAMILIES[family]
     layout = make_parallel_layout(axes.megatron, axes.num_ranks)
     with alone(layout, axes.num_ranks - 1, hf_config) as world:
         theirs, their_keys = look(hf_config, world, axes, head)
         problems = against_table(theirs, hf_config, world, axes, head)
         on_cpu = torch.device("cpu")
-        spec, experts = layer_specs._make_layer_and_norm, layer_specs._make_grouped_experts_spec
+        spec = layer_specs._make_layer_and_norm
+        experts = layer_specs._make_grouped_experts_spec
         with (
             mock.patch.object(
                 layer_specs,
@@ -79,7 +83,9 @@ def compare(layout_name: str, family: str, head: HeadKind) -> list[str]:
 def look(
     hf_config: Any, world: World, axes: Axes, head: HeadKind
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """(parameters by their global names, tensors of a checkpoint by their keys), and what is read of each."""
+    """(parameters by their global names, tensors of a checkpoint by their keys), and what
+    is read of each.
+    """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
     from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
     from rlhf_megatron.ranks.workers.megatron_backend import drop_extra_state
@@ -124,14 +130,18 @@ def against_table(
         ways = world.layout.etp if name in rules and rules[name].expert is not None else axes.tp
         if name in rules and tuple(shape) != compute_shard_shape(rules[name], ways):
             problems.append(
-                f"parameter {name} is {shape}, a shard of its rule {compute_shard_shape(rules[name], ways)}"
+                f"parameter {name} is {shape}, a shard of its"
+                f" rule {compute_shard_shape(rules[name], ways)}"
             )
     return problems
 
 
 def unlike(kind: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
     return [
-        f"{kind} {name}: {theirs.get(name, 'none')} of Transformer Engine, {ours.get(name, 'none')} of plain torch"
+        (
+            f"{kind} {name}: {theirs.get(name, 'none')} of Transformer Engine,"
+            f" {ours.get(name, 'none')} of plain torch"
+        )
         for name in sorted(theirs.keys() | ours.keys())
         if theirs.get(name) != ours.get(name)
     ]

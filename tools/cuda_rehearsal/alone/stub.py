@@ -1,5 +1,6 @@
-"""Transformer Engine's own Python (its wheel, without what that depends on) over an extension of which every name is a
-class or a function that does nothing: enough to build its modules."""
+"""Transformer Engine's own Python (its wheel, without what that depends on) over an extension of
+which every name is a class or a function that does nothing: enough to build its modules.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,9 @@ ABSENT = (
 
 
 class Kind(type):
-    """A class of the extension: each name in it is a member with a number of its own, as of an enumeration."""
+    """A class of the extension: each name in it is a member with a number of its own, as of
+    an enumeration.
+    """
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -60,7 +63,8 @@ def install() -> None:
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # it loads no core library then
     for name in ABSENT:
         module = Stub(name)
-        module.__path__, module.__spec__ = [], ModuleSpec(name, None)
+        module.__path__ = []
+        module.__spec__ = ModuleSpec(name, None)
         sys.modules[name] = module
     pydantic = types.ModuleType("pydantic.dataclasses")
     pydantic.dataclass = dataclasses.dataclass  # type: ignore[attr-defined]

@@ -92,7 +92,9 @@ dist.Backend.register_backend("nobody", _with_nobody, extended_api=True, devices
 def alone(
     layout: ParallelLayout, rank: int, hf_config: HFConfig, loads_weights: bool = True
 ) -> Iterator[World]:
-    """The world of a rank of `layout`. Where `loads_weights` is not set, none are copied, which a large model needs."""
+    """The world of a rank of `layout`. Where `loads_weights` is not set, none are copied, which a
+    large model needs.
+    """
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     store = AnswersAll()
@@ -119,11 +121,9 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
 
     from rlhf_megatron.ranks.workers.megatron_optimizer import MegatronStepOptimizer
 
-    judge, gathered, exchanged = (
-        MegatronStepOptimizer.check_finiteness,
-        MoEAllGatherTokenDispatcher.dispatch_postprocess,
-        MoEAlltoAllTokenDispatcher.preprocess,
-    )
+    judge = MegatronStepOptimizer.check_finiteness
+    gathered = MoEAllGatherTokenDispatcher.dispatch_postprocess
+    exchanged = MoEAlltoAllTokenDispatcher.preprocess
 
     def judged(self: Any, losses: Any) -> tuple[int, float]:
         with contextlib.suppress(
@@ -138,11 +138,9 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
 
     def before_exchange(self: Any, routing_map: Tensor) -> Tensor:
         counts: Tensor = exchanged(self, routing_map)
-        sent, experts, ranks = (
-            even(self.num_out_tokens, self.num_experts),
-            self.num_local_experts,
-            self.ep_size,
-        )
+        sent = even(self.num_out_tokens, self.num_experts)
+        experts = self.num_local_experts
+        ranks = self.ep_size
         if self.ep_size > 1 or self.tp_size > 1:
             write(self.input_splits, sent.view(ranks, experts).sum(1))
             write(self.output_splits, sent[:experts].sum().expand(ranks))
@@ -171,7 +169,9 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
 
 @contextlib.contextmanager
 def _evenly_selected(hf_config: HFConfig) -> Iterator[None]:
-    """A mask of experts by tokens selects what an even routing would: how many is read from the device."""
+    """A mask of experts by tokens selects what an even routing would: how many is read
+    from the device.
+    """
     from rlhf_megatron.weights.families.family_lookup import find_model_family
 
     arguments = find_model_family(hf_config).make_transformer_arguments(hf_config)

@@ -1,5 +1,6 @@
-"""Operators that CUDA alone has and the trainer uses, in plain torch on the CPU. `install` makes them, and all that
-`kernels.cpp` takes over, the CUDA kernels of this process."""
+"""Operators that CUDA alone has and the trainer uses, in plain torch on the CPU. `install` makes
+them, and all that `kernels.cpp` takes over, the CUDA kernels of this process.
+"""
 
 from __future__ import annotations
 
@@ -134,7 +135,9 @@ def sdpa_backward(
     *more: Any,
     scale: Any = None,
 ) -> tuple[Tensor, ...]:
-    dropout, causal = more[4], more[5]  # after two offsets and two lengths
+    # after two offsets and two lengths
+    dropout = more[4]
+    causal = more[5]
     backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
     return tuple(
         back(t, q) for t in backward(*on_host(g, q, k, v, out, lse), dropout, causal, scale=scale)
@@ -144,7 +147,9 @@ def sdpa_backward(
 def weights_of(
     q: Tensor, k: Tensor, causal: bool, scale: float, left: int | None, right: int | None
 ) -> Any:
-    """[heads, T, S] attention weights of one document and [heads, T] their logarithm's base; q, k: [T, heads, d]."""
+    """[heads, T, S] attention weights of one document and [heads, T] their logarithm's base; q, k:
+    [T, heads, d].
+    """
     scores = (
         torch.einsum("tnd,snd->nts", q, k.repeat_interleave(q.shape[1] // k.shape[1], 1)) * scale
     )
@@ -166,7 +171,8 @@ def documents(starts_q: Tensor, starts_k: Tensor) -> list[tuple[slice, slice]]:
 
 
 def flash(
-    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int, dropout: float,
+    q: Tensor, k: Tensor, v: Tensor, starts_q: Tensor, starts_k: Tensor, max_q: int, max_k: int,
+    dropout: float,
     causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
     window_size_right: int | None = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
@@ -175,7 +181,8 @@ def flash(
     )
     Q, K, V, SQ, SK = on_host(q, k, v, starts_q, starts_k)
     group = Q.shape[1] // V.shape[1]
-    out, lse = torch.zeros_like(Q), torch.zeros(Q.shape[1], Q.shape[0])
+    out = torch.zeros_like(Q)
+    lse = torch.zeros(Q.shape[1], Q.shape[0])
     for a, b in documents(SQ, SK):
         factor = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         weights, lse[:, a] = weights_of(
@@ -193,8 +200,10 @@ def flash(
 
 
 def flash_backward(
-    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor, starts_k: Tensor,
-    max_q: int, max_k: int, dropout: float, causal: bool, *seeds: Tensor, scale: float | None = None,
+    g: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, starts_q: Tensor,
+    starts_k: Tensor,
+    max_q: int, max_k: int, dropout: float, causal: bool, *seeds: Tensor,
+    scale: float | None = None,
     window_size_left: int | None = None, window_size_right: int | None = None, **_: Any,
 ) -> tuple[Tensor, ...]:  # fmt: skip
     G, Q, K, V, OUT, LSE, SQ, SK = on_host(g, q, k, v, out, lse, starts_q, starts_k)

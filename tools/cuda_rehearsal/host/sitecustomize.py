@@ -1,5 +1,7 @@
-"""On PYTHONPATH of a rehearsal of numbers: each process that imports torch gets the host's kernels right after that.
-Where CUDA_REHEARSAL_BRANCHES names a file of functions, those that are called are appended to that file's `.seen`."""
+"""On PYTHONPATH of a rehearsal of numbers: each process that imports torch gets the host's kernels
+right after that. Where CUDA_REHEARSAL_BRANCHES names a file of functions, those that are called are
+appended to that file's `.seen`.
+"""
 
 import importlib.abc
 import importlib.machinery
@@ -30,7 +32,8 @@ class _AfterTorch(importlib.abc.MetaPathFinder):
 def _note_calls(listed: str) -> None:
     with open(listed) as lines:
         wanted = set(lines.read().splitlines())
-    known = {}  # code objects that were looked at, by their ids, which are not given anew while they are kept
+    # code objects that were looked at, by their ids, which are not given anew while they are kept
+    known = {}
 
     def note(frame, event, arg):
         code = frame.f_code

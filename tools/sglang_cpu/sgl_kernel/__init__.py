@@ -1,4 +1,6 @@
-"""torch versions of the `sgl_kernel` parts that SGLang needs even without AMX. Any other name raises when called."""
+"""torch versions of the `sgl_kernel` parts that SGLang needs even without AMX. Any other name
+raises when called.
+"""
 
 from __future__ import annotations
 
@@ -86,8 +88,8 @@ def _topk_sigmoid(
 
 
 _TOPK = (
-    "(Tensor hidden_states, Tensor gating_output, int topk, bool renormalize, Tensor? correction_bias=None)"
-    " -> (Tensor, Tensor)"
+    "(Tensor hidden_states, Tensor gating_output, int topk, bool renormalize, Tensor?"
+    " correction_bias=None) -> (Tensor, Tensor)"
 )
 for _name, _function in (("topk_softmax_cpu", _topk_softmax), ("topk_sigmoid_cpu", _topk_sigmoid)):
     _library.define(_name + _TOPK)

@@ -1,6 +1,8 @@
-"""What a logger is, and those of a run: each is told what the run does, and writes or shows what it likes of it.
+"""What a logger is, and those of a run: each is told what the run does, and writes or shows what
+it likes of it.
 
-A new one is a new file here with a class that is registered in LOGGERS; every module of this package is imported.
+A new one is a new file here with a class that is registered in LOGGERS; every module of this
+package is imported.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class BatchView:
 
 
 class RunLogger:
-    """Does nothing. All calls come from one thread. Optional packages are imported inside of methods.
+    """Does nothing. All calls come from one thread. Optional packages are imported
+    inside of methods.
 
     What a method raises switches the logger off and never ends the run (see `LoggerSet`).
     """
@@ -51,12 +54,16 @@ class RunLogger:
 
     @classmethod
     def check_setup(cls) -> None:
-        """Check the logger before anything is started. Raises ValueError, with the fix, where it cannot work here."""
+        """Check the logger before anything is started. Raises ValueError, with the fix, where it
+        cannot work here.
+        """
 
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Metrics of a step. `row_kind`: warmup, step or evaluation; `run_seconds`: since the run began."""
+        """Metrics of a step. `row_kind`: warmup, step or evaluation; `run_seconds`: since
+        the run began.
+        """
 
     def log_batch(self, step: int, batch_view: BatchView) -> None:
         """Show what a step trained on. Called before its row."""
@@ -78,19 +85,24 @@ LOGGERS: Registry[type[RunLogger]] = Registry("logger", RunLogger)
 
 
 def is_batch_view_step(step: int, total_steps: int) -> bool:
-    """Steps at which large things are logged: the first, the last, and every ceil(total_steps / MAX_VIEWS)."""
+    """Steps at which large things are logged: the first, the last, and every
+    ceil(total_steps / MAX_VIEWS).
+    """
     return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_BATCH_VIEWS)) == 0
 
 
 def load_or_draw_run_id(id_path: Path) -> str:
-    """Return the name of a run at a service. It is drawn once and kept in a file: a resumed run goes on as the same."""
+    """Return the name of a run at a service. It is drawn once and kept in a file: a resumed run
+    goes on as the same.
+    """
     if not id_path.is_file():
         id_path.write_text(f"{secrets.token_hex(4)}\n")
     return id_path.read_text().strip()
 
 
 class LoggerSet:
-    """The loggers of a run. One that fails is switched off with one message; the run and the others go on.
+    """The loggers of a run. One that fails is switched off with one message; the run and
+    the others go on.
 
     One that found the disk full is made again at later steps, until it works.
     """
@@ -98,7 +110,9 @@ class LoggerSet:
     def __init__(
         self, logger_names: Sequence[str], run_dir: Path, total_steps: int, facts: RunFacts
     ) -> None:
-        self._run_dir, self._total_steps, self._facts = run_dir, total_steps, facts
+        self._run_dir = run_dir
+        self._total_steps = total_steps
+        self._facts = facts
         self._active_loggers: dict[str, RunLogger] = {}
         self._loggers_without_space: set[str] = set()
         errors = {name: self._start_logger(name, facts) for name in dict.fromkeys(logger_names)}
@@ -117,8 +131,8 @@ class LoggerSet:
                     one.close(is_failed=True)
 
     def restart_stopped_by_full_disk(self, step: int) -> None:
-        """Start loggers again that found the disk full. Viewers drop the rows of this step and later ones from the
-        former files.
+        """Start loggers again that found the disk full. Viewers drop the rows of this step and
+        later ones from the former files.
         """
         has_room = (
             self._loggers_without_space and shutil.disk_usage(self._run_dir).free > MIN_FREE_BYTES
@@ -147,7 +161,10 @@ class LoggerSet:
         text = f"{type(error).__name__}: {error}"
         if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
             self._loggers_without_space.add(name)
-            text = f"{explain_write_error(self._run_dir / name, error).strerror} It is tried again at each step"
+            text = (
+                f"{explain_write_error(self._run_dir / name, error).strerror} It is tried again"
+                " at each step"
+            )
         others = (
             ", ".join(other for other in self._active_loggers if other != name) or "no other logger"
         )

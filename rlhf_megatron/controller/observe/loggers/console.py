@@ -1,4 +1,6 @@
-"""The terminal: a progress bar with the current stage, and a table row a step. Logs get a line a minute for the bar."""
+"""The terminal: a progress bar with the current stage, and a table row a step. Logs get a line a
+minute for the bar.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,8 @@ if TYPE_CHECKING:
 
 SOURCE_KEY_PREFIX = "reward/source/"  # <source>/mean
 SET_MEAN_PATTERN = re.compile(r"val/([^/]+)/mean@\d+")
-SOURCE_COLUMN_WIDTHS, SOURCE_DROP_PRIORITY = (6, 12), 4
+SOURCE_COLUMN_WIDTHS = (6, 12)
+SOURCE_DROP_PRIORITY = 4
 SUPERVISED_LOSS_KEY = "sft/loss"  # only a run without rewards has it
 NUM_COLUMNS_BEFORE_SOURCES = 2  # columns in front of those of the sources
 ROWS_PER_HEADER = 25
@@ -77,7 +80,9 @@ CONSOLE_COLUMNS = (
 
 @LOGGERS.register("console")
 class ConsoleLogger(RunLogger):
-    """Plain lines where stdout is no terminal, with all columns; where it is one, those that fit and a bar below."""
+    """Plain lines where stdout is no terminal, with all columns; where it is one, those that fit
+    and a bar below.
+    """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -101,7 +106,9 @@ class ConsoleLogger(RunLogger):
         )
         self._progress_bar.start()
         self._progress_task = self._progress_bar.add_task("start", total=total_steps)
-        self._total_steps, self._last_finished_step, self._stage_text = total_steps, 0, "start"
+        self._total_steps = total_steps
+        self._last_finished_step = 0
+        self._stage_text = "start"
         self._step_seconds: list[float] = []  # seconds of each step
         self._last_output_s = time.monotonic()
         self._is_closed = threading.Event()
@@ -154,15 +161,17 @@ class ConsoleLogger(RunLogger):
             self._show_evaluation(step, metrics)
         elif "warmup/accuracy" in metrics:  # between evaluations a warm-up is quiet
             self.show_note(
-                f"warm-up {step:>4}  loss {metrics['warmup/loss']:.4f}  grad {metrics['warmup/grad_norm']:.2e}"
-                f"  sampled accuracy {metrics['warmup/accuracy']:.3f}"
+                f"warm-up {step:>4}  loss {metrics['warmup/loss']:.4f}  grad"
+                f" {metrics['warmup/grad_norm']:.2e}  sampled accuracy"
+                f" {metrics['warmup/accuracy']:.3f}"
             )
 
     def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         if "val/loss" in metrics:
             self.show_note(f"step {step}: held-out " + ", ".join(_iter_held_out_losses(metrics)))
             return
-        low, high = metrics["val/accuracy_low"], metrics["val/accuracy_high"]
+        low = metrics["val/accuracy_low"]
+        high = metrics["val/accuracy_high"]
         self.show_note(
             f"step {step}: held-out accuracy {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
             f" on {metrics['val/num_items']:.0f} items"
@@ -176,7 +185,8 @@ class ConsoleLogger(RunLogger):
             self.show_note("    " + "  ".join(f"{name} {value:.3f}" for name, value in found))
 
     def _show_step_row(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._last_output_s, self._last_finished_step = time.monotonic(), step
+        self._last_output_s = time.monotonic()
+        self._last_finished_step = step
         if "timing_s/step" in metrics:
             self._step_seconds.append(metrics["timing_s/step"])
         if not metrics.keys() <= self._seen_metric_keys:

@@ -1,4 +1,6 @@
-"""MLflow: metrics and settings, in the store that its own environment names (MLFLOW_TRACKING_URI)."""
+"""MLflow: metrics and settings, in the store that its own environment names
+(MLFLOW_TRACKING_URI).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ RUN_ID_FILE = "mlflow_run_id"  # file in the run directory
 
 @LOGGERS.register("mlflow")
 class MlflowLogger(RunLogger):
-    """A run of the experiment `trainer.project_name`; one that is resumed goes on. `@` in a name is `_at_`."""
+    """A run of the experiment `trainer.project_name`; one that is resumed goes on. `@` in a
+    name is `_at_`.
+    """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         from mlflow import MlflowClient
@@ -43,7 +47,8 @@ class MlflowLogger(RunLogger):
     def check_setup(cls) -> None:
         if importlib.util.find_spec("mlflow") is None:
             raise ValueError(
-                "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out of trainer.logger."
+                "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out"
+                " of trainer.logger."
             )
 
     def log_metrics(

@@ -13,14 +13,18 @@ from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger, load_or
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
-FILES_DIR, RUN_ID_FILE = "swanlab", "swanlab_run_id"  # in the run directory
+# in the run directory
+FILES_DIR = "swanlab"
+RUN_ID_FILE = "swanlab_run_id"
 
 
 @LOGGERS.register("swanlab")
 class SwanlabLogger(RunLogger):
-    """An experiment of the project `trainer.project_name`, whose name has "-" for what SwanLab does not take.
+    """An experiment of the project `trainer.project_name`, whose name has "-" for what SwanLab
+    does not take.
 
-    A run that is resumed goes on as the same experiment. Files lie under `swanlab/` of the run directory.
+    A run that is resumed goes on as the same experiment. Files lie under `swanlab/` of the
+    run directory.
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
@@ -42,15 +46,16 @@ class SwanlabLogger(RunLogger):
     def check_setup(cls) -> None:
         if importlib.util.find_spec("swanlab") is None:
             raise ValueError(
-                "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab out of trainer.logger."
+                "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab"
+                " out of trainer.logger."
             )
         import swanlab
 
         settings = swanlab.Settings()
         if settings.mode == "online" and not settings.api_key:
             raise ValueError(
-                "swanlab has no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the run directory only"
-                " with SWANLAB_MODE=offline."
+                "swanlab has no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the"
+                " run directory only with SWANLAB_MODE=offline."
             )
 
     def log_metrics(

@@ -1,4 +1,6 @@
-"""TensorBoard event files: scalars, histograms, text samples, and the settings of the run as hyper-parameters."""
+"""TensorBoard event files: scalars, histograms, text samples, and the settings of the run
+as hyper-parameters.
+"""
 
 from __future__ import annotations
 
@@ -29,14 +31,18 @@ def _silence_writer_thread_error(
     hook_args: threading.ExceptHookArgs,
     default_hook: Callable[[Any], object] = threading.excepthook,
 ) -> None:
-    """Keep tracebacks of TensorBoard's thread off the terminal: its next call raises the same error."""
+    """Keep tracebacks of TensorBoard's thread off the terminal: its next call raises
+    the same error.
+    """
     if type(hook_args.thread).__name__ != "_AsyncWriterThread":
         default_hook(hook_args)
 
 
 @LOGGERS.register("tensorboard")
 class TensorboardLogger(RunLogger):
-    """Files under `tensorboard/<run>/`, so that viewers name the run. TensorBoard's own thread writes them."""
+    """Files under `tensorboard/<run>/`, so that viewers name the run. TensorBoard's own
+    thread writes them.
+    """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -79,10 +85,12 @@ class TensorboardLogger(RunLogger):
         self._writer.close()
 
     def _write_session_start(self, facts: RunFacts) -> None:
-        """Write the settings for the HPARAMS tab, which takes the last value of each scalar as the metrics of this run.
+        """Write the settings for the HPARAMS tab, which takes the last value of each scalar as the
+        metrics of this run.
 
-        Only the start of the session is written and no list of hyper-parameters for all runs: the viewer takes such a
-        list from the first run that it finds, and would not show what other runs set.
+        Only the start of the session is written and no list of hyper-parameters for all runs: the
+        viewer takes such a list from the first run that it finds, and would not show what
+        other runs set.
         """
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionStartInfo
@@ -109,7 +117,9 @@ class TensorboardLogger(RunLogger):
         )
 
     def _write_session_summary(self, tag: str, plugin_data: HParamsPluginData) -> None:
-        """Write a session as tensorboard.plugins.hparams.summary does, which cannot be imported without tensorflow."""
+        """Write a session as tensorboard.plugins.hparams.summary does, which cannot be imported
+        without tensorflow.
+        """
         from tensorboard.compat.proto.summary_pb2 import Summary
         from tensorboard.plugins.hparams import metadata
 
@@ -122,7 +132,10 @@ class TensorboardLogger(RunLogger):
 def format_sample_as_markdown(sample: LoggedSample) -> str:
     """Texts as code blocks, so that nothing in them is taken for markup."""
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
-    heading = f"**{sample.kind}**: {reward} ({sample.status}), {sample.num_tokens} tokens, {sample.finish_reason}"
+    heading = (
+        f"**{sample.kind}**: {reward} ({sample.status}), {sample.num_tokens}"
+        f" tokens, {sample.finish_reason}"
+    )
     texts = (("prompt", sample.prompt), ("response", sample.response), ("label", sample.label))
     return "\n\n".join(
         [heading, *(f"{name}\n\n{_format_code_block(text)}" for name, text in texts)]

@@ -26,7 +26,9 @@ FINISH_TIMEOUT_S = 120.0  # for what is not yet sent when the run ends
 
 @LOGGERS.register("wandb")
 class WandbLogger(RunLogger):
-    """Files under `wandb/`. Its environment variables (WANDB_MODE, WANDB_API_KEY) hold as they always do."""
+    """Files under `wandb/`. Its environment variables (WANDB_MODE, WANDB_API_KEY) hold as
+    they always do.
+    """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
         import wandb
@@ -50,7 +52,8 @@ class WandbLogger(RunLogger):
     def check_setup(cls) -> None:
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
-                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out of trainer.logger."
+                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out"
+                " of trainer.logger."
             )
         import wandb
 
@@ -63,8 +66,8 @@ class WandbLogger(RunLogger):
             and not wandb.login(prompt=False)
         ):
             raise ValueError(
-                "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or write to the run directory only with"
-                " WANDB_MODE=offline."
+                "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or write to the run"
+                " directory only with WANDB_MODE=offline."
             )
 
     def log_metrics(
@@ -98,10 +101,9 @@ class WandbLogger(RunLogger):
             self._wandb_run.finish(exit_code=int(is_failed))
 
     def _log_values(self, step_axis: str, step: int, values: Mapping[str, Any]) -> None:
-        run, self._wandb_run = (
-            self._wandb_run,
-            None,
-        )  # a service that fails is not waited for at the end
+        # a service that fails is not waited for at the end
+        run = self._wandb_run
+        self._wandb_run = None
         for key in values.keys() - self._defined_metrics:
             run.define_metric(key, step_metric=step_axis)
         self._defined_metrics |= values.keys()

@@ -1,7 +1,8 @@
-"""What is read off a finished batch: metrics, distributions, columns that are not finite, samples that people see.
+"""What is read off a finished batch: metrics, distributions, columns that are not finite, samples
+that people see.
 
-Proxies tell how much of a step's gradient is signal, without a second backward pass; lags tell how old the policy was
-that sampled the tokens. All functions are pure.
+Proxies tell how much of a step's gradient is signal, without a second backward pass; lags tell how
+old the policy was that sampled the tokens. All functions are pure.
 """
 # T packed tokens, B samples
 
@@ -64,8 +65,11 @@ def count_sampled_tokens(batch: TokenBatch) -> Tensor:
 
 
 def count_prompt_tokens(batch: TokenBatch) -> Tensor:
-    """[B] int64, tokens before the first that the policy sampled: what lies between its turns is none of them."""
-    mask, borders = batch.response_mask.numpy(), batch.offsets.tolist()
+    """[B] int64, tokens before the first that the policy sampled: what lies between its turns
+    is none of them.
+    """
+    mask = batch.response_mask.numpy()
+    borders = batch.offsets.tolist()
     own = [mask[start:end] for start, end in pairwise(borders)]
     return torch.tensor(
         [int(of.argmax()) if of.any() else len(of) for of in own], dtype=torch.int64
@@ -73,12 +77,16 @@ def count_prompt_tokens(batch: TokenBatch) -> Tensor:
 
 
 def select_masked_values(column: Tensor, mask: Tensor) -> Tensor:
-    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns of a step are."""
+    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns
+    of a step are.
+    """
     return torch.from_numpy(column.numpy()[mask.numpy()])
 
 
 def assign_token_versions(batch: RolloutBatch) -> Tensor:
-    """[T] int64, policy version that each response token was sampled from; prompt tokens have that of the first."""
+    """[T] int64, policy version that each response token was sampled from; prompt tokens have
+    that of the first.
+    """
     versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
     if batch.version_spans is not None and any(batch.version_spans):
         firsts = (batch.offsets[:-1] + count_prompt_tokens(batch)).tolist()
@@ -89,9 +97,12 @@ def assign_token_versions(batch: RolloutBatch) -> Tensor:
 
 
 def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Shares of groups that teach something, and of those of several samples that count that do not."""
+    """Shares of groups that teach something, and of those of several samples that
+    count that do not.
+    """
     groups = PromptGroups.from_ids(batch.group_ids, make_valid_sample_mask(batch))
-    is_mixed, counts = groups.have_differing_entries(batch.rewards), groups.count_valid_samples()
+    is_mixed = groups.have_differing_entries(batch.rewards)
+    counts = groups.count_valid_samples()
     is_uniform = (counts > 1) & ~is_mixed
     rewards = groups.sum_by_group(batch.rewards) / counts.clamp(
         min=1
@@ -121,7 +132,9 @@ def summarise_mean_max_min(metric_name: str, values: Tensor) -> dict[str, float]
 def compute_batch_metrics(
     batch: TrainBatch, max_prompt_length: int | None = None
 ) -> dict[str, float]:
-    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None where not known."""
+    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None
+    where not known.
+    """
     metrics = {
         "perf/total_num_tokens": float(batch.num_tokens),
         **summarise_mean_max_min(
@@ -143,8 +156,8 @@ def compute_batch_metrics(
 def compute_length_metrics(
     batch: RolloutBatch, max_prompt_length: int | None = None
 ) -> dict[str, float]:
-    """Return lengths of all responses, of those that were not aborted and of prompts, and turns where a sample has
-    several.
+    """Return lengths of all responses, of those that were not aborted and of prompts, and turns
+    where a sample has several.
     """
     responses = count_sampled_tokens(batch)
     prompts = count_prompt_tokens(batch)
@@ -231,8 +244,8 @@ def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def compute_value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return figures of the critic's values before the update and of the estimator's returns, where the batch has
-    them.
+    """Return figures of the critic's values before the update and of the estimator's returns, where
+    the batch has them.
     """
     columns = {"critic/values": batch.values, "critic/returns": batch.returns}
     found = {name: column for name, column in columns.items() if column is not None}
@@ -253,7 +266,9 @@ def _mean_or_zero(values: Tensor) -> float:
 def compute_variance_metrics(
     batch: TrainBatch, update_metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Empty where no estimator or loss asked for the sums of squared probabilities. `update_metrics`: of the update."""
+    """Empty where no estimator or loss asked for the sums of squared probabilities.
+    `update_metrics`: of the update.
+    """
     if batch.sum_squares is None or batch.old_log_probs is None:
         return {}
     found = estimate_variance_proxies(batch, batch.sum_squares)
@@ -266,8 +281,8 @@ def compute_variance_metrics(
 
 
 def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, float]:
-    """Estimate the gradient's variance from the samples whose reward counts. `sum_squares_T`: sum of the squared
-    probabilities.
+    """Estimate the gradient's variance from the samples whose reward counts. `sum_squares_T`: sum
+    of the squared probabilities.
     """
     assert batch.old_log_probs is not None
     is_valid_B = make_valid_sample_mask(batch)
@@ -291,8 +306,8 @@ def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[
 def split_signal_and_noise(
     total_power: float, grad_norm: float, num_samples: float
 ) -> dict[str, float]:
-    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` that of the update. A
-    single sample tells no noise.
+    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` that
+    of the update. A single sample tells no noise.
     """
     signal = grad_norm**2
     metrics = {"variance_proxy/proxy1_signal_strength": signal}
@@ -304,7 +319,9 @@ def split_signal_and_noise(
 
 
 def _sum_per_sample(column_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] float64. numpy takes a tenth of the time of `sum_by_sequence`, for samples that have tokens."""
+    """[B] float64. numpy takes a tenth of the time of `sum_by_sequence`, for samples
+    that have tokens.
+    """
     if not bool((offsets.diff() > 0).all()):
         return sum_by_sequence(column_T, offsets)
     return torch.from_numpy(
@@ -313,8 +330,9 @@ def _sum_per_sample(column_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def compute_version_metrics(policy_version: int, batch: RolloutBatch) -> dict[str, float]:
-    """`policy_version`: of the weights that are about to be trained. Lag is told from a sample's first token, staleness from
-    its oldest."""
+    """`policy_version`: of the weights that are about to be trained. Lag is told from a sample's
+    first token, staleness from its oldest.
+    """
     prefix = "training/off_policy/trajectory"
     spans = torch.tensor([len(of_sample) for of_sample in collect_sample_versions(batch)])
     return {
@@ -341,10 +359,11 @@ def collect_sample_versions(batch: RolloutBatch) -> list[set[int]]:
 def iter_distributions(
     batch: TrainBatch, policy_version: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, [n] finite values): of samples whose reward counts, of all responses, or of response tokens. One column
-    stands at a time.
+    """(name, [n] finite values): of samples whose reward counts, of all responses, or of response
+    tokens. One column stands at a time.
 
-    `policy_version`: of the policy that trained on them; with it there are their lags, where any is not 0.
+    `policy_version`: of the policy that trained on them; with it there are their lags,
+    where any is not 0.
     """
     for name, values in _iter_distribution_columns(batch, policy_version):
         is_finite = np.isfinite(values.numpy())
@@ -355,7 +374,9 @@ def iter_distributions(
 def _iter_distribution_columns(
     batch: TrainBatch, policy_version: int | None
 ) -> Iterator[tuple[str, Tensor]]:
-    mask_T, engine_T, trainer_T = batch.response_mask, batch.rollout_log_probs, batch.old_log_probs
+    mask_T = batch.response_mask
+    engine_T = batch.rollout_log_probs
+    trainer_T = batch.old_log_probs
     yield "rewards", batch.rewards[make_valid_sample_mask(batch)]
     yield "response_length", count_sampled_tokens(batch)
     if policy_version is not None and bool(
@@ -390,7 +411,9 @@ class NonFiniteColumn:
 
 
 def find_non_finite_columns(batch: TrainBatch) -> tuple[NonFiniteColumn, ...]:
-    """Over the response tokens, also of samples that are masked: a weight of 0 does not stop a NaN."""
+    """Over the response tokens, also of samples that are masked:
+    a weight of 0 does not stop a NaN.
+    """
     found = []
     for name in CHECKED_COLUMNS:
         column = getattr(batch, name)
@@ -436,17 +459,19 @@ def describe_sample(batch: TrainBatch, sample_index: int) -> str:
 def choose_logged_samples(
     step: int, batch: ScoredBatch, max_samples: int, seed: int
 ) -> list[tuple[int, str]]:
-    """(index, kind) of at most `max_samples` different samples: a third best, a third worst, the rest random.
+    """(index, kind) of at most `max_samples` different samples: a third best, a third worst,
+    the rest random.
 
-    Equal rewards are told apart by lot, and a masked sample is neither best nor worst. The lot depends on `seed` and
-    `step` only, so that a replay shows the same.
+    Equal rewards are told apart by lot, and a masked sample is neither best nor worst. The lot
+    depends on `seed` and `step` only, so that a replay shows the same.
     """
     order = list(range(len(batch)))
     random.Random(derive_seed(seed, step, SAMPLE_CHOICE_SEED_PURPOSE)).shuffle(order)
     is_valid = make_valid_sample_mask(batch).tolist()
     rewards = batch.rewards.tolist()
     ranked = sorted((i for i in order if is_valid[i]), key=lambda i: -rewards[i])
-    num_best, num_worst = (max_samples + 2) // 3, (max_samples + 1) // 3
+    num_best = (max_samples + 2) // 3
+    num_worst = (max_samples + 1) // 3
     best = ranked[:num_best]
     worst = ranked[len(best) :][::-1][:num_worst]
     taken = {*best, *worst}
@@ -462,7 +487,8 @@ def make_logged_samples(
     step: int, batch: ScoredBatch, max_samples: int, seed: int
 ) -> list[LoggedSample]:
     """The chosen samples of a step in full."""
-    lengths, is_valid = count_sampled_tokens(batch), make_valid_sample_mask(batch)
+    lengths = count_sampled_tokens(batch)
+    is_valid = make_valid_sample_mask(batch)
     return [
         LoggedSample(
             step=step,

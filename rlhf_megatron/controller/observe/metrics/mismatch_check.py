@@ -1,4 +1,5 @@
-"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the first of a process.
+"""Engine against trainer on the sampled tokens: metrics every step, stop thresholds at the
+first of a process.
 
 A line of mismatch.jsonl has the histograms of a step by group, and its worst tokens.
 """
@@ -31,14 +32,17 @@ from rlhf_megatron.controller.observe.report.run_files import (
 )
 from rlhf_megatron.data.batch import ScoredBatch, TrainBatch, select_samples
 
-NUM_WORST_TOKENS, WORST_TOKEN_OVERSAMPLING = 10, 10
-CONTEXT_TOKENS, CONTEXT_CHARACTERS = 48, 80
+NUM_WORST_TOKENS = 10
+WORST_TOKEN_OVERSAMPLING = 10
+CONTEXT_TOKENS = 48
+CONTEXT_CHARACTERS = 80
 
 
 class MismatchCheck:
     """Callable: (step, batch, trainer's log-probs [T]) -> metrics.
 
-    Raises ValueError past a threshold at `first_step`, or the first one after it that has tokens to compare.
+    Raises ValueError past a threshold at `first_step`, or the first one after it that has
+    tokens to compare.
     """
 
     def __init__(self, check_config: CheckConfig, is_exact: bool) -> None:
@@ -50,8 +54,9 @@ class MismatchCheck:
     def __call__(
         self, step: int, batch: ScoredBatch, log_probs: Tensor, policy_version: int | None = None
     ) -> dict[str, float]:
-        """`policy_version`: of the policy whose log-probs they are; tokens that it sampled are compared, and nothing is said
-        where there are none. None: it has sampled all."""
+        """`policy_version`: of the policy whose log-probs they are; tokens that it sampled are
+        compared, and nothing is said where there are none. None: it has sampled all.
+        """
         mask = batch.response_mask
         if policy_version is not None and any(
             of_sample != {policy_version} for of_sample in collect_sample_versions(batch)
@@ -71,15 +76,20 @@ class MismatchCheck:
             raise ValueError(
                 "engine and trainer disagree on the sampled tokens before the first update: "
                 + "; ".join(past)
-                + ". The engine serves other weights or another temperature, or its arithmetic differs: compare the"
-                " model configuration of both, or raise the threshold if this precision is what you want."
+                + (
+                    ". The engine serves other weights or another temperature, or its arithmetic"
+                    " differs: compare the model configuration of both, or raise the threshold if"
+                    " this precision is what you want."
+                )
             )
 
 
 def describe_exceeded_thresholds(
     check_config: CheckConfig, is_exact: bool, statistics: dict[str, float]
 ) -> list[str]:
-    """Which of the `compute_mismatch_statistics` are over their bound, in words. `is_exact`: both sides compute in float32."""
+    """Which of the `compute_mismatch_statistics` are over their bound, in words. `is_exact`: both
+    sides compute in float32.
+    """
     name = "training/rollout_log_probs_diff"
     bounds = (
         [(f"{name}_max", "log_prob_max_abs_diff", check_config.log_prob_max_abs_diff)]
@@ -100,8 +110,8 @@ def describe_exceeded_thresholds(
 def make_mismatch_step(
     step: int, batch: TrainBatch, decode_tokens: Callable[[Sequence[int]], str]
 ) -> MismatchStep | None:
-    """Compare engine and trainer token by token; None where the trainer's log-probs or all response tokens are missing.
-    `decode_tokens`: token ids as text.
+    """Compare engine and trainer token by token; None where the trainer's log-probs or all response
+    tokens are missing. `decode_tokens`: token ids as text.
     """
     if batch.old_log_probs is None or not bool(batch.response_mask.any()):
         return None
@@ -122,11 +132,9 @@ def make_mismatch_step(
 def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
     """(version, finish reason) -> runs of tokens, prompts among them. Neighbours are one run."""
     found: dict[tuple[int, str], list[slice]] = {}
-    borders, versions, prompts = (
-        batch.offsets.tolist(),
-        batch.policy_versions.tolist(),
-        count_prompt_tokens(batch).tolist(),
-    )
+    borders = batch.offsets.tolist()
+    versions = batch.policy_versions.tolist()
+    prompts = count_prompt_tokens(batch).tolist()
 
     def append_run(policy_version: int, finish_reason: str, start: int, stop: int) -> None:
         runs = found.setdefault((policy_version, finish_reason), [])
@@ -136,7 +144,8 @@ def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
             runs.append(slice(start, stop))
 
     for i, reason in enumerate(batch.finish_reasons):
-        at, first = borders[i], borders[i] + prompts[i]
+        at = borders[i]
+        first = borders[i] + prompts[i]
         for version, begin, end in (
             batch.version_spans[i] if batch.version_spans is not None else ()
         ):
@@ -148,8 +157,9 @@ def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
 
 
 def _find_worst_tokens(batch: TrainBatch) -> list[tuple[int, int]]:
-    """(token, its sample). The samples of a group often begin alike: a token is taken once, however many have it after
-    the same text."""
+    """(token, its sample). The samples of a group often begin alike: a token is taken once, however
+    many have it after the same text.
+    """
     assert batch.old_log_probs is not None
     places = find_worst_tokens(
         batch.rollout_log_probs,
@@ -173,7 +183,8 @@ def _make_worst_token(
     decode_tokens: Callable[[Sequence[int]], str],
 ) -> WorstToken:
     assert batch.old_log_probs is not None
-    trainer, engine = batch.old_log_probs[token_index], batch.rollout_log_probs[token_index]
+    trainer = batch.old_log_probs[token_index]
+    engine = batch.rollout_log_probs[token_index]
     start = int(batch.offsets[sample_index])
     before = batch.token_ids[max(start, token_index - CONTEXT_TOKENS) : token_index].tolist()
     return WorstToken(

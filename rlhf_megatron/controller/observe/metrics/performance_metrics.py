@@ -1,7 +1,7 @@
 """Throughput, time a token, model FLOPs utilisation (MFU), balance and memory of a step.
 
-A Workload holds what the rates refer to (devices, layouts, models) and does not change during a run. The watches at the
-end ask the ranks after each update; all else is pure.
+A Workload holds what the rates refer to (devices, layouts, models) and does not change during a
+run. The watches at the end ask the ranks after each update; all else is pure.
 """
 # B samples
 
@@ -42,7 +42,8 @@ from rlhf_megatron.weights.families.model_family import FAMILIES
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
-# Dense bfloat16 with float32 sums, TFLOP/s, as the vendors' data sheets have them (without sparsity).
+# Dense bfloat16 with float32 sums, TFLOP/s, as the vendors' data sheets have them
+# (without sparsity).
 PEAK_TFLOPS: Mapping[str, float] = {
     "H200": 989.4,
     "GH200": 989.4,
@@ -61,7 +62,9 @@ PEAK_TFLOPS: Mapping[str, float] = {
     "L4": 121.0,
     "A10": 125.0,
 }
-FORWARD_PASSES, TRAINING_PASSES = 1, 3  # passes, in units of a forward pass
+# passes, in units of a forward pass
+FORWARD_PASSES = 1
+TRAINING_PASSES = 3
 
 MIN_SECONDS = 1e-9  # s; no time is taken as shorter
 CALL_BY_METRIC_NAME = {  # the field's name -> the call to the hosts that is meant
@@ -77,8 +80,8 @@ GIB = float(1 << 30)
 
 
 def find_peak_tflops(device_name: str) -> float | None:
-    """Return the peak TFLOP/s of a device: of the longest name in the table whose words all stand in the device's name,
-    or None.
+    """Return the peak TFLOP/s of a device: of the longest name in the table whose words all stand
+    in the device's name, or None.
     """
     words = set(device_name.replace("-", " ").split())
     known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
@@ -92,16 +95,18 @@ def count_model_flops(
     num_forward_passes: int,
     head_size: int | None = None,
 ) -> float | None:
-    """Count the FLOPs of passes over whole samples. `head_size`: outputs of the head (1 of a critic); None: the
-    vocabulary. Returns None for an unknown model.
+    """Count the FLOPs of passes over whole samples. `head_size`: outputs of the head (1 of a
+    critic); None: the vocabulary. Returns None for an unknown model.
 
-    Of a model with experts the weights that a token meets count. None for one of which nothing is known.
+    Of a model with experts the weights that a token meets count. None for one of which
+    nothing is known.
     """
     if "hidden_size" not in hf_config or (
         read_num_experts(hf_config) and str(hf_config.get("model_type")) not in FAMILIES
     ):
         return None
-    hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    hidden = hf_config["hidden_size"]
+    num_heads = hf_config["num_attention_heads"]
     attention, width = _measure_attention_layer(hf_config)
     weights = hf_config["num_hidden_layers"] * attention + _count_mlp_weights(hf_config)
     lengths = lengths_B.double()
@@ -111,7 +116,9 @@ def count_model_flops(
 
 
 def _count_attention_pairs(hf_config: Mapping[str, Any], lengths_B: Tensor) -> float:
-    """Tokens that see each other, over all layers; in some layers a token may see `sliding_window` of them only."""
+    """Tokens that see each other, over all layers; in some layers a token may see
+    `sliding_window` of them only.
+    """
     kinds = hf_config.get("layer_types") or []
     sliding = kinds.count("sliding_attention") if hf_config.get("sliding_window") else 0
     pairs = (hf_config["num_hidden_layers"] - sliding) * lengths_B.square() / 2
@@ -123,8 +130,11 @@ def _count_attention_pairs(hf_config: Mapping[str, Any], lengths_B: Tensor) -> f
 
 
 def _measure_attention_layer(hf_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Weights of a layer's matrices, and of a head the width of its keys and of its values, added up."""
-    hidden, num_heads = hf_config["hidden_size"], hf_config["num_attention_heads"]
+    """Weights of a layer's matrices, and of a head the width of its keys and of its
+    values, added up.
+    """
+    hidden = hf_config["hidden_size"]
+    num_heads = hf_config["num_attention_heads"]
     if hf_config.get("kv_lora_rank"):
         latent = read_latent_dimensions(hf_config)
         rules = make_latent_rules(latent, num_heads, hidden, 0)
@@ -138,8 +148,8 @@ def _measure_attention_layer(hf_config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _count_mlp_weights(hf_config: Mapping[str, Any]) -> int:
-    """Count the MLP weights that a token meets in all layers; in layers with experts, the router's and those of the
-    experts that it is sent to.
+    """Count the MLP weights that a token meets in all layers; in layers with experts, the router's
+    and those of the experts that it is sent to.
     """
     arguments = {
         "num_layers": hf_config["num_hidden_layers"],
@@ -147,7 +157,8 @@ def _count_mlp_weights(hf_config: Mapping[str, Any]) -> int:
     }
     if read_num_experts(hf_config):
         arguments = find_model_family(hf_config).make_transformer_arguments(hf_config)
-    hidden, with_experts = hf_config["hidden_size"], sum(arguments.get("moe_layer_freq", ()))
+    hidden = hf_config["hidden_size"]
+    with_experts = sum(arguments.get("moe_layer_freq", ()))
     dense = 3 * hidden * arguments["ffn_hidden_size"] * (arguments["num_layers"] - with_experts)
     if not with_experts:
         return dense
@@ -176,7 +187,9 @@ class PerformanceBasis:
 
 def make_performance_basis(config: RunConfig) -> PerformanceBasis:
     """Raises ValueError for a bad layout."""
-    actor, critic, rollout = config.actor, config.critic, config.rollout
+    actor = config.actor
+    critic = config.critic
+    rollout = config.rollout
     has_own_devices = config.job == "train" and not rollout.colocated
     engine_ranks = count_engines(config) * count_ranks_per_engine(rollout) if has_own_devices else 0
     return PerformanceBasis(
@@ -220,7 +233,9 @@ def compute_throughput(
 def compute_time_per_token(
     metrics: Mapping[str, float], call_seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Milliseconds. `call_seconds`: in this step, by call ("actor.update"), without the time that it waited."""
+    """Milliseconds. `call_seconds`: in this step, by call ("actor.update"), without the time
+    that it waited.
+    """
     tokens = max(1.0, metrics["perf/total_num_tokens"])
     found = {
         name: call_seconds[call] / tokens
@@ -242,8 +257,8 @@ def compute_flops_utilisation(
 ) -> dict[str, float]:
     """Model FLOPs over seconds of the call x ranks of its pool x peak of a device, and that peak.
 
-    The peak is the configuration's, or that of the device's name (`metrics`); empty where neither is known, as on a
-    CPU.
+    The peak is the configuration's, or that of the device's name (`metrics`); empty where neither
+    is known, as on a CPU.
     """
     tflops = basis.device_peak_tflops or metrics.get("perf/peak_tflops", 0.0)
     if not tflops:
@@ -283,9 +298,11 @@ def compute_flops_utilisation(
 
 
 def compute_replica_balance(batch: TokenBatch, basis: PerformanceBasis) -> dict[str, float]:
-    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals them; where prompts
-    are shared, the tokens that it need not forward."""
-    lengths, num_replicas = batch.lengths, basis.actor_layout.dp
+    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals
+    them; where prompts are shared, the tokens that it need not forward.
+    """
+    lengths = batch.lengths
+    num_replicas = basis.actor_layout.dp
     has_shared = basis.actor_layout.shares_prompts
     total = float(lengths.sum())
     in_order = [float(part.sum()) for part in lengths.tensor_split(num_replicas)]
@@ -294,7 +311,8 @@ def compute_replica_balance(batch: TokenBatch, basis: PerformanceBasis) -> dict[
     if num_replicas > 1 or has_shared:
         plans = plan_scattered_call(batch, basis.actor_layout, basis.token_budget)
         balanced = [float(lengths[[i for i in plan.samples if i != NO_OP]].sum()) for plan in plans]
-    low, high = min(in_order), max(in_order)
+    low = min(in_order)
+    high = max(in_order)
     found = {"mean": total / num_replicas, "max": high, "min": low, "minmax_diff": high - low}
     found |= {"balanced_max": max(balanced), "balanced_min": min(balanced)}
     if has_shared:
@@ -324,7 +342,9 @@ class MemoryWatch:
 
 
 def compute_memory_metrics(reports: Iterable[MemoryReport]) -> dict[str, float]:
-    """The largest of each over `reports`, one or more; the smallest peak, where every device is one that is known."""
+    """The largest of each over `reports`, one or more; the smallest peak, where every device is one
+    that is known.
+    """
     found = list(reports)
     metrics = {"perf/cpu_memory_used_gb": max(r.resident_bytes for r in found) / GIB}
     names = {report.device_name for report in found}

@@ -1,7 +1,9 @@
-"""Which charts a report has, in the order in which an engineer wants them. A new chart is one line of _TABLE.
+"""Which charts a report has, in the order in which an engineer wants them. A new chart is one
+line of _TABLE.
 
-A key may have one part in angle brackets, which stands for any text: every metric of that form becomes a line of the
-chart, named by that text. Units and meanings come from the lists of metric names.
+A key may have one part in angle brackets, which stands for any text: every metric of that form
+becomes a line of the chart, named by that text. Units and meanings come from the lists
+of metric names.
 """
 
 from __future__ import annotations
@@ -24,8 +26,8 @@ CHART_NOTES = {
 class ChartSpec:
     """A chart, before any run is known.
 
-    `band`: "interval" is the 95 % interval of the mean over the samples of a step; "range" goes from <prefix>/min to
-    <prefix>/max of a key <prefix>/mean; otherwise a pair of keys (low, high).
+    `band`: "interval" is the 95 % interval of the mean over the samples of a step; "range" goes
+    from <prefix>/min to <prefix>/max of a key <prefix>/mean; otherwise a pair of keys (low, high).
     """
 
     name: str
@@ -55,7 +57,8 @@ class ReportSection:
 _CHART_TABLE = """
 # reward | Reward and held-out accuracy | Reward
 reward | Reward | critic/rewards/mean | wide interval
-held_out | Held-out accuracy | val/accuracy | wide zero points evaluation band=val/accuracy_low,val/accuracy_high
+held_out | Held-out accuracy | val/accuracy | wide zero points evaluation \
+band=val/accuracy_low,val/accuracy_high
 reward_source | Reward by source | reward/source/<source>/mean
 held_out_source | Held-out score by source | val/<source>/mean@N | zero points evaluation
   band=val/<source>/low,val/<source>/high
@@ -64,10 +67,12 @@ held_out_majority | Held-out score, majority of N | val/<source>/maj@N | zero po
 reward_part | Parts of the reward | reward/part/<part>
 reward_status | Rewards whose status is not ok | reward/status/<status> | stack hidden=ok
 reward_range | Range of rewards | critic/rewards/mean | range
-groups | Groups that teach | reward/mixed_groups: groups of mixed reward; reward/masked: masked samples | zero
+groups | Groups that teach | reward/mixed_groups: groups of mixed reward; \
+reward/masked: masked samples | zero
 advantages | Advantages | critic/advantages/mean | range
 # policy | KL, entropy and the policy's update | Policy
-reference_kl | KL against the reference | actor/reward_kl_penalty: in the reward; actor/kl_loss: in the loss
+reference_kl | KL against the reference | actor/reward_kl_penalty: in the reward; \
+actor/kl_loss: in the loss
 entropy | Entropy | actor/entropy: before the update; actor/entropy_loss: during the update | zero
 clip | Clip fractions | actor/pg_clipfrac: ratio clip; actor/pg_clipfrac_lower: dual clip | zero
 grad_norm | Gradient norm | actor/grad_norm | log
@@ -78,7 +83,8 @@ loss | Policy loss | actor/pg_loss: policy term; actor/loss: whole loss
 # critic | Critic | Critic
 vf_loss | Value loss | critic/vf_loss | zero
 explained | Explained variance | critic/vf_explained_var
-values_returns | Values against returns | critic/values/mean: values; critic/returns/mean: returns; critic/vpred_mean:
+values_returns | Values against returns | critic/values/mean: values; \
+critic/returns/mean: returns; critic/vpred_mean:
   values during the update
 values | Range of values | critic/values/mean | range
 returns | Range of returns | critic/returns/mean | range
@@ -105,10 +111,13 @@ finish_reason | How samples ended | rollout/finish_reason/<reason> | stack
 cached | Prompt tokens from the prefix cache | rollout/cached_token_share | zero
 retractions | Retractions | rollout/num_retractions | zero
 several_versions | Samples of several policy versions | rollout/samples_of_several_versions | zero
-trouble | Engines that failed | rollout/engine_failures: failures; rollout/engine_restarts: restarts;
-  rollout/driver_restarts: restarts of drivers; rollout/requests_reissued: prompts asked for again | zero
+trouble | Engines that failed | rollout/engine_failures: failures; \
+rollout/engine_restarts: restarts;
+  rollout/driver_restarts: restarts of drivers; rollout/requests_reissued: prompts asked for again \
+| zero
 sync | Weight sync | sync/seconds | zero
-sync_bytes | Bytes of a weight sync | sync/num_bytes: weights; sync/bytes_moved: moved; sync/bytes_needed: needed |
+sync_bytes | Bytes of a weight sync | sync/num_bytes: weights; sync/bytes_moved: moved; \
+sync/bytes_needed: needed |
   zero
 turns | Trainer and engines change places | timing_s/turns | zero
 memory_device | Trainer on its device | memory/<phase>_device_bytes | zero
@@ -117,10 +126,13 @@ memory_offloaded | Trainer in host memory | memory/<phase>_offloaded_bytes | zer
 memory_used | Device, all processes | memory/<phase>_used_bytes | zero
 memory_host | A rank's process in host memory | memory/<phase>_host_bytes | zero
 # mismatch | Engine against trainer | Mismatch
-difference | Log-prob difference, engine against trainer | training/rollout_log_probs_diff_p50: median;
-  training/rollout_log_probs_diff_p99: 99th percentile; training/rollout_log_probs_diff_max: largest | wide log
+difference | Log-prob difference, engine against trainer | training/rollout_log_probs_diff_p50: \
+median;
+  training/rollout_log_probs_diff_p99: 99th percentile; training/rollout_log_probs_diff_max: \
+largest | wide log
 mismatch_kl | KL of engine and trainer | training/rollout_kl | log
-probs_difference | Probability difference | training/rollout_probs_diff_mean: mean; training/rollout_probs_diff_max:
+probs_difference | Probability difference | training/rollout_probs_diff_mean: mean; \
+training/rollout_probs_diff_max:
   largest | log
 lag | Policy lag | policy/lag | zero
 # sft | Supervised and preference training | SFT
@@ -164,7 +176,8 @@ def _parse_chart_spec(line: str) -> ChartSpec:
 
 
 def _parse_report_sections(table: str) -> Iterator[ReportSection]:
-    """A section begins with "# name | title | in the bar"; then a chart a line: name | title | keys | options.
+    """A section begins with "# name | title | in the bar"; then a chart a line: name | title |
+    keys | options.
 
     Keys are separated by semicolons, each with its label behind a colon where it has one.
     """
@@ -179,7 +192,9 @@ REPORT_SECTIONS = tuple(_parse_report_sections(_CHART_TABLE))
 
 @cache
 def compile_key_pattern(key_form: str) -> re.Pattern[str]:
-    """Matches the metrics that a key of a Spec stands for; group "name" is what the brackets stand for."""
+    """Matches the metrics that a key of a Spec stands for; group "name" is what the
+    brackets stand for.
+    """
     before, bracket, rest = key_form.partition("<")
     after = rest.partition(">")[2]
     name = "(?P<name>.+)" if bracket else "(?P<name>)"

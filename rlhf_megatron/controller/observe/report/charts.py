@@ -1,4 +1,6 @@
-"""The charts of one run: the catalogue's entries filled with the rows of a run, thinned but for their peaks. Pure."""
+"""The charts of one run: the catalogue's entries filled with the rows of a run, thinned but for
+their peaks. Pure.
+"""
 
 from __future__ import annotations
 
@@ -18,11 +20,9 @@ from rlhf_megatron.controller.observe.report.chart_catalogue import (
 from rlhf_megatron.controller.observe.report.run_files import MetricRow, RunFiles
 
 MAX_CURVE_POINTS = 500  # of a curve
-REWARD_STD_KEY, NUM_SAMPLES_KEY, MASKED_SHARE_KEY = (
-    "critic/rewards/std",
-    "rollout/num_samples",
-    "reward/masked",
-)
+REWARD_STD_KEY = "critic/rewards/std"
+NUM_SAMPLES_KEY = "rollout/num_samples"
+MASKED_SHARE_KEY = "reward/masked"
 STAGE_ORDER = ("next", "generate", "score", "take", "annotate", "advantages", "update", "sync")
 TIMINGS_THAT_ARE_NO_STAGES = ("step", "evaluate", "turns")  # turns are parts of stages
 
@@ -31,10 +31,8 @@ def compute_seed_interval(values: Sequence[float]) -> tuple[float, float] | None
     """95 % interval of the mean over few runs (Student's t). None for a single one."""
     if len(values) < 2:
         return None
-    mean, half = (
-        statistics.fmean(values),
-        compute_t95_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values)),
-    )
+    mean = statistics.fmean(values)
+    half = compute_t95_quantile(len(values) - 1) * statistics.stdev(values) / math.sqrt(len(values))
     return mean - half, mean + half
 
 
@@ -44,9 +42,11 @@ def round_significant(value: float | None, num_digits: int = 6) -> float | None:
 
 
 def select_curve_points(values: Sequence[float | None], max_points: int) -> list[int]:
-    """Which points of a curve to keep, in order: of each of max_points / 2 buckets the lowest and the highest.
+    """Which points of a curve to keep, in order: of each of max_points / 2 buckets the lowest
+    and the highest.
 
-    All where there are no more than `max_points`. First and last point always stay; None counts as no extreme.
+    All where there are no more than `max_points`. First and last point always stay; None counts
+    as no extreme.
     """
     count = len(values)
     if count <= max_points:
@@ -54,14 +54,17 @@ def select_curve_points(values: Sequence[float | None], max_points: int) -> list
     num_buckets = max(1, (max_points - 2) // 2)
     kept = {0, count - 1}
     for bucket in range(num_buckets):
-        begin, end = bucket * count // num_buckets, (bucket + 1) * count // num_buckets
+        begin = bucket * count // num_buckets
+        end = (bucket + 1) * count // num_buckets
         found = [(value, i) for i in range(begin, end) if (value := values[i]) is not None]
         kept |= {min(found)[1], max(found)[1]} if found else {begin}
     return sorted(kept)
 
 
 def select_evenly_spaced(num_items: int, max_items: int) -> list[int]:
-    """Return at most `max_items` indices of 0 .. count - 1, evenly spaced, the first and the last among them."""
+    """Return at most `max_items` indices of 0 .. count - 1, evenly spaced, the first and the
+    last among them.
+    """
     if num_items <= max_items:
         return list(range(num_items))
     if max_items < 2:
@@ -121,7 +124,9 @@ def make_section_charts(run: RunFiles, section_name: str) -> list[ReportChart]:
 
 
 def make_uncatalogued_charts(run: RunFiles) -> list[ReportChart]:
-    """A chart for each metric that no entry of the catalogue shows and that is not the same in all rows."""
+    """A chart for each metric that no entry of the catalogue shows and that is not the
+    same in all rows.
+    """
     specs = [spec for section in REPORT_SECTIONS for spec in section.charts]
     shown = {
         key for spec in specs for key in collect_shown_keys(spec, select_rows(run, spec.row_kind))
@@ -183,7 +188,9 @@ def collect_metric_keys(rows: Sequence[MetricRow]) -> list[str]:
 
 
 def match_metric_keys(spec: ChartSpec, metric_keys: Sequence[str]) -> list[tuple[str, str]]:
-    """(metric, label) of each line of a chart, in a fixed order: colours must not depend on the first row."""
+    """(metric, label) of each line of a chart, in a fixed order: colours must not depend on
+    the first row.
+    """
     found: list[tuple[str, str]] = []
     for key in spec.metric_keys:
         matches = [
@@ -269,13 +276,12 @@ def _make_band(
 def _compute_reward_interval(row: MetricRow) -> tuple[float | None, float | None]:
     """95 % of the mean over the samples whose reward counts, taken as independent and normal."""
     metrics: Mapping[str, float] = row.metrics
-    std, count = (
-        metrics.get(REWARD_STD_KEY),
-        metrics.get(NUM_SAMPLES_KEY, 0.0) * (1 - metrics.get(MASKED_SHARE_KEY, 0.0)),
-    )
+    std = metrics.get(REWARD_STD_KEY)
+    count = metrics.get(NUM_SAMPLES_KEY, 0.0) * (1 - metrics.get(MASKED_SHARE_KEY, 0.0))
     if std is None or not count >= 2:
         return None, None
-    mean, half = metrics["critic/rewards/mean"], Z95 * std / math.sqrt(count)
+    mean = metrics["critic/rewards/mean"]
+    half = Z95 * std / math.sqrt(count)
     return mean - half, mean + half
 
 

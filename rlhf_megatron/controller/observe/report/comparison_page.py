@@ -1,4 +1,6 @@
-"""The page of several runs: seeds of a configuration as mean and interval, configurations side by side."""
+"""The page of several runs: seeds of a configuration as mean and interval,
+configurations side by side.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,10 @@ SETTINGS_IGNORED_IN_GROUPING = (
     *SETTINGS_WITHOUT_INFLUENCE,
 )  # settings that the runs of a group may differ in
 
-BAND_NOTE = "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's t); thin: each run."
+BAND_NOTE = (
+    "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's"
+    " t); thin: each run."
+)
 
 
 @dataclass(frozen=True)
@@ -56,7 +61,9 @@ class RunGroup:
 
 
 def group_runs(runs: Sequence[RunFiles]) -> list[RunGroup]:
-    """Group runs whose settings differ in seeds and names only, in the order of their first runs. Labels differ."""
+    """Group runs whose settings differ in seeds and names only, in the order of their first runs.
+    Labels differ.
+    """
     by_settings: dict[tuple[tuple[str, str], ...], list[RunFiles]] = {}
     for run in runs:
         key = tuple(
@@ -105,16 +112,16 @@ def estimate_mean_over_runs(values: Sequence[float]) -> IntervalEstimate | None:
 def estimate_mean_difference(
     values: Sequence[float], base_values: Sequence[float]
 ) -> IntervalEstimate | None:
-    """Mean of `values` minus mean of `base_values`, runs of two configurations. Interval: Welch 1947. None for no value."""
+    """Mean of `values` minus mean of `base_values`, runs of two configurations. Interval:
+    Welch 1947. None for no value.
+    """
     if not values or not base_values:
         return None
     mean = statistics.fmean(values) - statistics.fmean(base_values)
     if len(values) < 2 or len(base_values) < 2:
         return IntervalEstimate(mean)
-    one, other = (
-        statistics.variance(values) / len(values),
-        statistics.variance(base_values) / len(base_values),
-    )
+    one = statistics.variance(values) / len(values)
+    other = statistics.variance(base_values) / len(base_values)
     if one + other == 0:
         return IntervalEstimate(mean, mean, mean)
     degrees = (one + other) ** 2 / (one**2 / (len(values) - 1) + other**2 / (len(base_values) - 1))
@@ -123,7 +130,9 @@ def estimate_mean_difference(
 
 
 def _make_group_label(run_names: Sequence[str]) -> str:
-    """The name of a single run; of several what their names begin with in common, and their number."""
+    """The name of a single run; of several what their names begin with in common,
+    and their number.
+    """
     if len(run_names) == 1:
         return run_names[0]
     common = "".join(
@@ -139,7 +148,8 @@ def render_comparison_page(
     reload_s: int | None = None,
     differences_html: str = "",
 ) -> str:
-    """One self-contained HTML file for at least two runs. `picture_names`, `reload_s`: as of `run_page`.
+    """One self-contained HTML file for at least two runs. `picture_names`, `reload_s`: as
+    of `run_page`.
 
     `differences_html`: HTML of the section on two runs (differences.as_html).
     """
@@ -207,7 +217,8 @@ def _make_comparison_chart(spec: ChartSpec, groups: Sequence[RunGroup]) -> Repor
         of_runs = [replace(chart.series[0], label=group.label, colour_index=i) for chart in made]
         if len(of_runs) > 1:
             of_runs = [*(replace(one, is_faint=True) for one in of_runs), average_series(of_runs)]
-        charts, series = charts + made, series + of_runs
+        charts = charts + made
+        series = series + of_runs
     if not charts:
         return None
     note = spec.note if any(len(group.runs) == 1 for group in groups) else ""
@@ -217,7 +228,10 @@ def _make_comparison_chart(spec: ChartSpec, groups: Sequence[RunGroup]) -> Repor
 def average_series(run_series: Sequence[ChartSeries]) -> ChartSeries:
     """Mean and Student's t interval at the steps at which all runs have a value."""
     known = [dict(zip(series.steps, series.values, strict=True)) for series in run_series]
-    steps, values, low, high = [], [], [], []
+    steps = []
+    values = []
+    low = []
+    high = []
     for step in run_series[0].steps:
         found = [value for values_of in known if (value := values_of.get(step)) is not None]
         if len(found) < len(run_series):
@@ -242,13 +256,16 @@ def _render_comparison_header(groups: Sequence[RunGroup], title: str, settings_h
         else ""
     )
     return (
-        f'<div class="title"><h1>{html_elements.escape_text(title)}</h1></div><p class="muted">{html_elements.escape_text(about)}. Samples, timelines'
-        f" and histograms are on the page of each run.{legend}</p>{_render_results_table(groups)}{settings_html}"
+        f'<div class="title"><h1>{html_elements.escape_text(title)}</h1></div>'
+        f'<p class="muted">{html_elements.escape_text(about)}. Samples, timelines'
+        " and histograms are on the page of"
+        f" each run.{legend}</p>{_render_results_table(groups)}{settings_html}"
     )
 
 
 def _render_results_table(groups: Sequence[RunGroup]) -> str:
-    rows, base = [], None
+    rows = []
+    base = None
     for group in groups:
         pairs = [read_held_out_accuracies(run) for run in group.runs]
         rewards = [
@@ -276,7 +293,10 @@ def _render_results_table(groups: Sequence[RunGroup]) -> str:
     headings = ["configuration", "runs", "held-out before", "held-out after", "last reward", "gain"]
     if len(groups) > 1:
         headings.append(f"after, minus that of {groups[0].label}")
-    caption = "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single run has none."
+    caption = (
+        "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single"
+        " run has none."
+    )
     return html_elements.render_table(caption, headings, rows, range(1, 7))
 
 

@@ -1,4 +1,6 @@
-"""Pieces of HTML. Every text goes through `escape`; nothing else in report/ writes a tag around a run's words."""
+"""Pieces of HTML. Every text goes through `escape`; nothing else in report/ writes a tag around
+a run's words.
+"""
 
 from __future__ import annotations
 
@@ -9,15 +11,16 @@ from html import escape
 from rlhf_megatron.controller.observe.report.charts import ReportChart
 from rlhf_megatron.controller.observe.report.run_overview import IntervalEstimate, OverviewFact
 
-# Characters that do not print, or that turn the direction of what follows; base.js has the same list.
+# Characters that do not print, or that turn the direction of what follows; base.js has
+# the same list.
 _HIDDEN_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200b-\u200f\u2028-\u202e\u2060-\u2069\ufeff]"
 )
 
 
 def escape_text(value: object) -> str:
-    """Escape a value for use between tags and in attributes with double quotes. Hidden characters are shown by their
-    code.
+    """Escape a value for use between tags and in attributes with double quotes. Hidden characters
+    are shown by their code.
     """
     return escape(
         _HIDDEN_CHARACTERS.sub(lambda match: f"\\u{{{ord(match[0]):x}}}", str(value)), quote=True
@@ -29,14 +32,18 @@ def render_tile(label: str, value: str, hint: str) -> str:
     number, bracket, interval = value.partition(" [")
     small = f" <small>{escape_text(bracket.strip() + interval)}</small>" if bracket else ""
     return (
-        f'<div class="tile"><dt>{escape_text(label)}</dt><dd><div class="value">{escape_text(number)}{small}</div>'
+        f'<div class="tile"><dt>{escape_text(label)}</dt><dd>'
+        f'<div class="value">{escape_text(number)}{small}</div>'
         f'<div class="hint">{escape_text(hint)}</div></dd></div>'
     )
 
 
 def render_fact_list(facts: Sequence[OverviewFact]) -> str:
     rows = (
-        f'<dt title="{escape_text(f.hint)}">{escape_text(f.label)}</dt><dd>{escape_text(f.value)}</dd>'
+        (
+            f'<dt title="{escape_text(f.hint)}">{escape_text(f.label)}</dt>'
+            f"<dd>{escape_text(f.value)}</dd>"
+        )
         for f in facts
     )
     return f'<dl class="facts">{"".join(rows)}</dl>'
@@ -48,7 +55,9 @@ def render_table(
     rows: Sequence[Sequence[str]],
     number_columns: Sequence[int] = (),
 ) -> str:
-    """A card. `number_columns`: the columns that are set flush right. The first column names the row."""
+    """A card. `number_columns`: the columns that are set flush right. The first column
+    names the row.
+    """
 
     def format_class_attribute(column: int, class_name: str = "") -> str:
         name = "number" if column in number_columns else class_name
@@ -67,7 +76,8 @@ def render_table(
         ]
         body.append(f"<tr>{''.join(cells)}</tr>")
     return (
-        f'<div class="card"><div class="scroll" tabindex="0"><table><caption>{escape_text(caption)}</caption>'
+        '<div class="card"><div class="scroll" tabindex="0">'
+        f"<table><caption>{escape_text(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></div>"
     )
 
@@ -79,8 +89,9 @@ def render_chart_figure(chart: ReportChart) -> str:
     shown = " · ".join(part for part in (meaning, key if key != chart.title else "") if part)
     note = f'<p class="note">{escape_text(chart.note)}</p>' if chart.note else ""
     return (
-        f'<figure class="chart{" wide" if chart.is_wide else ""}" id="chart-{escape_text(chart.name)}"'
-        f' data-chart="{escape_text(chart.name)}"><figcaption><h3>{escape_text(chart.title)}</h3>'
+        f'<figure class="chart{" wide" if chart.is_wide else ""}"'
+        f' id="chart-{escape_text(chart.name)}" data-chart="{escape_text(chart.name)}">'
+        f"<figcaption><h3>{escape_text(chart.title)}</h3>"
         f'<p class="meaning">{escape_text(shown)}</p></figcaption><div class="plot"></div>{note}'
         '<details class="values"><summary>Values</summary></details></figure>'
     )
@@ -99,8 +110,12 @@ def render_missing_note(reason: str) -> str:
 
 
 def render_section(name: str, title: str, body: str) -> str:
-    own, heading = escape_text(name), escape_text(f"h-{name}")
-    return f'<section id="{own}" aria-labelledby="{heading}"><h2 id="{heading}">{escape_text(title)}</h2>{body}</section>'
+    own = escape_text(name)
+    heading = escape_text(f"h-{name}")
+    return (
+        f'<section id="{own}" aria-labelledby="{heading}">'
+        f'<h2 id="{heading}">{escape_text(title)}</h2>{body}</section>'
+    )
 
 
 def render_details_block(summary: str, body: str) -> str:

@@ -1,4 +1,5 @@
-"""The data that a page's scripts draw: timeline, mismatch histograms, samples and charts, gathered as JSON.
+"""The data that a page's scripts draw: timeline, mismatch histograms, samples and charts,
+gathered as JSON.
 
 The JSON may stand inside a script element. Steps that charts share are written once.
 """
@@ -33,10 +34,8 @@ NUM_SLOWEST_STEPS = 100
 
 MAX_STEP_RANGES = 120  # of the map over steps; longer runs add neighbouring steps up
 MAX_VERSION_RANGES = 60  # choices of policy versions; more are added up to ranges
-NUM_WORST_TOKENS, NUM_STEPS_WITH_WORST_TOKEN = (
-    100,
-    60,
-)  # tokens over all; and the worst of so many steps
+NUM_WORST_TOKENS = 100  # tokens over all
+NUM_STEPS_WITH_WORST_TOKEN = 60  # and the worst of so many steps
 
 # What could end the script element, or a line of a script, in any parser.
 _SCRIPT_ESCAPES = {ord(c): f"\\u{ord(c):04x}" for c in "<>&\u2028\u2029"}
@@ -52,7 +51,8 @@ class StageTimeline:
 
 
 def make_timeline(spans: Sequence[TraceSpan]) -> StageTimeline | None:
-    """Make the timeline; None where no span belongs to a step. A step that was cut off has the extent of its stages.
+    """Make the timeline; None where no span belongs to a step. A step that was cut off has the
+    extent of its stages.
 
     Of a step that a resumed run did again, the last time counts.
     """
@@ -174,7 +174,9 @@ def make_mismatch_histograms(steps: Sequence[MismatchStep]) -> MismatchHistogram
 
 
 def _merge_into_ranges(values: Sequence[int], max_ranges: int) -> list[tuple[int, int]]:
-    """Neighbouring values put together to at most `max_ranges` ranges of about the same number of values."""
+    """Neighbouring values put together to at most `max_ranges` ranges of about the same
+    number of values.
+    """
     count = min(len(values), max_ranges)
     cuts = [i * len(values) // count for i in range(count)] + [len(values)] if count else []
     return [(values[begin], values[end - 1]) for begin, end in pairwise(cuts)]
@@ -213,7 +215,9 @@ def _select_worst_tokens(steps: Sequence[MismatchStep]) -> tuple[tuple[int, Wors
 
 
 class PagePayload:
-    """Gathers what the page's scripts read, while the page is written. The names are those of assets/*.js."""
+    """Gathers what the page's scripts read, while the page is written. The names are those
+    of assets/*.js.
+    """
 
     def __init__(self) -> None:
         self._step_axes: dict[tuple[int, ...], int] = {}

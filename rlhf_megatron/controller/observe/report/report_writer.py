@@ -1,4 +1,6 @@
-"""Writes a report: one HTML page, and PNGs of the main charts beside it where matplotlib (the `demo` extra) is."""
+"""Writes a report: one HTML page, and PNGs of the main charts beside it where matplotlib (the
+`demo` extra) is.
+"""
 
 from __future__ import annotations
 
@@ -46,22 +48,21 @@ PALETTE = (
     "#7a5195",
     "#6b7280",
 )  # as in report.css
-MAX_PANEL_COLUMNS, PANEL_WIDTH_INCHES, PANEL_HEIGHT_INCHES, DPI = (
-    2,
-    5.6,
-    3.0,
-    110,
-)  # of a panel: inches
+# of a panel: inches
+MAX_PANEL_COLUMNS = 2
+PANEL_WIDTH_INCHES = 5.6
+PANEL_HEIGHT_INCHES = 3.0
+DPI = 110
 MAX_PANELS = 4
 MAX_LABEL_CHARACTERS = 60  # characters
-(
-    LEFT_MARGIN_INCHES,
-    RIGHT_MARGIN_INCHES,
-    TOP_MARGIN_INCHES,
-    BOTTOM_MARGIN_INCHES,
-    PANEL_GAP_INCHES,
-) = 0.65, 0.2, 0.65, 0.55, 0.95  # margins: inches. A solver for them takes seconds
-TEXT_COLOUR, GRID_COLOUR = "#1b212b", "#e3e6ea"
+# margins: inches. A solver for them takes seconds
+LEFT_MARGIN_INCHES = 0.65
+RIGHT_MARGIN_INCHES = 0.2
+TOP_MARGIN_INCHES = 0.65
+BOTTOM_MARGIN_INCHES = 0.55
+PANEL_GAP_INCHES = 0.95
+TEXT_COLOUR = "#1b212b"
+GRID_COLOUR = "#e3e6ea"
 MATPLOTLIB_STYLE: Any = {
     "font.size": 9,
     "axes.edgecolor": "#b8bfc8",
@@ -85,9 +86,11 @@ class WrittenReport:
 def write_report(
     run_dirs: Sequence[Path], out_dir: Path | None, reload_s: int | None = None
 ) -> WrittenReport:
-    """`out_dir`: the directory, made where it is not there; None: report/ in the (first) run directory.
+    """`out_dir`: the directory, made where it is not there; None: report/ in the (first)
+    run directory.
 
-    `reload_s`: seconds after which a browser reads the page again, while a run goes on; None: never.
+    `reload_s`: seconds after which a browser reads the page again, while a run goes
+    on; None: never.
 
     Raises ValueError for a directory that is no run, or an `out_dir` that cannot be written.
     """
@@ -132,17 +135,18 @@ DrawPanel = Callable[[Any], None]  # into a panel of matplotlib
 
 
 def draw_section_pictures(out_dir: Path, runs: Sequence[RunFiles]) -> tuple[str, ...] | None:
-    """The file names: a picture of up to MAX_PANELS charts for each section. None without matplotlib."""
+    """The file names: a picture of up to MAX_PANELS charts for each section. None
+    without matplotlib.
+    """
     try:
         from matplotlib import rc_context
     except ImportError:
         return None
-    groups, names = group_runs(runs), []
+    groups = group_runs(runs)
+    names = []
     for section in REPORT_SECTIONS:
-        title, charts = (
-            section.title,
-            make_comparison_charts(groups, section.name) if len(runs) > 1 else [],
-        )
+        title = section.title
+        charts = make_comparison_charts(groups, section.name) if len(runs) > 1 else []
         draws: list[DrawPanel] = []
         if len(runs) == 1:
             title = f"{runs[0].run_dir.resolve().name}: {title}"
@@ -169,7 +173,8 @@ def _save_figure(path: Path, title: str, draw_panels: Sequence[DrawPanel]) -> No
 
     columns = min(MAX_PANEL_COLUMNS, len(draw_panels))
     rows = -(-len(draw_panels) // columns)
-    width, height = PANEL_WIDTH_INCHES * columns, PANEL_HEIGHT_INCHES * rows + 0.4
+    width = PANEL_WIDTH_INCHES * columns
+    height = PANEL_HEIGHT_INCHES * rows + 0.4
     figure = Figure(figsize=(width, height))
     FigureCanvasAgg(figure)
     figure.subplots_adjust(
@@ -294,10 +299,8 @@ def _draw_mismatch_histogram(panel: Any, mismatch: MismatchHistograms) -> None:
                 *(cell.counts for cell in mismatch.cells if cell.reason_index == i), strict=True
             )
         ]
-        colour, label = (
-            PALETTE[i % len(PALETTE)],
-            escape_matplotlib_text(f"ended by {reason or '?'}"),
-        )
+        colour = PALETTE[i % len(PALETTE)]
+        label = escape_matplotlib_text(f"ended by {reason or '?'}")
         panel.stairs(counts, edges, color=colour, label=label, linewidth=1.3)
     panel.set(xscale="log", yscale="log", ylabel="tokens")
     panel.minorticks_off()

@@ -45,7 +45,8 @@ class CurveDifference:
     @property
     def is_significant(self) -> bool:
         """Whether the interval of the difference leaves 0 out."""
-        low, high = self.difference.low, self.difference.high
+        low = self.difference.low
+        high = self.difference.high
         return low is not None and high is not None and not low <= 0 <= high
 
 
@@ -67,7 +68,8 @@ class RunDifferences:
 def compare_runs(first_run: RunFiles, second_run: RunFiles) -> RunDifferences:
     """Compare two runs as their files tell.
 
-    Intervals are of 95 %: of rewards over samples, of accuracy over items (Newcombe), else over the last steps (Welch).
+    Intervals are of 95 %: of rewards over samples, of accuracy over items (Newcombe), else over the
+    last steps (Welch).
     """
     runs = (first_run, second_run)
     no_lock = [run.run_dir.resolve().name for run in runs if not run.lock_section]
@@ -117,7 +119,10 @@ def format_difference_lines(differences: RunDifferences) -> Iterator[str]:
             html_elements.format_estimate(value)
             for value in (curve.first_estimate, curve.second_estimate)
         ]
-        yield f"{curve.name}: {texts[0]} | {texts[1]}, difference {html_elements.format_estimate(curve.difference, is_signed=True)}"
+        yield (
+            f"{curve.name}: {texts[0]} | {texts[1]},"
+            f" difference {html_elements.format_estimate(curve.difference, is_signed=True)}"
+        )
     yield differences.first_difference_text
 
 
@@ -148,8 +153,9 @@ def render_differences_html(differences: RunDifferences, run_names: Sequence[str
         for c in differences.curve_differences
     ]
     caption = (
-        f"Ends of curves with 95 % intervals: those of {differences.num_common_metrics} metrics whose difference leaves 0 out, as"
-        " one in twenty does by chance; reward and held-out accuracy always"
+        f"Ends of curves with 95 % intervals: those of {differences.num_common_metrics} metrics"
+        " whose difference leaves 0 out, as one in twenty does by chance; reward and held-out"
+        " accuracy always"
     )
     parts.append(
         html_elements.render_table(caption, ["", *run_names, "difference"], rows, (1, 2, 3))
@@ -193,7 +199,8 @@ def _compare_curve_ends(
         select_first_and_last_rows(first_run.steps)[1],
         select_first_and_last_rows(second_run.steps)[1],
     )
-    first, second = estimate_mean_reward(last[0]), estimate_mean_reward(last[1])
+    first = estimate_mean_reward(last[0])
+    second = estimate_mean_reward(last[1])
     if first is not None and second is not None:
         found.append(
             CurveDifference(

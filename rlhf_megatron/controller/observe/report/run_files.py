@@ -1,4 +1,5 @@
-"""What a run directory says, typed, and how it is read. The writers of samples.jsonl and mismatch.jsonl use the types.
+"""What a run directory says, typed, and how it is read. The writers of samples.jsonl and
+mismatch.jsonl use the types.
 
 Broken and cut-off lines are left out with a note; only metrics.jsonl must be there.
 """
@@ -23,12 +24,17 @@ from rlhf_megatron.config.yaml_nodes import convert_to_plain, parse_yaml
 from rlhf_megatron.controller.observe.line_file import read_attempt_lines
 
 Record = TypeVar("Record")
-METRICS_FILE, SUMMARY_FILE, CONFIG_FILE = "metrics.jsonl", "summary.json", "config.yaml"
-TRACE_FILE, SAMPLES_FILE, MISMATCH_FILE = "trace.json", "samples.jsonl", "mismatch.jsonl"
+METRICS_FILE = "metrics.jsonl"
+SUMMARY_FILE = "summary.json"
+CONFIG_FILE = "config.yaml"
+TRACE_FILE = "trace.json"
+SAMPLES_FILE = "samples.jsonl"
+MISMATCH_FILE = "mismatch.jsonl"
 ROW_KINDS = ("step", "evaluation", "warmup")
 STEP_THREAD = 0  # of trace.json: whole steps
 CALL_CATEGORY = "call"  # category of its events that are calls to hosts
-MAX_LOGS, MAX_LOG_LINES = 4, 24
+MAX_LOGS = 4
+MAX_LOG_LINES = 24
 _LOG_ERROR_PATTERN = re.compile(r"^\S+ \S+ (?:\[[^\]]*\] )?(?:ERROR|CRITICAL) ")
 _LOG_LINE_PATTERN = re.compile(r"^\d{4}-\d\d-\d\d \d\d:")
 _AFTERMATH_TEXT = " ended in "  # what a host logs when its controller is gone: no cause
@@ -58,7 +64,9 @@ class TraceSpan:
 
 @dataclass(frozen=True)
 class LoggedSample:
-    """A line of samples.jsonl. Prompt, response and label are text that a model or a stranger wrote."""
+    """A line of samples.jsonl. Prompt, response and label are text that a model or a
+    stranger wrote.
+    """
 
     step: int
     kind: str  # best, worst or random
@@ -83,7 +91,8 @@ class LoggedSample:
 
 @dataclass(frozen=True)
 class MismatchGroup:
-    """Tokens of one step, policy version and finish reason. Differences are |trainer - engine| log-probs, nats.
+    """Tokens of one step, policy version and finish reason. Differences are |trainer - engine|
+    log-probs, nats.
 
     They are infinite where one of the two is not a number.
     """
@@ -158,8 +167,9 @@ def read_run_files(run_dir: Path) -> RunFiles:
     rows = reader.read_json_lines(METRICS_FILE, _parse_metric_row)
     if not rows:
         raise ValueError(
-            f"{run_dir / METRICS_FILE} has no complete line; a report needs the first step, evaluation or warm-up step:"
-            " wait for it, or read the messages of the run that did not get so far."
+            f"{run_dir / METRICS_FILE} has no complete line; a report needs the first step,"
+            " evaluation or warm-up step: wait for it, or read the messages of the run that did"
+            " not get so far."
         )
     config_text = reader.read_text(CONFIG_FILE) or ""
     return RunFiles(
@@ -191,8 +201,8 @@ def _check_run_dir(run_dir: Path) -> None:
     if not (run_dir / METRICS_FILE).exists():
         if (run_dir / CONFIG_FILE).exists():
             raise ValueError(
-                f"{run_dir} has no {METRICS_FILE}; a report is made of it: add jsonl to trainer.logger (the default has it),"
-                " or wait until the run has begun."
+                f"{run_dir} has no {METRICS_FILE}; a report is made of it: add jsonl to"
+                " trainer.logger (the default has it), or wait until the run has begun."
             )
         inside = sorted(p.parent.name for p in run_dir.glob(f"*/{METRICS_FILE}"))
         fix = f"; below it are {', '.join(inside[:5])}" if inside else ""
@@ -210,7 +220,9 @@ class _RunDirReader:
         self.absence_reasons: dict[str, str] = {}
 
     def read_text(self, file_name: str) -> str | None:
-        """Read a file; None where it is not there. Bytes that are no UTF-8 become the replacement character."""
+        """Read a file; None where it is not there. Bytes that are no UTF-8 become the
+        replacement character.
+        """
         path = self.run_dir / file_name
         if not path.exists():
             self.absence_reasons[file_name] = (
@@ -230,7 +242,9 @@ class _RunDirReader:
     def read_json_lines(
         self, file_name: str, convert_line: Callable[[Mapping[str, Any]], Record]
     ) -> list[Record]:
-        """Convert each line of a file. `convert_line` raises KeyError, TypeError or ValueError for lines of another form."""
+        """Convert each line of a file. `convert_line` raises KeyError, TypeError or ValueError for
+        lines of another form.
+        """
         text = self.read_text(file_name)
         if text is None:
             return []
@@ -258,13 +272,15 @@ class _RunDirReader:
     def select_last_row_of_each_step(
         self, row_kind: str, rows: Sequence[MetricRow]
     ) -> tuple[MetricRow, ...]:
-        """Return the rows of a kind in the order of steps; the last one of a step that a resumed run did again."""
+        """Return the rows of a kind in the order of steps; the last one of a step that a resumed
+        run did again.
+        """
         rows = [row for row in rows if row.kind == row_kind]
         by_step = {row.step: row for row in rows}
         if len(by_step) < len(rows):
             self.notes.append(
-                f"{METRICS_FILE}: {len(rows) - len(by_step)} {row_kind} line(s) were written again by a resumed run;"
-                " the last counts"
+                f"{METRICS_FILE}: {len(rows) - len(by_step)} {row_kind} line(s) were written again"
+                " by a resumed run; the last counts"
             )
         return tuple(by_step[step] for step in sorted(by_step))
 
@@ -303,7 +319,8 @@ class _RunDirReader:
         text = self.read_text(TRACE_FILE)
         if text is None:
             return ()
-        found, num_broken = [], 0
+        found = []
+        num_broken = 0
         for line in text.splitlines():
             line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
             try:
@@ -354,7 +371,9 @@ def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
 
 
 def _parse_mismatch_step(line: Mapping[str, Any]) -> MismatchStep:
-    """null stands for a log-prob that is not a number, and for a difference from it, which is infinite."""
+    """null stands for a log-prob that is not a number, and for a difference from it,
+    which is infinite.
+    """
     without = {"trainer": math.nan, "engine": math.nan} | dict.fromkeys(
         ("mean", "p99", "max", "difference"), math.inf
     )

@@ -1,4 +1,6 @@
-"""The head of a report: what was run, how it ended, what it came to, and which settings somebody chose."""
+"""The head of a report: what was run, how it ended, what it came to, and which settings
+somebody chose.
+"""
 
 from __future__ import annotations
 
@@ -84,8 +86,11 @@ def read_run_seconds(run: RunFiles) -> float:
 
 
 def determine_run_status(run: RunFiles) -> RunStatus:
-    """How the run ended, as attempts.jsonl tells; without an end there, what its logs and the age of its files tell."""
-    step, total = find_last_step(run), read_setting(run, "trainer.total_training_steps")
+    """How the run ended, as attempts.jsonl tells; without an end there, what its logs and the age
+    of its files tell.
+    """
+    step = find_last_step(run)
+    total = read_setting(run, "trainer.total_training_steps")
     place = f"step {step} of {total}" if isinstance(total, int) else f"step {step}"
     if not run.steps and run.warmups:
         place = f"warm-up step {run.warmups[-1].step}"
@@ -100,7 +105,10 @@ def determine_run_status(run: RunFiles) -> RunStatus:
     if run.age_s < MAX_RUNNING_AGE_S:
         return RunStatus(
             "running",
-            f"no summary yet; {place} was written less than {MAX_RUNNING_AGE_S / 60:.0f} minutes ago",
+            (
+                f"no summary yet; {place} was written less than {MAX_RUNNING_AGE_S / 60:.0f}"
+                " minutes ago"
+            ),
         )
     return RunStatus(
         "interrupted", f"interrupted after {place}: no summary.json and no error in its logs"
@@ -108,8 +116,8 @@ def determine_run_status(run: RunFiles) -> RunStatus:
 
 
 def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) -> float | None:
-    """Estimate the time of the steps to come from the last ones, without evaluations; None where no step is known
-    yet.
+    """Estimate the time of the steps to come from the last ones, without evaluations; None where no
+    step is known yet.
     """
     recent = list(step_seconds)[-NUM_PACE_STEPS:]
     return sum(recent) / len(recent) * num_steps_left if recent else None
@@ -117,11 +125,9 @@ def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) ->
 
 def format_progress_lines(run: RunFiles) -> list[str]:
     """Return what `rlhf-megatron status` prints."""
-    found, total, done = (
-        determine_run_status(run),
-        read_setting(run, "trainer.total_training_steps"),
-        find_last_step(run),
-    )
+    found = determine_run_status(run)
+    total = read_setting(run, "trainer.total_training_steps")
+    done = find_last_step(run)
     if found.state != "running":
         lines = [found.text]
     else:
@@ -139,7 +145,8 @@ def format_progress_lines(run: RunFiles) -> list[str]:
         left = estimate_seconds_left(took, total - done) if isinstance(total, int) else None
         if left is not None:
             lines.append(
-                f"about {format_duration(left)} left for {total - done} steps, as long as the last ones"
+                f"about {format_duration(left)} left for {total - done} steps, as long as"
+                " the last ones"
             )
     rewards = [row for row in run.steps if "critic/rewards/mean" in row.metrics]
     if rewards:
@@ -172,7 +179,9 @@ def _read_accuracy(row: MetricRow | None) -> IntervalEstimate | None:
 
 
 def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) -> IntervalEstimate:
-    """after - before. Interval: Newcombe 1998, method 10, of two independent proportions; wide for the same items."""
+    """after - before. Interval: Newcombe 1998, method 10, of two independent proportions; wide for
+    the same items.
+    """
     if None in (before.low, before.high, after.low, after.high):
         return IntervalEstimate(after.value - before.value)
     assert (
@@ -188,7 +197,9 @@ def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) ->
 
 
 def estimate_mean_reward(rows: Sequence[MetricRow]) -> IntervalEstimate | None:
-    """Mean over steps of the mean reward; the interval is over their samples, where the rows have the deviation."""
+    """Mean over steps of the mean reward; the interval is over their samples, where the rows have
+    the deviation.
+    """
     rows = [row for row in rows if math.isfinite(row.metrics.get("critic/rewards/mean", math.nan))]
     if not rows:
         return None
@@ -212,8 +223,8 @@ def select_first_and_last_rows(
 
 
 def describe_layouts(run: RunFiles) -> str:
-    """Return the layouts of the actor's pool and of the critic's, if it has one; of a resumed run all of them in
-    turn.
+    """Return the layouts of the actor's pool and of the critic's, if it has one; of a resumed run
+    all of them in turn.
     """
     told = [line.get("layouts") for line in run.attempts] + [(run.summary or {}).get("layouts")]
     texts = [
@@ -227,21 +238,18 @@ def describe_layouts(run: RunFiles) -> str:
 
 
 def _count_ranks(run: RunFiles) -> int:
-    nodes, per_node = (
-        read_setting(run, "trainer.nnodes"),
-        read_setting(run, "trainer.n_gpus_per_node"),
-    )
+    nodes = read_setting(run, "trainer.nnodes")
+    per_node = read_setting(run, "trainer.n_gpus_per_node")
     return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else 0
 
 
 def list_overview_facts(run: RunFiles) -> list[OverviewFact]:
     """Describe the run, a line each, as far as its files tell."""
     summary = run.summary or {}
-    engine, num_engines = (
-        read_setting(run, "rollout.engine"),
-        read_setting(run, "rollout.num_engines"),
-    )
-    prompts, group = read_setting(run, "data.train_batch_size"), read_setting(run, "rollout.n")
+    engine = read_setting(run, "rollout.engine")
+    num_engines = read_setting(run, "rollout.num_engines")
+    prompts = read_setting(run, "data.train_batch_size")
+    group = read_setting(run, "rollout.n")
     sources = read_setting(run, "data.sources") or []
     names = [str(s.get("name")) for s in sources if isinstance(s, Mapping)]
     versions = summary.get("versions")
@@ -299,7 +307,9 @@ def _join_train_file_names(run: RunFiles) -> str:
 def format_duration(seconds: float) -> str:
     """ "3 h 05 min", "1 min 46 s", "12 s" """
     total = round(seconds)
-    hours, minutes, rest = total // 3600, total // 60 % 60, total % 60
+    hours = total // 3600
+    minutes = total // 60 % 60
+    rest = total % 60
     if hours:
         return f"{hours} h {minutes:02d} min"
     return f"{minutes} min {rest:02d} s" if minutes else f"{rest} s"
@@ -316,7 +326,8 @@ def list_default_settings() -> dict[str, tuple[str, str]]:
 
 def list_changed_settings(run: RunFiles) -> list[ChangedSetting]:
     """Return the settings that differ from this version's defaults, in the order of config.yaml."""
-    usual, unknown = list_default_settings(), ("", "not a setting of this version")
+    usual = list_default_settings()
+    unknown = ("", "not a setting of this version")
     found = [
         ChangedSetting(key, value, *usual.get(key, unknown))
         for key, value in flatten_written_settings(run).items()
@@ -325,7 +336,9 @@ def list_changed_settings(run: RunFiles) -> list[ChangedSetting]:
 
 
 def flatten_written_settings(run: RunFiles) -> dict[str, str]:
-    """Full key -> value as text, of all that config.yaml has, also of what this version does not know."""
+    """Full key -> value as text, of all that config.yaml has, also of what this version
+    does not know.
+    """
     known = {leaf.key for leaf in list_setting_leaves(RunConfig)}
 
     def walk_tree(tree: Mapping[str, Any], key_prefix: str) -> Iterator[tuple[str, str]]:

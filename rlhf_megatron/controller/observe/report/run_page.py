@@ -1,4 +1,6 @@
-"""A whole page in one file without network: head with attempts and health, bar, sections, data, scripts (assets/)."""
+"""A whole page in one file without network: head with attempts and health, bar, sections, data,
+scripts (assets/).
+"""
 
 from __future__ import annotations
 
@@ -62,7 +64,8 @@ def read_asset(file_name: str) -> str:
 def render_run_page(
     run: RunFiles, picture_names: Sequence[str] | None, reload_s: int | None = None
 ) -> str:
-    """The page of one run. `picture_names`: file names of the PNGs beside it; None: matplotlib is not installed.
+    """The page of one run. `picture_names`: file names of the PNGs beside it; None: matplotlib is
+    not installed.
 
     `reload_s`: seconds after which a browser reads it again.
     """
@@ -87,11 +90,16 @@ def render_document(
     footer_html: str,
     reload_s: int | None = None,
 ) -> str:
-    """One self-contained HTML file. The policy lets run only the page's own script, and lets nothing be fetched."""
+    """One self-contained HTML file. The policy lets run only the page's own script, and lets
+    nothing be fetched.
+    """
     script = "\n".join(read_asset(name).removeprefix('"use strict";\n') for name in SCRIPT_FILES)
     script = f'"use strict";\n{script}'
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'"
+    policy = (
+        "default-src 'none'; style-src 'unsafe-inline'; img-src data:;"
+        f" script-src 'sha256-{digest}'"
+    )
     links = "".join(
         f'<a href="#{name}">{html_elements.escape_text(SHORT_SECTION_TITLES.get(name, title))}</a>'
         for name, title, _ in sections
@@ -119,7 +127,8 @@ def render_document(
 <input type="range" id="smoothing" min="0" max="0.98" step="0.02" value="0"></label>
 <button type="button" id="reset-zoom" hidden>reset zoom</button></div></div></div>
 <main>
-<noscript><p class="missing">The charts are drawn by a script inside this page, which is switched off here. The PNG
+<noscript><p class="missing">The charts are drawn by a script inside this page, which is switched \
+off here. The PNG
 files beside the page show the main ones.</p></noscript>
 {body}
 </main>
@@ -209,7 +218,10 @@ def _render_result_tiles(run: RunFiles) -> str:
         )
     if run.steps:
         first, last = (estimate_mean_reward(part) for part in select_first_and_last_rows(run.steps))
-        hint = f"from {html_elements.format_estimate(first)}; means of {html_elements.format_count(len(select_first_and_last_rows(run.steps)[0]), 'step')}"
+        hint = (
+            f"from {html_elements.format_estimate(first)}; means of"
+            f" {html_elements.format_count(len(select_first_and_last_rows(run.steps)[0]), 'step')}"
+        )
         tiles.append(("Reward", html_elements.format_estimate(last), hint))
     tiles.append(("Wall time", format_duration(read_run_seconds(run)), _describe_step_time(run)))
     return "".join(html_elements.render_tile(label, value, hint) for label, value, hint in tiles)
@@ -220,7 +232,10 @@ def _describe_step_time(run: RunFiles) -> str:
         row.metrics["timing_s/step"] for row in run.steps if "timing_s/step" in row.metrics
     )
     return (
-        f"{html_elements.format_count(len(run.steps), 'step')}, median {times[len(times) // 2]:.3g} s a step; {describe_layouts(run)}"
+        (
+            f"{html_elements.format_count(len(run.steps), 'step')}, median"
+            f" {times[len(times) // 2]:.3g} s a step; {describe_layouts(run)}"
+        )
         if times
         else describe_layouts(run)
     )
@@ -233,8 +248,10 @@ def render_footer(notes: Sequence[str], picture_names: Sequence[str] | None) -> 
         for name in picture_names or ()
     )
     parts = [
-        "Point at a chart for its values; drag across it to zoom all charts of that axis, double-click to undo."
-        " Arrow keys work in a chart that has the focus.",
+        (
+            "Point at a chart for its values; drag across it to zoom all charts of that axis,"
+            " double-click to undo. Arrow keys work in a chart that has the focus."
+        ),
         f"Left out: {html_elements.escape_text('; '.join(notes))}." if notes else "",
         f"Pictures: {links}." if links else "",
         "No pictures: matplotlib was not installed where this page was made."
@@ -300,7 +317,9 @@ def list_attempt_rows(attempt_lines: Sequence[Mapping[str, Any]]) -> list[list[s
 
 
 def measure_attempt_seconds(start_line: Mapping[str, Any], end_line: Mapping[str, Any]) -> float:
-    """Seconds by the monotonic clock; older files have two readings of the wall clock, which may be set back."""
+    """Seconds by the monotonic clock; older files have two readings of the wall clock, which
+    may be set back.
+    """
     return float(end_line.get("seconds", max(0.0, end_line["time"] - start_line["time"])))
 
 

@@ -1,4 +1,5 @@
-"""The sections of the page of one run, in order. Each writes its HTML and hands its data to the payload.
+"""The sections of the page of one run, in order. Each writes its HTML and hands its data
+to the payload.
 
 The samples that a page shows are those of whole steps, evenly chosen within a budget of text.
 """
@@ -41,7 +42,9 @@ from rlhf_megatron.controller.observe.report.run_overview import (
 
 MAX_SAMPLE_CHARACTERS = 150_000  # characters of samples on a page
 SAMPLE_OVERHEAD_CHARACTERS = 300  # characters that a sample takes beside its texts
-HEAD_CHARACTERS, TAIL_CHARACTERS = 4000, 2000  # characters kept of a longer text
+# characters kept of a longer text
+HEAD_CHARACTERS = 4000
+TAIL_CHARACTERS = 2000
 
 SECTION_TITLES = {section.name: section.title for section in REPORT_SECTIONS} | {
     "samples": "Samples",
@@ -67,7 +70,9 @@ SOURCE_REWARD_KEY = "reward/source/<source>/mean"
 def choose_page_samples(
     samples: Sequence[LoggedSample], max_characters: int = MAX_SAMPLE_CHARACTERS
 ) -> list[LoggedSample]:
-    """Keep the samples of the first and the last step, and of as many evenly chosen steps as the budget allows."""
+    """Keep the samples of the first and the last step, and of as many evenly chosen steps as the
+    budget allows.
+    """
     by_step: dict[int, list[LoggedSample]] = {}
     for sample in samples:
         cut = replace(
@@ -91,7 +96,10 @@ def shorten_text(text: str) -> str:
     """A long text without its middle, and how much is missing."""
     if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS:
         return text
-    return f"{text[:HEAD_CHARACTERS]}\n[... {len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS} characters left out ...]\n{text[-TAIL_CHARACTERS:]}"
+    return (
+        f"{text[:HEAD_CHARACTERS]}\n[... {len(text) - HEAD_CHARACTERS - TAIL_CHARACTERS} characters"
+        f" left out ...]\n{text[-TAIL_CHARACTERS:]}"
+    )
 
 
 RenderSection = Callable[[RunFiles, PagePayload], str]
@@ -169,7 +177,9 @@ def _render_reward_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def render_source_table(run: RunFiles) -> str:
-    """A row for each source: its share, reward at both ends, held-out score at both ends. Empty for one source."""
+    """A row for each source: its share, reward at both ends, held-out score at both ends. Empty
+    for one source.
+    """
     sources = _find_sources(run)
     if not sources:
         return ""
@@ -185,7 +195,8 @@ def render_source_table(run: RunFiles) -> str:
             ]
             for part in (first, last)
         ]
-        before, after = _read_source_score(run, source, 0), _read_source_score(run, source, -1)
+        before = _read_source_score(run, source, 0)
+        after = _read_source_score(run, source, -1)
         change = f"{after.value - before.value:+.3f}" if before and after else "–"
         shown = [f"{statistics.fmean(values):.3f}" if values else "–" for values in means]
         items = next(
@@ -258,7 +269,8 @@ def _render_time_section(run: RunFiles, payload: PagePayload) -> str:
     bars = make_timeline(run.spans)
     if bars is None:
         body += html_elements.render_missing_note(
-            f"No timeline: {run.absence_reasons.get(TRACE_FILE, f'{TRACE_FILE} has no stage of a step')}."
+            "No timeline:"
+            f" {run.absence_reasons.get(TRACE_FILE, f'{TRACE_FILE} has no stage of a step')}."
         )
     else:
         payload.add_timeline(bars)
@@ -269,7 +281,8 @@ def _render_time_section(run: RunFiles, payload: PagePayload) -> str:
         )
         body += (
             '<div class="card" id="view-timeline"><h3>Timeline</h3>'
-            '<p class="meaning">When each stage of a step ran; grey: calls to the hosts within. The same file opens in'
+            '<p class="meaning">When each stage of a step ran; grey: calls to the hosts within.'
+            " The same file opens in"
             f" Perfetto (ui.perfetto.dev) or chrome://tracing.{note}</p>"
             '<div class="controls"></div><div class="plot"></div></div>'
         )
@@ -299,9 +312,11 @@ def _render_samples_section(run: RunFiles, payload: PagePayload) -> str:
     part = "" if len(chosen) == len(run.samples) else f" of {len(run.samples)} in {SAMPLES_FILE}"
     return (
         f'<div class="card" id="view-samples"><p class="meaning">{len(chosen)} samples{part},'
-        f" of {html_elements.format_count(steps, 'step')}: those with the best and the worst reward of a step, and random ones."
-        " Characters that do not print are shown by their code.</p>"
-        '<div class="controls"></div><p class="count muted" role="status"></p><div class="list"></div></div>'
+        f" of {html_elements.format_count(steps, 'step')}: those with the best and the worst"
+        " reward of a step, and random ones. Characters that do not print are shown by"
+        " their code.</p>"
+        '<div class="controls"></div><p class="count muted" role="status"></p><div class="list">'
+        "</div></div>"
     )
 
 
@@ -311,7 +326,8 @@ def _render_mismatch_section(run: RunFiles, payload: PagePayload) -> str:
     found = make_mismatch_histograms(run.mismatch_steps)
     if found is None:
         body += html_elements.render_missing_note(
-            f"No histogram and no worst tokens: {run.absence_reasons.get(MISMATCH_FILE, 'no token was compared')}."
+            "No histogram and no worst"
+            f" tokens: {run.absence_reasons.get(MISMATCH_FILE, 'no token was compared')}."
         )
     else:
         payload.add_mismatch(found)
@@ -322,10 +338,13 @@ def _render_mismatch_section(run: RunFiles, payload: PagePayload) -> str:
         )
         body += (
             '<div class="card" id="view-mismatch"><h3>Per-token difference</h3>'
-            '<p class="meaning">|log-prob of the trainer − of the engine| of the sampled tokens: what the engine'
+            '<p class="meaning">|log-prob of the trainer − of the engine| of the sampled tokens:'
+            " what the engine"
             " samples from is what the trainer believes only where this is small.</p>"
-            '<div class="controls"></div><div class="stats"></div><div class="plot histogram"></div>'
-            '<h3>Over steps</h3><p class="meaning">Share of the tokens of a step in each bin; the darker the more.'
+            '<div class="controls"></div><div class="stats"></div><div class="plot'
+            ' histogram"></div>'
+            '<h3>Over steps</h3><p class="meaning">Share of the tokens of a step in each bin; the'
+            " darker the more."
             " Click a column for its histogram and its worst tokens.</p>"
             '<div class="plot map"></div><h3>Worst tokens</h3>'
             f'<div class="worst scroll" tabindex="0"></div>{notes}</div>'
@@ -335,7 +354,8 @@ def _render_mismatch_section(run: RunFiles, payload: PagePayload) -> str:
 
 def _render_warmup_section(run: RunFiles, payload: PagePayload) -> str:
     return _render_section_charts(run, payload, "warmup") or html_elements.render_missing_note(
-        "This run made no supervised warm-up (warmup.max_steps is 0, or it began from a warm model)."
+        "This run made no supervised warm-up (warmup.max_steps is 0, or it began from a"
+        " warm model)."
     )
 
 

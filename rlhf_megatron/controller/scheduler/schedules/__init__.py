@@ -1,4 +1,6 @@
-"""Schedules by name (`schedule.name`). Every module of this package registers itself; none imports torch."""
+"""Schedules by name (`schedule.name`). Every module of this package registers itself; none
+imports torch.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ __all__ = ["SCHEDULES", "Schedule", "load_schedule"]
 
 
 def load_schedule(schedule_config: ScheduleConfig) -> Schedule:
-    """The one that a configuration names. Raises ConfigError for an unknown name, and with all wrong parameters."""
+    """The one that a configuration names. Raises ConfigError for an unknown name, and with all
+    wrong parameters.
+    """
     problems: list[str] = []
     entry, schedule = resolve_part(
         SCHEDULES, schedule_config.name, schedule_config.params, "schedule", problems

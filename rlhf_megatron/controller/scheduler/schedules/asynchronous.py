@@ -1,18 +1,21 @@
 """Trainer and engines never wait for each other, as far as the bound on the lag allows.
 
-"AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning" (arXiv 2505.24298, equation 3):
-with N groups started so far, B groups a step and the policy's version i, a group may be started while
+"AReaL: A Large-Scale Asynchronous Reinforcement Learning System for Language Reasoning" (arXiv
+2505.24298, equation 3):
+with N groups started so far, B groups a step and the policy's version i, a group may
+be started while
 
     floor((N - 1) / B) <= i + max_lag
 
-Here: groups that were started and are in flight train in their order. One that is started now, behind n of them, is
-trained floor(n / B) steps after the next batch, which a policy of version i trains, or i + 1 while a step is trained:
+Here: groups that were started and are in flight train in their order. One that is started now,
+behind n of them, is trained floor(n / B) steps after the next batch, which a policy of version i
+trains, or i + 1 while a step is trained:
 
     lag = floor(n / B) + (1 while a step is trained) <= max_lag
 
-What was dropped counts no more, so that losses are made up for. Groups are not done in the order of their start, so one
-may be left behind by others: batches prefer the oldest tokens, and `late` says what becomes of a group that would
-still be late. The paper's bound is one of admission only.
+What was dropped counts no more, so that losses are made up for. Groups are not done in the order of
+their start, so one may be left behind by others: batches prefer the oldest tokens, and `late` says
+what becomes of a group that would still be late. The paper's bound is one of admission only.
 """
 
 from __future__ import annotations
@@ -33,8 +36,8 @@ from rlhf_megatron.controller.scheduler.schedules.schedule_protocol import (
 
 @dataclass(frozen=True)
 class AsynchronousSchedule(Schedule):
-    """`late` wait: a step that would leave a group behind waits for it; none is lost. drop, again: no step waits, and a
-    late group is dropped with its prompt, or generated anew.
+    """`late` wait: a step that would leave a group behind waits for it; none is lost. drop, again:
+    no step waits, and a late group is dropped with its prompt, or generated anew.
     """
 
     max_lag: int = 2  # syncs between the first token of a group and its training, at most
@@ -54,16 +57,18 @@ class AsynchronousSchedule(Schedule):
         group_selection.check_oversampling(self.oversampling)
         if self.max_lag < 1:
             raise ValueError(
-                f"max_lag ({self.max_lag}) must be at least 1; use schedule.name: streaming for lag 0."
+                f"max_lag ({self.max_lag}) must be at least 1; use schedule.name:"
+                " streaming for lag 0."
             )
         if self.late == "wait" and self.oversampling != 1:
             raise ValueError(
-                f"oversampling ({self.oversampling}) must be 1 with late: wait, which loses no group for others to make"
-                " up for; remove it, or use late: drop."
+                f"oversampling ({self.oversampling}) must be 1 with late: wait, which loses no"
+                " group for others to make up for; remove it, or use late: drop."
             )
         if self.max_running_groups is not None and self.max_running_groups < 1:
             raise ValueError(
-                f"max_running_groups ({self.max_running_groups}) must be at least 1; use null for no bound but max_lag."
+                f"max_running_groups ({self.max_running_groups}) must be at least 1; use null for"
+                " no bound but max_lag."
             )
 
     @property

@@ -4,9 +4,10 @@ A group is a prompt with its samples. It goes
 
     started -> generated -> scored -> taken into a step's batch -> (updated, synced)
 
-or leaves on the way: dropped. The run and the simulator both keep a Flow and tell it what happens, in that order; a
-schedule reads it and changes nothing. Nothing here knows time, tokens or threads. What schedules ask at
-every event costs no walk over the groups: a run may have ten thousand in flight.
+or leaves on the way: dropped. The run and the simulator both keep a Flow and tell it what happens,
+in that order; a schedule reads it and changes nothing. Nothing here knows time, tokens or threads.
+What schedules ask at every event costs no walk over the groups: a run may have ten
+thousand in flight.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ class GroupStage(enum.Enum):
 class FlowGroup:
     """One that is in flight: neither taken nor dropped."""
 
-    number: int  # order in which groups were started, from 0 on; one that is generated anew keeps its number
+    # order in which groups were started, from 0 on; one that is generated anew keeps its number
+    number: int
     oldest_version: (
         int  # of its tokens; while it runs, the version that was served when it was started
     )
@@ -43,7 +45,9 @@ class FlowGroup:
 
 @dataclass(frozen=True)
 class FlowEvent:
-    """One line of the ledger. `subject_number`: the group's number, or the step of taken, updated and synced."""
+    """One line of the ledger. `subject_number`: the group's number, or the step of taken,
+    updated and synced.
+    """
 
     kind: EventKind
     subject_number: int
@@ -57,7 +61,9 @@ class FlowEvent:
 
 
 class GroupFlow:
-    """`batch_size`: groups of a step. `served_version`: of the weights that engines serve. `steps_done`: before this run."""
+    """`batch_size`: groups of a step. `served_version`: of the weights that engines serve.
+    `steps_done`: before this run.
+    """
 
     def __init__(
         self,
@@ -126,17 +132,22 @@ class GroupFlow:
 
     @property
     def training_version(self) -> int:
-        """The version of the policy that trains the next batch: one more than is served while a step is trained."""
+        """The version of the policy that trains the next batch: one more than is served while a
+        step is trained.
+        """
         return self.served_version + (1 if self.is_training else 0)
 
     def compute_lag(self, group: FlowGroup) -> int:
-        """Return the lag of a group if it were trained next: that policy's version less the oldest of its tokens."""
+        """Return the lag of a group if it were trained next: that policy's version less the oldest
+        of its tokens.
+        """
         return self.training_version - group.oldest_version
 
     @property
     def num_groups_needed(self) -> int:
-        """Groups that the steps still to be taken need beside those in flight. No schedule starts more, unless it
-        counts on losing some."""
+        """Groups that the steps still to be taken need beside those in flight. No schedule starts
+        more, unless it counts on losing some.
+        """
         return max(0, self.num_steps_left * self.batch_size - len(self.groups_in_flight))
 
     # What happens
@@ -151,8 +162,9 @@ class GroupFlow:
         return numbers
 
     def restart_group(self, group_number: int) -> None:
-        """A group in flight is generated anew from the weights that are served. What its former samples still bring
-        (they finish, are scored) is not told any more."""
+        """A group in flight is generated anew from the weights that are served. What its former
+        samples still bring (they finish, are scored) is not told any more.
+        """
         self._put_group(FlowGroup(group_number, self.served_version))
         self._append_event("started", group_number, "again")
 
@@ -197,7 +209,8 @@ class GroupFlow:
             )
             self._remove_group(number)
         self.last_taken_step += 1
-        self.is_training, self.is_update_done = True, False
+        self.is_training = True
+        self.is_update_done = False
         self._append_event("taken", self.last_taken_step)
         return self.last_taken_step
 
@@ -215,12 +228,16 @@ class GroupFlow:
         self._append_event("updated", self.last_taken_step)
 
     def record_sync(self, new_version: int) -> None:
-        """The engines serve what the step has made. `new_version`: the same as before where that step left the policy."""
+        """The engines serve what the step has made. `new_version`: the same as before where that
+        step left the policy.
+        """
         assert self.is_update_done and new_version >= self.served_version
         for group in self.groups_in_flight.values():  # also then: a critic may have learnt alone
             group.is_annotated = False
         self._unannotated_numbers = dict.fromkeys(self.scored_order)
-        self.served_version, self.is_training, self.is_update_done = new_version, False, False
+        self.served_version = new_version
+        self.is_training = False
+        self.is_update_done = False
         self._append_event("synced", self.last_taken_step)
 
     def _put_group(self, group: FlowGroup) -> None:

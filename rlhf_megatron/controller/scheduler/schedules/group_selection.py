@@ -11,8 +11,8 @@ from rlhf_megatron.controller.scheduler.schedules.group_flow import FlowGroup, G
 def check_oversampling(oversampling: float) -> None:
     if not 1 <= oversampling < math.inf:
         raise ValueError(
-            f"oversampling ({oversampling}) must be at least 1: it is the number of groups in flight for each that is"
-            " needed; 1.25 is usual."
+            f"oversampling ({oversampling}) must be at least 1: it is the number of groups in"
+            " flight for each that is needed; 1.25 is usual."
         )
 
 
@@ -37,8 +37,9 @@ def select_first_scored(flow: GroupFlow) -> Sequence[int] | None:
 
 
 def select_first_started(flow: GroupFlow) -> Sequence[int] | None:
-    """A batch of those that were started first; None where any of them cannot train yet. No group is preferred for
-    being done early."""
+    """A batch of those that were started first; None where any of them cannot train yet. No group
+    is preferred for being done early.
+    """
     if not _has_full_batch(flow):
         return None
     first = sorted(flow.groups_in_flight)[: flow.batch_size]
@@ -50,7 +51,9 @@ def sorted_group_numbers(groups: Iterable[FlowGroup]) -> list[int]:
 
 
 def list_oldest_scored(flow: GroupFlow) -> list[FlowGroup]:
-    """Return a step's groups of those that can train: the oldest tokens first, then those started first."""
+    """Return a step's groups of those that can train: the oldest tokens first, then those
+    started first.
+    """
     return sorted(flow.scored_groups, key=_age_sort_key)[: flow.batch_size]
 
 
@@ -60,17 +63,21 @@ def select_oldest(flow: GroupFlow) -> Sequence[int] | None:
 
 
 def select_oldest_within_lag(flow: GroupFlow, max_lag: int) -> Sequence[int] | None:
-    """The same, but None also while the batch would leave groups behind that can no more train in time.
+    """The same, but None also while the batch would leave groups behind that can no more
+    train in time.
 
-    A group whose oldest tokens are of version v can train as long as the policy's is at most v + max_lag, and a step
-    trains batch_size of them: for every such deadline the steps up to it must have room for all that are due by then.
-    A batch is awaited while a better one is possible, which has the groups that are still generated; where that one
-    would leave groups behind, too (they are more than all steps in time can train), as good a one is enough. So a run
-    never waits for a batch that cannot be.
+    A group whose oldest tokens are of version v can train as long as the policy's is at most v +
+    max_lag, and a step trains batch_size of them: for every such deadline the steps up to it must
+    have room for all that are due by then. A batch is awaited while a better one is possible, which
+    has the groups that are still generated; where that one would leave groups behind, too (they are
+    more than all steps in time can train), as good a one is enough. So a run never waits for a
+    batch that cannot be.
     """
     if not _has_full_batch(flow):
         return None
-    due, num_chosen, is_next = 0, 0, flow.training_version - max_lag
+    due = 0
+    num_chosen = 0
+    is_next = flow.training_version - max_lag
     for version, count in flow.num_by_oldest_version.items():
         due += count
         num_chosen = min(num_chosen + flow.count_scored(version), flow.batch_size)
@@ -84,8 +91,10 @@ def select_oldest_within_lag(flow: GroupFlow, max_lag: int) -> Sequence[int] | N
 
 
 def find_groups_to_annotate(flow: GroupFlow) -> Sequence[int]:
-    """Groups that can train and lack log-probs, as long as all that can train make the next batch; none while a step is
-    trained. Where a full batch is held back for others, few change places, and get their log-probs with the batch."""
+    """Groups that can train and lack log-probs, as long as all that can train make the next batch;
+    none while a step is trained. Where a full batch is held back for others, few change places, and
+    get their log-probs with the batch.
+    """
     if flow.is_training or len(flow.scored_order) > flow.batch_size:
         return ()
     return flow.unannotated_numbers

@@ -1,6 +1,8 @@
-"""While a step is trained the batch of the next one is generated, from the weights before that step's update.
+"""While a step is trained the batch of the next one is generated, from the weights before that
+step's update.
 
-As in "one step off policy" of the field: at every sync all that was started is done, so a batch has one version.
+As in "one step off policy" of the field: at every sync all that was started is done, so a batch
+has one version.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""What a schedule decides: which groups are started when, which make a step's batch, what a weight sync does to others.
+"""What a schedule decides: which groups are started when, which make a step's batch, what a weight
+sync does to others.
 
-The loop and the simulator ask the same objects, whose answers depend on the Flow alone. A schedule with parameters is a
-frozen dataclass whose fields are `schedule.params`; a new one is a new file here.
+The loop and the simulator ask the same objects, whose answers depend on the Flow alone. A schedule
+with parameters is a frozen dataclass whose fields are `schedule.params`; a new one is a
+new file here.
 """
 
 from __future__ import annotations
@@ -33,23 +35,29 @@ class StalePolicy(enum.Enum):
 class Schedule(Protocol):
     """Asked again after every event, in this order:
 
-     1. `find_stale_groups`: these are dropped (reason "lag") or started again, as `stale_policy` says;
-     2. `select_batch`, while no step is trained. Is there one, it is taken; then `select_groups_to_give_up` is dropped (reason "tail"), and
-        all that is in flight where it was the last step's (`GroupFlow.ended`);
+     1. `find_stale_groups`: these are dropped (reason "lag") or started again, as
+        `stale_policy` says;
+     2. `select_batch`, while no step is trained. Is there one, it is taken; then
+        `select_groups_to_give_up` is dropped (reason "tail"), and all that is in flight where it
+        was the last step's (`GroupFlow.ended`);
      3. `count_groups_to_start`: so many are started;
      4. `select_groups_to_annotate`, where no step is trained.
 
-    A weight sync is an event, and may begin where `sync_policy` is CONTINUE or no group is generated.
+    A weight sync is an event, and may begin where `sync_policy` is CONTINUE or no
+    group is generated.
 
-    One that derives from this class says only where it differs. It may have `takes_turns = True`: a step's groups are
-    generated, then it trains, and the run asks nothing else of it; and `needs_filter`, whether groups that it starts
-    beyond a batch train only where the filter takes some.
+    One that derives from this class says only where it differs. It may have `takes_turns = True`: a
+    step's groups are generated, then it trains, and the run asks nothing else of it; and
+    `needs_filter`, whether groups that it starts beyond a batch train only where the
+    filter takes some.
     """
 
     @property
     @required_hook
     def max_lag(self) -> int:
-        """The largest lag of a sample that trains: policy version at training less the oldest version of its tokens."""
+        """The largest lag of a sample that trains: policy version at training less the oldest
+        version of its tokens.
+        """
 
     @property
     def sync_policy(self) -> SyncPolicy:
@@ -61,7 +69,9 @@ class Schedule(Protocol):
 
     @property
     def annotates_early(self) -> bool:
-        """Finished groups get their log-probs while the batch is still awaited. Else they get them with the batch."""
+        """Finished groups get their log-probs while the batch is still awaited. Else they get them
+        with the batch.
+        """
         return False
 
     @required_hook
@@ -69,14 +79,16 @@ class Schedule(Protocol):
         """Groups to start now; 0 at most times."""
 
     def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
-        """Numbers of scored groups whose log-probs may be computed now; empty while a step is trained, and where
-        `annotates_early` is False."""
+        """Numbers of scored groups whose log-probs may be computed now; empty while a step is
+        trained, and where `annotates_early` is False.
+        """
         return ()
 
     @required_hook
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
-        """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them are SCORED and
-        within `max_lag`."""
+        """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them
+        are SCORED and within `max_lag`.
+        """
 
     def select_groups_to_give_up(self, flow: GroupFlow) -> Sequence[int]:
         """Asked when a batch was taken: groups in flight that are given up then."""
@@ -88,4 +100,6 @@ class Schedule(Protocol):
 
 
 SCHEDULES: Registry[type[Schedule]] = Registry("schedule", Schedule)
-"""A schedule with parameters is registered with itself as their dataclass; one without is built from nothing."""
+"""A schedule with parameters is registered with itself as their dataclass; one without is
+built from nothing.
+"""

@@ -1,7 +1,8 @@
-"""Each group goes on as soon as it is done: scored, and its log-probs computed, while others are still generated.
+"""Each group goes on as soon as it is done: scored, and its log-probs computed, while others are
+still generated.
 
-New groups are started between steps only, so all that is trained is of the policy that trains, but for the groups that
-`carry_over` leaves to later steps.
+New groups are started between steps only, so all that is trained is of the policy that trains, but
+for the groups that `carry_over` leaves to later steps.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from rlhf_megatron.controller.scheduler.schedules.schedule_protocol import (
 
 @dataclass(frozen=True)
 class StreamingSchedule(Schedule):
-    """`tail` wait: a step has the groups that were started first. drop: those that were done first; others are lost.
-    carry_over: those with the oldest tokens; others go on over the sync with the new weights and train later, and a
-    step that could leave one of them behind for good waits for it.
+    """`tail` wait: a step has the groups that were started first. drop: those that were done first;
+    others are lost. carry_over: those with the oldest tokens; others go on over the sync with the
+    new weights and train later, and a step that could leave one of them behind for
+    good waits for it.
     """
 
     oversampling: float = 1.0  # groups in flight for each that a step trains
@@ -38,23 +40,24 @@ class StreamingSchedule(Schedule):
         group_selection.check_oversampling(self.oversampling)
         if self.tail != "wait" and self.oversampling == 1:
             raise ValueError(
-                f"oversampling ({self.oversampling}) must be above 1 with tail: {self.tail}, which is about groups"
-                " that a step does not need; use 1.25, or tail: wait."
+                f"oversampling ({self.oversampling}) must be above 1 with tail: {self.tail}, which"
+                " is about groups that a step does not need; use 1.25, or tail: wait."
             )
         if self.tail != "carry_over" and self.max_lag != 0:
             raise ValueError(
-                f"max_lag ({self.max_lag}) must be 0 with tail: {self.tail}, where all groups are of the policy that"
-                " trains; remove it, or use tail: carry_over."
+                f"max_lag ({self.max_lag}) must be 0 with tail: {self.tail}, where all groups are"
+                " of the policy that trains; remove it, or use tail: carry_over."
             )
         if self.tail == "carry_over" and self.max_lag < 1:
             raise ValueError(
-                f"max_lag ({self.max_lag}) must be at least 1 with tail: carry_over, which lets groups see a sync; use"
-                " 1, or tail: wait."
+                f"max_lag ({self.max_lag}) must be at least 1 with tail: carry_over, which lets"
+                " groups see a sync; use 1, or tail: wait."
             )
         if self.tail == "carry_over" and self.oversampling > self.max_lag + 1:
             raise ValueError(
-                f"oversampling ({self.oversampling}) must be at most max_lag + 1 ({self.max_lag + 1}) with tail:"
-                " carry_over: more groups cannot be trained in time; lower it, or raise max_lag."
+                f"oversampling ({self.oversampling}) must be at most max_lag + 1"
+                f" ({self.max_lag + 1}) with tail: carry_over: more groups cannot be trained in"
+                " time; lower it, or raise max_lag."
             )
 
     @property

@@ -1,4 +1,6 @@
-"""Generate, then train, then generate again: every token of a step comes from the policy that the step trains."""
+"""Generate, then train, then generate again: every token of a step comes from the policy that
+the step trains.
+"""
 
 from __future__ import annotations
 

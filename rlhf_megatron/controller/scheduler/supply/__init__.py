@@ -1,1 +1,3 @@
-"""Where the loop gets a step's scored samples from: made in the step itself, or in the background of other steps."""
+"""Where the loop gets a step's scored samples from: made in the step itself, or in the background
+of other steps.
+"""

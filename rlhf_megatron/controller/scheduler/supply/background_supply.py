@@ -1,7 +1,9 @@
-"""Groups are generated and scored while the trainer works, as the run's schedule says. The main thread's side of it.
+"""Groups are generated and scored while the trainer works, as the run's schedule says. The main
+thread's side of it.
 
-Three threads share a `GroupLedger`: one drives the engines, one has finished groups scored (`drive.py`), and this one takes
-batches, computes log-probs early where the schedule says so, and syncs.
+Three threads share a `GroupLedger`: one drives the engines, one has finished groups scored
+(`drive.py`), and this one takes batches, computes log-probs early where the schedule says
+so, and syncs.
 
 Also: Log-probs and values of groups while others of their batch are still awaited.
 """
@@ -54,7 +56,8 @@ THREAD_END_TIMEOUT_S = 20.0  # that a thread gets to end; it is a daemon
 
 
 class EarlyAnnotations:
-    """The annotations of the groups of one step, which hold until one of them is trained. Used by the main thread.
+    """The annotations of the groups of one step, which hold until one of them is trained. Used by
+    the main thread.
 
     `min_samples`: fewer are not sent to the hosts while more may come.
     """
@@ -119,14 +122,16 @@ class ResumedGroups:
 class BackgroundSupply:
     """A `ledger.Supply`. All but the constructor is called by the main thread.
 
-    with Background(flow, schedule, work, version=lambda: sync.version, mini_batch_size=64) as supply:
+    with Background(flow, schedule, work, version=lambda: sync.version,
+    mini_batch_size=64) as supply:
         batch = supply.take(step, guard)
         ...
         with supply.syncing():
             sync()
     """
 
-    flow: GroupFlow  # where the run stands; the engines serve its version, and its next number is the next prompt's
+    # where the run stands; the engines serve its version, and its next number is the next prompt's
+    flow: GroupFlow
     schedule: Schedule
     services: SupplyServices
     get_policy_version: Callable[[], int]  # of the policy; `sync_window` reads it at its end
@@ -169,7 +174,8 @@ class BackgroundSupply:
         )
 
     def __enter__(self) -> BackgroundSupply:
-        ledger, work = self.ledger, self.services
+        ledger = self.ledger
+        work = self.services
         driver = EngineDriver(
             ledger, work.session, work.draw_prompts, work.make_requests, self.journal
         )
@@ -188,7 +194,8 @@ class BackgroundSupply:
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
         self.begin_step()
-        began, seconds = time.monotonic(), 0.0
+        began = time.monotonic()
+        seconds = 0.0
         while True:
             with enter_stage("take"):
                 taken, piece = self._await_batch(step)
@@ -227,7 +234,8 @@ class BackgroundSupply:
         return self.ledger.get_progress()
 
     def take_metrics(self) -> dict[str, float]:
-        metrics, self._metrics = self._metrics, {}
+        metrics = self._metrics
+        self._metrics = {}
         return metrics
 
     def _await_batch(self, step: int) -> tuple[TakenBatch | None, list[ScoredGroup]]:
@@ -264,8 +272,8 @@ class BackgroundSupply:
         self.ledger.record_annotated([group.number for group in groups])
 
     def _await_running_groups(self) -> None:
-        """Wait until nothing is generated. It returns early where no engine serves or the run is to stop. The
-        deadline of the stage sync ends it too.
+        """Wait until nothing is generated. It returns early where no engine serves or the run is to
+        stop. The deadline of the stage sync ends it too.
         """
         ledger = self.ledger
         while self.is_serving() and not self._is_stop_requested():

@@ -1,6 +1,8 @@
-"""A step's groups are generated and scored in the step itself: trainer and engines wait for each other.
+"""A step's groups are generated and scored in the step itself: trainer and engines wait
+for each other.
 
-Everything follows from the prompts of the step, so a run in deterministic mode can be repeated bit for bit.
+Everything follows from the prompts of the step, so a run in deterministic mode can be
+repeated bit for bit.
 """
 
 from __future__ import annotations

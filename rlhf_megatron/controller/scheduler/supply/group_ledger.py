@@ -1,7 +1,7 @@
 """The Flow of a run whose threads all tell it, and what its schedule then decides.
 
-Whoever tells something has the schedule asked at once, in the order of `schedules.base`. Decisions for the engines wait
-as orders for the thread that drives them; a batch waits for the trainer.
+Whoever tells something has the schedule asked at once, in the order of `schedules.base`. Decisions
+for the engines wait as orders for the thread that drives them; a batch waits for the trainer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,18 @@ _MAX_ROUNDS = 100  # of questions after one event
 
 @dataclass(frozen=True)
 class PromptProgress:
-    """Which prompts of the stream are done with: those at the first `num_drawn` positions, but for `untrained_positions`."""
+    """Which prompts of the stream are done with: those at the first `num_drawn` positions, but
+    for `untrained_positions`.
+    """
 
     num_drawn: int
     untrained_positions: tuple[int, ...] = ()  # ascending
 
 
 class BatchSupply(Protocol):
-    """A context manager around the whole loop: what works in the background begins and ends with it."""
+    """A context manager around the whole loop: what works in the background begins
+    and ends with it.
+    """
 
     def __enter__(self) -> BatchSupply:
         return self
@@ -47,7 +51,8 @@ class BatchSupply(Protocol):
         return None
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
-        """The samples that the step trains on; with log-probs and values where these were made early.
+        """The samples that the step trains on; with log-probs and values where these
+        were made early.
 
         `enter_stage`: around each part of the work, by its name.
 
@@ -140,9 +145,11 @@ class TakenBatch:
 
 
 class GroupLedger:
-    """`most_scored`: groups that a step may have scored before it trains on fewer than it wants; None: any number.
+    """`most_scored`: groups that a step may have scored before it trains on fewer than it wants;
+    None: any number.
 
-    `on_events` gets what the Flow has logged, which it forgets then. Methods may be called by any thread.
+    `on_events` gets what the Flow has logged, which it forgets then. Methods may be called
+    by any thread.
     """
 
     def __init__(
@@ -181,8 +188,8 @@ class GroupLedger:
         flow = self.flow
         waiting = len(flow.groups_in_flight) - flow.num_running - len(flow.scored_order)
         return (
-            f"{len(flow.scored_order)} of {flow.batch_size} can train, {flow.num_running} are generated, {waiting} wait"
-            " for their rewards"
+            f"{len(flow.scored_order)} of {flow.batch_size} can train, {flow.num_running} are"
+            f" generated, {waiting} wait for their rewards"
         )
 
     # What happens
@@ -193,7 +200,9 @@ class GroupLedger:
         generated_groups: Sequence[FinishedGroup] = (),
         lost_numbers: Sequence[int] = (),
     ) -> None:
-        """`generated_groups`: groups in flight that a former process has generated; `lost_numbers`: those that it was generating."""
+        """`generated_groups`: groups in flight that a former process has generated; `lost_numbers`:
+        those that it was generating.
+        """
         with self.state_changed:
             self._num_drawn = num_drawn
             found = {finished.number: finished for finished in generated_groups}
@@ -224,7 +233,9 @@ class GroupLedger:
     def record_scored(
         self, finished_groups: Sequence[FinishedGroup], scored_groups: Sequence[ScoredGroup]
     ) -> None:
-        """Rewards of these groups; those that were given up or started again meanwhile are left out."""
+        """Rewards of these groups; those that were given up or started again
+        meanwhile are left out.
+        """
         with self.state_changed:
             for group, found in zip(finished_groups, scored_groups, strict=True):
                 if self._groups_awaiting_rewards.get(group.number) is group:
@@ -265,13 +276,15 @@ class GroupLedger:
     def take_pending_batch(self) -> TakenBatch | None:
         """The next batch, once."""
         with self.state_changed:
-            batch, self.pending_batch = self.pending_batch, None
+            batch = self.pending_batch
+            self.pending_batch = None
             return batch
 
     def take_orders(self) -> list[EngineOrder]:
         """Take the orders, in the order of the decisions."""
         with self.state_changed:
-            orders, self._pending_orders = self._pending_orders, []
+            orders = self._pending_orders
+            self._pending_orders = []
             return orders
 
     def await_orders(self, timeout_s: float) -> None:
@@ -324,7 +337,8 @@ class GroupLedger:
 
     def _run_decision_round(self, restarted_numbers: set[int]) -> bool:
         """One round of questions. False: nothing was decided."""
-        flow, has_decided = self.flow, False
+        flow = self.flow
+        has_decided = False
         for number in list(self.schedule.find_stale_groups(flow)):
             if self.schedule.stale_policy is StalePolicy.DROP:
                 self._drop_group(number, "lag")
@@ -338,8 +352,9 @@ class GroupLedger:
             numbers = self.schedule.select_batch(flow)
             if numbers is not None and not len(numbers):
                 raise ValueError(
-                    f"{self.schedule} makes a batch of no group for step {flow.last_taken_step + 1}; let its batch return None"
-                    " until there are groups that can train."
+                    f"{self.schedule} makes a batch of no group for step"
+                    f" {flow.last_taken_step + 1}; let its batch return None until there are"
+                    " groups that can train."
                 )
             if numbers is None and self._must_take_short_batch:
                 numbers = sorted(flow.scored_order)  # with what there is
@@ -355,8 +370,9 @@ class GroupLedger:
 
     @property
     def _must_take_short_batch(self) -> bool:
-        """A step's groups are used up and do not make a batch. A schedule that has enough and waits for older ones is
-        left to wait: those are generated already."""
+        """A step's groups are used up and do not make a batch. A schedule that has enough and waits
+        for older ones is left to wait: those are generated already.
+        """
         is_used_up = self._max_scored is not None and self._num_scored >= self._max_scored
         return is_used_up and len(self.flow.scored_order) < self.flow.batch_size
 
@@ -387,7 +403,9 @@ class GroupLedger:
             self._drop_counts,
             tuple(self._unused_route_files),
         )
-        self._groups_without_signal, self._drop_counts, self._unused_route_files = [], Counter(), []
+        self._groups_without_signal = []
+        self._drop_counts = Counter()
+        self._unused_route_files = []
         self._num_scored = self._num_with_signal = 0
 
     def _drop_group(self, group_number: int, reason: DropReason) -> None:
@@ -413,10 +431,8 @@ class GroupLedger:
 
     def _forget_group(self, group_number: int, keeps_routes: bool = False) -> None:
         """`keeps_routes`: the group may train all the same, where no other does."""
-        finished, scored = (
-            self._groups_awaiting_rewards.pop(group_number, None),
-            self._trainable_groups.pop(group_number, None),
-        )
+        finished = self._groups_awaiting_rewards.pop(group_number, None)
+        scored = self._trainable_groups.pop(group_number, None)
         if finished is not None:
             self._unused_route_files += finished.route_files
         if scored is not None and not keeps_routes:
@@ -450,6 +466,7 @@ class GroupLedger:
         ):
             return
         raise ValueError(
-            f"{self.schedule} starts no group and makes no batch of the {len(flow.scored_groups)} groups that can train, of"
-            f" which a step has {flow.batch_size}; correct its num_to_start or batch."
+            f"{self.schedule} starts no group and makes no batch of the {len(flow.scored_groups)}"
+            f" groups that can train, of which a step has {flow.batch_size}; correct its"
+            " num_to_start or batch."
         )

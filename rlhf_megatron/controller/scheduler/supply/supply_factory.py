@@ -43,9 +43,11 @@ def make_batch_supply(
     should_stop: Callable[[], None],
     report_waiting: Callable[[str], None],
 ) -> BatchSupply:
-    """`run_state`: that the run goes on from; the engines serve its weights. `journal`: of a run that generates in the
-    background and has checkpoints."""
-    config, stream = stages.config, stages.run_data.stream
+    """`run_state`: that the run goes on from; the engines serve its weights. `journal`: of a run
+    that generates in the background and has checkpoints.
+    """
+    config = stages.config
+    stream = stages.run_data.stream
     assert stream is not None, "a run draws prompts"
     if does_schedule_take_turns(config.schedule):
         return ForegroundSupply(stages)
@@ -93,14 +95,13 @@ def make_batch_supply(
 def make_prompt_requests(
     stages: StepStages, prompts: PromptBatch, policy_version: int
 ) -> list[list[GenerateRequest]]:
-    """Make each prompt's requests: its samples, and a greedy one where the estimator needs it. Seeds follow from the
-    version of the weights that it is started with.
+    """Make each prompt's requests: its samples, and a greedy one where the estimator needs it.
+    Seeds follow from the version of the weights that it is started with.
     """
-    rollout, seed = stages.config.rollout, stages.config.trainer.seed
-    sampled, place = (
-        stages.make_sampling_params(SamplingConfig(rollout.temperature)),
-        stages.route_files.directory_and_max_bytes,
-    )
+    rollout = stages.config.rollout
+    seed = stages.config.trainer.seed
+    sampled = stages.make_sampling_params(SamplingConfig(rollout.temperature))
+    place = stages.route_files.directory_and_max_bytes
     requests = [
         [request]
         for request in build_generate_requests(
@@ -126,11 +127,11 @@ def find_resumable_groups(
     checkpoint_progress: PromptProgress,
     policy_version: int,
 ) -> ResumedGroups:
-    """Find what a former process has left of the groups that were in flight at the checkpoint, or were started after
-    it.
+    """Find what a former process has left of the groups that were in flight at the checkpoint, or
+    were started after it.
 
-    A group with tokens of a later version than the checkpoint's is generated anew: those weights are gone. All other
-    files of the journal are removed.
+    A group with tokens of a later version than the checkpoint's is generated anew: those weights
+    are gone. All other files of the journal are removed.
     """
     groups = journal.read_prompt_groups() if journal is not None else {}
     known = {}

@@ -1,4 +1,5 @@
-"""The two threads of a supply in the background: one drives the engines, one has what they made scored.
+"""The two threads of a supply in the background: one drives the engines, one has what
+they made scored.
 
 Also: Finished groups of the background to groups with rewards.
 """
@@ -106,7 +107,8 @@ class ScoringThread:
                 ledger.state_changed.wait_for(
                     lambda: ledger.groups_to_score or ledger.is_closed, WAIT_S
                 )
-                groups, ledger.groups_to_score = ledger.groups_to_score, []
+                groups = ledger.groups_to_score
+                ledger.groups_to_score = []
             if groups and not ledger.is_closed:
                 ledger.record_scored(groups, self._score_groups(groups))
 
@@ -124,7 +126,9 @@ def _drop_revoked_submissions(orders: Sequence[EngineOrder]) -> list[EngineOrder
 def start_daemon_thread(
     thread_name: str, target: Callable[[], None], on_failure: Callable[[BaseException], None]
 ) -> threading.Thread:
-    """A daemon, so that one which hangs does not keep the process alive. `on_failure` gets what ends it early."""
+    """A daemon, so that one which hangs does not keep the process alive. `on_failure` gets what
+    ends it early.
+    """
 
     def run_guarded() -> None:
         try:
@@ -184,7 +188,8 @@ class GroupScorer:
 
 
 class RecentErrorBound:
-    """A scorer whose share of failures counts over the last `count` samples: a call may have a single group.
+    """A scorer whose share of failures counts over the last `count` samples: a call may have
+    a single group.
 
     `score`: as the scorer, without a bound on failures. Raises RewardError.
     """

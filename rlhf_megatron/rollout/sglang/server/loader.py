@@ -1,21 +1,25 @@
 """Runs inside each rank of a stock SGLang server, through its `--custom-weight-loader` hook.
 
-The update call carries one small tensor: a JSON order. The answer is a receipt, a file in the transfer directory: the
-error if there was one, the parts of tensors that stand in this rank, and their digests; `sglang.weights` puts those
-of all ranks together. Orders, by the key that they begin with:
+The update call carries one small tensor: a JSON order. The answer is a receipt, a file in the
+transfer directory: the error if there was one, the parts of tensors that stand in this rank, and
+their digests; `sglang.weights` puts those of all ranks together. Orders, by the key that
+they begin with:
 
-    manifest   read this bucket and load it: from its file, the device memory that `memory` names for each rank, or the
+    manifest   read this bucket and load it: from its file, the device memory that `memory` names
+               for each rank, or the
                link over which the `exchange` goes
     join       become a rank of a link with a copy of the trainer
     leave      end this rank's part of it
     holds      which parts of these tensors stand here?
     digest     this bucket was loaded already, it came another way: digest what stands of it
-    compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to tell which rank's do
+    compare    does what stands here equal the bytes of this bucket? Asked when digests differ, to
+               tell which rank's do
     receipts   has everything come, of all the buckets whose receipts are named so?
     describe   which model is this, and which devices are seen?
 
-What stands is digested while SGLang's session is open, after loading and casting. Closing it re-lays weights of layers
-that are quantised, for which nothing is digested, and of expert layers for some kernels; else it changes nothing.
+What stands is digested while SGLang's session is open, after loading and casting. Closing it
+re-lays weights of layers that are quantised, for which nothing is digested, and of expert layers
+for some kernels; else it changes nothing.
 """
 
 from __future__ import annotations
@@ -87,8 +91,10 @@ _links = EngineRankLinks()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an exception here would end
-    the server, where the client can say what happened and leave the engine STALE."""
+    """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an
+    exception here would end the server, where the client can say what happened and leave
+    the engine STALE.
+    """
     tensors = dict(named_tensors)
     order = json.loads(bytes(tensors["order"].cpu().tolist()).decode())
     try:
@@ -114,8 +120,10 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 @cache
 def offset_random_seed() -> None:
-    """Give each group of ranks under DP attention random numbers of its own, once. SGLang gives all the same: without
-    seeds, samples of one prompt that fall to different groups would be the same sample."""
+    """Give each group of ranks under DP attention random numbers of its own, once. SGLang gives all
+    the same: without seeds, samples of one prompt that fall to different groups would be
+    the same sample.
+    """
     if group := sglang_runtime.get_attention_dp_rank():
         torch.manual_seed(torch.initial_seed() + group)
 
@@ -196,9 +204,10 @@ def load_bucket_into_model(
     tensor_by_key: Mapping[str, Tensor],
     held_spans: Mapping[str, TensorSpan] | None = None,
 ) -> None:
-    """SGLang loads whole tensors, and GPT-OSS's experts a layer at a time. Of parts of tensors, and of one expert,
-    those that stand in this rank are copied to where they belong.
-    `held_spans`: the parts that `tensor_by_key` has; None: all that was sent."""
+    """SGLang loads whole tensors, and GPT-OSS's experts a layer at a time. Of parts of tensors, and
+    of one expert, those that stand in this rank are copied to where they belong.
+    `held_spans`: the parts that `tensor_by_key` has; None: all that was sent.
+    """
     spans = (
         {entry.key: entry.span for entry in manifest.tensors} if held_spans is None else held_spans
     )
@@ -228,7 +237,9 @@ def load_bucket_into_model(
 def copy_tied_head(
     model: Any, parameters: Mapping[str, Tensor], tensor_names: Iterable[str]
 ) -> None:
-    """The embedding came: a head that the engine has of its own, where the two are one, becomes a copy of it."""
+    """The embedding came: a head that the engine has of its own, where the two are one,
+    becomes a copy of it.
+    """
     for name in tensor_names:
         if (head := find_tied_head(model, parameters, name)) is not None:
             head.copy_(parameters[name])
@@ -242,8 +253,8 @@ def narrow_held_part(held_part: HeldTensorPart, span: TensorSpan) -> Tensor:
 def list_held_spans(
     model: Any, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Return, by name, the parts of tensors that stand in this rank. Raises ValueError where the engine keeps a
-    tensor in another form.
+    """Return, by name, the parts of tensors that stand in this rank. Raises ValueError where the
+    engine keeps a tensor in another form.
     """
     parameters = dict(model.named_parameters())
     found: dict[str, list[tuple[int, int, int]]] = {}
@@ -261,8 +272,9 @@ def list_held_spans(
 
 
 def resolve_transfer_dir(directory_name: str | None) -> Path:
-    """The run's directory: the one that this server was started with, or one in it where the server is older than the
-    run. Raises ValueError for what is no plain name."""
+    """The run's directory: the one that this server was started with, or one in it where the server
+    is older than the run. Raises ValueError for what is no plain name.
+    """
     base = Path(os.environ[TRANSFER_DIR_VARIABLE])
     if directory_name is None:
         return base
@@ -290,8 +302,9 @@ def describe_model(model: Any) -> dict[str, Any]:
 def make_bucket_receipt(
     model: Any, manifest: BucketManifest, num_bytes_read: int | None = None
 ) -> dict[str, Any]:
-    """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that this rank took from
-    the medium; None: the parts that it holds, each once."""
+    """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that
+    this rank took from the medium; None: the parts that it holds, each once.
+    """
     parameters = dict(model.named_parameters())
     parts: dict[str, list[tuple[int, int, int, str]]] = {}
     unlike: dict[str, str] = {}
@@ -360,7 +373,9 @@ def compare_with_bucket(
 
 
 def _cast_as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
-    """Returns values in the type that was sent, where that is the same numbers: engines keep some weights wider."""
+    """Returns values in the type that was sent, where that is the same numbers: engines keep some
+    weights wider.
+    """
     sent = values.detach().to(getattr(torch, entry.dtype))
     is_exact = sent.dtype == values.dtype or torch.equal(
         _view_as_bytes(sent.to(values.dtype)), _view_as_bytes(values)
@@ -373,7 +388,9 @@ def _view_as_bytes(values: Tensor) -> Tensor:
 
 
 def describe_missing_parameters(model: Any, received_names: set[str]) -> str | None:
-    """Names what the model holds and did not get; None: it got everything. `received_names`: Hugging Face names."""
+    """Names what the model holds and did not get; None: it got everything. `received_names`:
+    Hugging Face names.
+    """
     parameters = dict(model.named_parameters())
     absent = list_missing_parameters(model, parameters, received_names)
     if not absent:

@@ -1,5 +1,6 @@
-"""`python -m rlhf_megatron.rollout.sglang.server.router_main FILE`: stock sglang-router with the arguments that stand in a
-file, one a line. They hold a key, and a command line is seen by everybody on the machine. Runs in sglang's environment.
+"""`python -m rlhf_megatron.rollout.sglang.server.router_main FILE`: stock sglang-router with the
+arguments that stand in a file, one a line. They hold a key, and a command line is seen by everybody
+on the machine. Runs in sglang's environment.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""What this process knows of its place in the server. All that is imported of SGLang stands here."""
+"""What this process knows of its place in the server.
+All that is imported of SGLang stands here.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +18,18 @@ def get_tp_rank_and_size() -> tuple[int, int]:
 
 
 def get_attention_dp_rank() -> int:
-    """Return the number of the group of ranks, under DP attention, whose requests this process serves; 0 without it."""
+    """Return the number of the group of ranks, under DP attention, whose requests this process
+    serves; 0 without it.
+    """
     from sglang.srt.runtime_context import get_parallel
 
     return int(get_parallel().attn_dp_rank or 0)
 
 
 def count_layer_experts(num_layer_slots: int) -> int:
-    """Experts of a layer with `num_layer_slots` slots, without the copies that an expert balancer adds."""
+    """Experts of a layer with `num_layer_slots` slots, without the copies that an expert
+    balancer adds.
+    """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     locations = get_global_expert_location_metadata()
@@ -31,7 +37,9 @@ def count_layer_experts(num_layer_slots: int) -> int:
 
 
 def list_expert_slots(layer_id: int, expert: int) -> Sequence[int]:
-    """Numbers, over all ranks, of the slots that hold an expert: one, or several where a balancer copies it."""
+    """Numbers, over all ranks, of the slots that hold an expert: one, or several where a
+    balancer copies it.
+    """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
     locations = get_global_expert_location_metadata()

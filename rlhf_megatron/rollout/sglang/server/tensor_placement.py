@@ -1,7 +1,8 @@
-"""Where the parts of Hugging Face tensors stand in the model of one SGLang rank: which parameter, which part of them.
+"""Where the parts of Hugging Face tensors stand in the model of one SGLang rank: which parameter,
+which part of them.
 
-How a layer is sharded, fused and padded is read off the layer itself. Its kind is told by the name of its class, so
-that nothing of SGLang is imported.
+How a layer is sharded, fused and padded is read off the layer itself. Its kind is told by the name
+of its class, so that nothing of SGLang is imported.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ EXPERT_ENTRY_NAMES = {
     "w2_weight": "down_proj",
     "w2_weight_bias": "down_proj_bias",
 }
-EMBEDDING_NAME, HEAD_NAME = "model.embed_tokens.weight", "lm_head.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPERT_PATTERN = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
 _EXPERT_ENTRY_PATTERN = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
@@ -45,7 +47,9 @@ _UNQUANTISED_MARK = "Unquant"  # names of SGLang's methods that keep weights as 
 
 
 class IncomparableFormError(ValueError):
-    """The engine's form of a tensor is of another kind than the tensor, so the two cannot be compared."""
+    """The engine's form of a tensor is of another kind than the tensor, so the two
+    cannot be compared.
+    """
 
 
 class SizeMismatchError(ValueError):
@@ -59,7 +63,8 @@ class HeldTensorPart:
     values: Tensor  # a view of what stands in the model, without padding
     axis: int
     start: int
-    is_derived: bool = False  # made by the engine of what stands elsewhere in this rank: a copy, to be looked at only
+    # made by the engine of what stands elsewhere in this rank: a copy, to be looked at only
+    is_derived: bool = False
 
     @property
     def num_entries(self) -> int:
@@ -73,8 +78,10 @@ class HeldTensorPart:
 def find_held_parts(
     model: Any, parameters: Mapping[str, Tensor], tensor_name: str, shape: tuple[int, ...]
 ) -> list[HeldTensorPart]:
-    """Parts of one tensor in this rank: none where the model has no such parameter or another rank holds it, several
-    where it is held twice. `parameters`: the model's, by name. Raises UnlikeError and MisfitError."""
+    """Parts of one tensor in this rank: none where the model has no such parameter or another rank
+    holds it, several where it is held twice. `parameters`: the model's, by name. Raises UnlikeError
+    and MisfitError.
+    """
     if tensor_name in parameters:
         direct = _find_direct_part(model, parameters[tensor_name], tensor_name, shape)
         return [
@@ -139,8 +146,10 @@ def _find_direct_part(
 
 
 def find_tied_head(model: Any, parameters: Mapping[str, Tensor], tensor_name: str) -> Tensor | None:
-    """The head that an engine has beside the embedding `tensor_name`, where config.json says that they are one: SGLang's
-    Qwen3-MoE does not tie them. None: there is none, or that is no embedding."""
+    """The head that an engine has beside the embedding `tensor_name`, where config.json says that
+    they are one: SGLang's Qwen3-MoE does not tie them. None: there is none, or that
+    is no embedding.
+    """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     return parameters.get(HEAD_NAME) if is_tied and tensor_name == EMBEDDING_NAME else None
 
@@ -156,8 +165,8 @@ def _find_untied_head_part(
 def _rebuild_derived_parts(
     model: Any, tensor_name: str, direct_part: HeldTensorPart
 ) -> Iterator[HeldTensorPart]:
-    """Put kv_b_proj of latent attention together again from the two matrices a head that SGLang makes of it and
-    computes with: the rows of keys, and those of values.
+    """Put kv_b_proj of latent attention together again from the two matrices a head that SGLang
+    makes of it and computes with: the rows of keys, and those of values.
     """
     prefix, _, leaf = tensor_name.removesuffix(".weight").rpartition(".")
     if leaf != "kv_b_proj":
@@ -180,14 +189,15 @@ def _find_fused_part(
 ) -> HeldTensorPart:
     layer = model.get_submodule(tensor_name.rpartition(".")[0])
     _require_comparable(layer, parameter)
-    rank, unit = getattr(layer, "tp_rank", 0), 1
+    rank = getattr(layer, "tp_rank", 0)
+    unit = 1
     if tensor_name.endswith(SCALE):
         unit = layer.quant_method.quant_config.weight_block_size[0]
     if _is_instance_by_name(layer, "ReplicatedLinear"):  # of latent attention
-        of_queries, rank = (
-            model.get_submodule(tensor_name.rpartition(".")[0].rpartition(".")[0]).q_lora_rank,
-            0,
-        )
+        of_queries = model.get_submodule(
+            tensor_name.rpartition(".")[0].rpartition(".")[0]
+        ).q_lora_rank
+        rank = 0
         sizes = [of_queries, parameter.shape[0] * unit - of_queries]
     elif _is_instance_by_name(layer, "QKVParallelLinear"):
         sizes = [layer.q_proj_shard_size, layer.kv_proj_shard_size, layer.v_proj_shard_size]
@@ -198,7 +208,8 @@ def _find_fused_part(
     sizes = [size // unit for size in sizes]
     if parameter.shape[0] != sum(sizes):
         raise SizeMismatchError(
-            f"the engine's {tensor_name} is {list(parameter.shape)}, its parts have {sum(sizes)} rows"
+            f"the engine's {tensor_name} is {list(parameter.shape)}, its parts have"
+            f" {sum(sizes)} rows"
         )
     values = parameter.narrow(0, sum(sizes[:index]), sizes[index])
     return _make_held_part(values, 0, rank * sizes[index], shape)
@@ -213,7 +224,9 @@ def _find_expert_parts(
     scale_suffix: str | None,
     shape: tuple[int, ...],
 ) -> Iterator[HeldTensorPart]:
-    """`expert`: None for the shared expert, where the engine keeps it as one more. `scale_suffix`: the end of its name."""
+    """`expert`: None for the shared expert, where the engine keeps it as one more. `scale_suffix`:
+    the end of its name.
+    """
     for fused, members in EXPERT_MEMBERS.items():
         parameter = parameters.get(f"{prefix}.{fused}{scale_suffix or ''}")
         if member not in members or parameter is None:
@@ -279,7 +292,9 @@ def is_expert_entry(tensor_name: str) -> bool:
 def list_values_to_zero(
     model: Any, parameters: Mapping[str, Tensor], tensor_name: str
 ) -> list[Tensor]:
-    """Return what another rank adds already: an expert's last bias, where ranks share the expert and add up."""
+    """Return what another rank adds already: an expert's last bias, where ranks share the
+    expert and add up.
+    """
     entry = _EXPERT_ENTRY_PATTERN.fullmatch(tensor_name)
     if (
         entry is None
@@ -291,7 +306,9 @@ def list_values_to_zero(
 
 
 def _list_own_slots(layer: Any, expert: int | None) -> list[int]:
-    """Slots of this rank's parameters; none where other ranks hold the expert. `expert`: None for the shared one."""
+    """Slots of this rank's parameters; none where other ranks hold the expert. `expert`: None for
+    the shared one.
+    """
     if expert is None:
         numbers: Iterable[int] = range(
             layer._num_global_routed, layer._num_global_routed + _count_shared_experts(layer)
