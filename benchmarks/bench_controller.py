@@ -191,7 +191,7 @@ class Ranks:
         self.layouts = {"actor": self.layout}
         self._meter = meter
 
-    def scatter(
+    def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
         name = f"call {method}"
@@ -223,7 +223,7 @@ class Ranks:
             )
         return future
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
         raise AssertionError(f"{method}: nothing is broadcast in a step")
 
     def _answer(self, batch: TokenBatch, with_entropy: bool) -> Any:
@@ -285,7 +285,7 @@ def measure(shape: Shape, directory: Path) -> Meter:
     )
     thresholds: Any = lambda found: None  # noqa: E731
     stages.mismatch_check._raise_past_thresholds = thresholds
-    for name in ("append_groups", "write_batch"):
+    for name in ("append_groups", "begin_batch_write"):
         setattr(journal, name, meter.wrapped("journal of groups", getattr(journal, name)))
     journal._write_batch_record = meter.aside("journal of batches", journal._write_batch_record)
     prompts = prompts_of(shape)

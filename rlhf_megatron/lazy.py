@@ -15,10 +15,10 @@ else:
 
     class _LazyModule:
         def __init__(self, module_name: str) -> None:
-            self._name = module_name
+            self._module_name = module_name
 
         def __getattr__(self, name: str) -> Any:
-            return getattr(importlib.import_module(self._name), name)
+            return getattr(importlib.import_module(self._module_name), name)
 
     np = _LazyModule("numpy")
     torch = _LazyModule("torch")

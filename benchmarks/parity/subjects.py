@@ -57,7 +57,7 @@ class StateSource:
     def names(self) -> tuple[str, ...]:
         return tuple(self.state)
 
-    def hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
         return tuple(self.state[tensor.name] for tensor in rule.hf_tensors)
 
 

@@ -46,7 +46,7 @@ def make_token_rewards(
 
     All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and
     nothing to train:
-    `advantages.base.sample_rewards` gives such a sample its plain score. `kl_T` may hold anything
+    `advantage_estimator.compute_sample_rewards` gives such a sample its plain score. `kl_T` may hold anything
     outside of `response_mask_T`. Raises ValueError where a weight is given and no KL.
     """
     if kl_T is None and kl_coef != 0:

@@ -52,12 +52,13 @@ class CitedPaper:
 
     @property
     def citation(self) -> str:
+        """Return "arXiv NUMBER", or author and year for a paper that is not on arXiv."""
         return f"arXiv {self.arxiv}" if self.arxiv[0].isdigit() else self.arxiv
 
 
 @dataclass(frozen=True)
 class RegisteredPart:
-    """Something that a configuration names."""
+    """A registered part that a configuration can name."""
 
     name: str
     kind: str
@@ -71,7 +72,9 @@ class RegisteredPart:
 
 
 def run_algorithms_command(args: argparse.Namespace) -> None:
-    """Print all parts, or those of one name. Raises ValueError with the nearest name if there is none."""
+    """Print all parts, or the parts of one name (ours or verl's) with their parameters. Raise
+    ValueError, with the nearest names, if no part has that name.
+    """
     chosen = list(iter_registered_parts())
     if args.name is not None:
         names = {part.name: part.name for part in chosen} | OUR_NAME_BY_VERL_NAME
@@ -91,7 +94,9 @@ def run_algorithms_command(args: argparse.Namespace) -> None:
 
 
 def iter_registered_parts() -> Iterator[RegisteredPart]:
-    """Return the parts by kind, in the order of their names."""
+    """Yield all parts by kind, each kind in the order of its registry: estimators, policy losses,
+    aggregations, KL estimators, rollout corrections, rewards and schedules.
+    """
     yield from _iter_registry_parts(ADV_ESTIMATORS, ESTIMATOR, OF_ESTIMATORS)
     yield from _iter_registry_parts(POLICY_LOSSES, LOSS, {*OF_LOSSES, "ref_log_probs"})
     for name in loss_aggregation.AGGREGATIONS:
@@ -122,7 +127,9 @@ def iter_registered_parts() -> Iterator[RegisteredPart]:
 
 
 def _describe_preset(settings: Mapping[str, Any]) -> str:
-    """Describe what a preset sets, in the order of the configuration, without settings that do nothing."""
+    """Return the settings of a rollout correction preset as "name=value, ...", without those that
+    do nothing; "metrics only" if none is left.
+    """
     none, found = PRESETS["disabled"], []
     for name, value in settings.items():
         is_needed = name == "rollout_is_threshold" and settings["rollout_is"] is not None
@@ -138,6 +145,9 @@ def _describe_preset(settings: Mapping[str, Any]) -> str:
 def _iter_registry_parts(
     registry: Registry[Any], setting_key: str, provided_needs: set[str]
 ) -> Iterator[RegisteredPart]:
+    """Yield the parts of a registry. `setting_key` is the setting that names such a part, and
+    `provided_needs` are the columns that a run computes; other needs become the part's `missing`.
+    """
     for name in registry:
         entry = registry.get(name)
         text = inspect.getdoc(inspect.getmodule(entry.build)) or inspect.getdoc(entry.build) or ""
@@ -158,6 +168,9 @@ def _iter_registry_parts(
 
 
 def _iter_parameters(entry: RegistryEntry[Any]) -> Iterator[PartParameter]:
+    """Yield the parameters of a registered part, with types, defaults and the comments of their
+    fields; nothing for a part without parameters.
+    """
     if entry.params is None:
         return
     comments = _read_field_comments(entry.params)
@@ -169,6 +182,7 @@ def _iter_parameters(entry: RegistryEntry[Any]) -> Iterator[PartParameter]:
 
 
 def _format_default(field: Field[Any]) -> str | None:
+    """Return the default of a dataclass field as YAML, or None for a required field."""
     if field.default is MISSING and field.default_factory is MISSING:
         return None
     value = field.default_factory() if field.default_factory is not MISSING else field.default
@@ -176,8 +190,10 @@ def _format_default(field: Field[Any]) -> str | None:
 
 
 def _read_field_comments(cls: type) -> dict[str, str]:
-    """Field -> the comment behind it, those lines above it, or that behind its default on a line of its own; where the
-    source is at hand."""
+    """Return field name -> comment from the source of a dataclass and its bases: the comment behind
+    the field, the comment lines above it, or the comment behind its default on a line of its own. A
+    class without source contributes nothing.
+    """
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__[:-1]):
         try:
@@ -199,13 +215,15 @@ def _read_field_comments(cls: type) -> dict[str, str]:
 
 
 def _extract_first_sentence(text: str) -> str:
-    """The docstring's first paragraph up to its first full stop."""
+    """Return the first paragraph of a docstring up to its first full stop."""
     paragraph = " ".join(text.split("\n\n")[0].split())
     return re.split(r"(?<=\.)\s", paragraph, maxsplit=1)[0]
 
 
 def _find_table_line(text: str | None, name: str) -> str:
-    """Return the line about a name in the table of a module's docstring, or ""."""
+    """Return the row for `name` in the table of a module's docstring, joined to one line; ""
+    without such a row.
+    """
     # A row goes on in the lines below it that stand further to the right than a name does.
     pattern = rf"^    {re.escape(name)}[ ]+(.+(?:\n {{5,}}\S.*)*)$"
     match = re.search(pattern, text or "", re.MULTILINE)
@@ -216,6 +234,9 @@ def _find_table_line(text: str | None, name: str) -> str:
 
 
 def format_parts_table(parts: list[RegisteredPart], shows_parameters: bool) -> str:
+    """Return the listing of the parts under a heading for each kind; with `shows_parameters`, the
+    whole text and parameters of each part instead of its summary.
+    """
     lines: list[str] = []
     kind = ""
     for part in parts:
@@ -233,6 +254,7 @@ def format_parts_table(parts: list[RegisteredPart], shows_parameters: bool) -> s
 
 
 def _format_part_details(part: RegisteredPart, shows_parameters: bool) -> Iterator[str]:
+    """Yield the indented lines below a part: its parameters, needs, and papers."""
     empty = " " * TEXT_INDENT
     if shows_parameters:
         for one in part.parameters:
@@ -258,6 +280,9 @@ def _format_part_details(part: RegisteredPart, shows_parameters: bool) -> Iterat
 
 
 def _wrap_text(first_indent: str, text: str) -> list[str]:
+    """Return the text wrapped to the width of the listing, with `first_indent` before the first
+    line; at least one line.
+    """
     lines = textwrap.wrap(
         text,
         LINE_WIDTH,

@@ -37,9 +37,11 @@ UNFINISHED_CHECK_FILE = "shape.yaml"  # stands in the directory of a check that 
 
 
 def run_check_command(args: argparse.Namespace) -> int:
-    """0 when everything passes, 1 when the layout does not equal one rank or a run fails.
+    """Check a run's layout on this machine and write the certificate. Return 0 if everything
+    passes, 1 if the layout's results differ from those of one rank or a run fails.
 
-    Raises ConfigError for what `config check` finds, ValueError for a model that cannot be read.
+    Hide GPUs from this process, and turn SIGTERM into an exit that cleans up. Raise ConfigError for
+    problems that `config check` finds, ValueError for options or a model that cannot be checked.
     """
     os.environ["CUDA_VISIBLE_DEVICES"] = (
         ""  # before torch is imported: shapes and processes, no GPU
@@ -70,12 +72,14 @@ def run_check_command(args: argparse.Namespace) -> int:
 
 
 def _exit_on_signal(signal_number: int, frame: object) -> NoReturn:
+    """Handle a signal by raising SystemExit with code 128 + its number."""
     raise SystemExit(128 + signal_number)
 
 
 def _read_models(loaded: LoadedConfig) -> ModelConfigs:
-    """config.json of the policy and of the critic, checked against the layouts; the files that
-    must be there.
+    """Return the config.json of the policy and of the critic (the policy's where the critic has
+    none), after checking them against the layouts. Raise ConfigError for a model that does not fit,
+    and ValueError for a job or backend that `check` does not cover.
     """
     from rlhf_megatron.controller.preflight import check_fp8_blocks
     from rlhf_megatron.planning.check.layout_proof import ModelConfigs
@@ -113,7 +117,9 @@ def _read_models(loaded: LoadedConfig) -> ModelConfigs:
 
 
 def _describe_layout(config: RunConfig) -> str:
-    """ "tp2 pp2 dp1"; with a pool for the critic "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
+    """Return the layout of the pools in words: "tp2 pp2 dp1", or "tp2 pp2 dp1, critic tp2 pp1 dp1"
+    with a pool of the critic's own.
+    """
     from rlhf_megatron.runtime.rank_pools import build_pool_specs
 
     first, *others = build_pool_specs(config)
@@ -123,6 +129,10 @@ def _describe_layout(config: RunConfig) -> str:
 def _make_certificate(
     args: argparse.Namespace, config: RunConfig, models: ModelConfigs, directory: Path
 ) -> LayoutCertificate:
+    """Return the certificate of a layout: settle open settings, plan and print the memory, create
+    the directory, and, without --no-run, run the folded layouts and compare them with one rank. All
+    of this is printed on the way.
+    """
     from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 
     prepare_megatron()
@@ -162,15 +172,15 @@ def _make_certificate(
 
 
 def _format_command_words(args: argparse.Namespace) -> list[str]:
-    """The command line that says the same again."""
+    """Return the words of a command line that repeats this check."""
     words = ["check", str(args.config), *args.overrides, "--max-processes", str(args.max_processes)]
     words += ["--out", str(args.out)] if args.out is not None else []
     return words + ["--no-run"] * args.no_run + ["--no-files"] * args.no_files
 
 
 def _choose_directory(args: argparse.Namespace, config: RunConfig) -> Path:
-    """Return where the certificate goes. Raises ValueError for a directory that holds anything but
-    a former check.
+    """Return the directory for the certificate: --out, or one beside the run directory. Raise
+    ValueError for a directory that holds files which no check wrote.
     """
     path: Path = (
         args.out
@@ -186,7 +196,9 @@ def _choose_directory(args: argparse.Namespace, config: RunConfig) -> Path:
 
 
 def _create_directory(path: Path) -> None:
-    """New and empty; a former one is moved aside."""
+    """Create the directory, new and empty; move the directory of a former check aside and print
+    where.
+    """
     from rlhf_megatron.controller.observe.run_dir import create_fresh_run_dir
 
     directory, moved = create_fresh_run_dir(str(path.parent), path.name)
@@ -196,6 +208,9 @@ def _create_directory(path: Path) -> None:
 
 
 def _list_notes(config: RunConfig) -> tuple[str, ...]:
+    """Return the certificate's note on pools whose transformer_impl is auto, which is another one
+    on GPUs than here; () without such pools.
+    """
     sections = [
         section
         for section, megatron, _ in list_pool_layouts(config)
@@ -216,7 +231,9 @@ def _list_notes(config: RunConfig) -> tuple[str, ...]:
 def _describe_settled_settings(
     written_config: RunConfig, settled_config: RunConfig
 ) -> Iterator[str]:
-    """Say how the run will decide, on a GPU, what the configuration leaves to it."""
+    """Yield a sentence for each setting of a pool that the configuration leaves open, with the
+    value that the run will choose on a GPU.
+    """
     for (section, left, _), (_, megatron, _) in zip(
         list_pool_layouts(written_config), list_pool_layouts(settled_config), strict=True
     ):
@@ -229,10 +246,12 @@ def _describe_settled_settings(
 
 
 def _print_progress(text: str) -> None:
+    """Print a line on the progress of the check's runs."""
     print(f"run            {text}", flush=True)
 
 
 def _print_memory(memory: Any) -> None:
+    """Print the table of planned memory, with its notes."""
     from rlhf_megatron.planning.check import memory_table
 
     print("memory", flush=True)
@@ -245,6 +264,9 @@ def _print_memory(memory: Any) -> None:
 
 
 def _print_result(proof: LayoutProof | None) -> None:
+    """Print for each layout how many figures differ from one rank by more than their bar, the worst
+    of them, and the problems of its run; nothing without a proof.
+    """
     from rlhf_megatron.planning.check import certificate as certificates
     from rlhf_megatron.planning.check import run_comparison
 

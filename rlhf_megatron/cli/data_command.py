@@ -31,8 +31,9 @@ TEXT_MARKS = ("⟦", "⟧")
 
 
 def run_data_show_command(args: argparse.Namespace) -> None:
-    """Print the first samples of each source. Of an RL run: prompts, with the label as a warm-up
-    would train it.
+    """Print the first samples of each source, with marks around the tokens that train, and the
+    number of samples. For an RL run, print the prompts with their labels, as a warm-up would train
+    them.
     """
     config = load_run_config(args.config, args.overrides).config
     sets, tokenizer = _load_document_sets(config)
@@ -52,6 +53,9 @@ def run_data_show_command(args: argparse.Namespace) -> None:
 
 
 def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
+    """Return the training and held-out samples of a run and its tokenizer. For an RL run, make
+    samples of each prompt and its label.
+    """
     if config.job != "train":
         return load_supervised_data(
             config.model, config.data, config.sft, learns_from_pairs(config)
@@ -74,7 +78,10 @@ def format_sample_lines(
     num_samples: int,
     marks: tuple[str, str] = TEXT_MARKS,
 ) -> Iterator[str]:
-    """Yield what `data show` prints of the first `num_samples` samples of each source."""
+    """Yield the lines that `data show` prints for the first `num_samples` samples of each source: a
+    header with token counts, and the text of each document. `marks` go before and behind text that
+    trains.
+    """
     for source in sources:
         for index in range(min(num_samples, len(source.items))):
             sample = source.items[index]
@@ -91,8 +98,8 @@ def format_sample_lines(
 
 
 def mark_trained_text(document: TokenDocument, tokenizer: Tokenizer, marks: tuple[str, str]) -> str:
-    """The text of a document, special tokens by name,
-    with marks around each stretch that trains.
+    """Return the text of a document with special tokens by name, and with marks[0] and marks[1]
+    around each stretch that trains.
     """
     pieces = []
     at = 0
@@ -104,7 +111,9 @@ def mark_trained_text(document: TokenDocument, tokenizer: Tokenizer, marks: tupl
 
 
 def run_data_prepare_command(args: argparse.Namespace) -> None:
-    """Write the files of a published set, and say how a run names them."""
+    """Write the JSONL files of a published data set, fetched from the hub unless --from names a
+    copy, and print the settings with which a run uses them.
+    """
     published = PUBLISHED_DATASETS[args.name]
     out = args.out or Path("data") / args.name
     source = args.source or fetch_dataset(published)

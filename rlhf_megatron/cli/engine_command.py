@@ -35,8 +35,10 @@ _POLL_S = 0.5
 
 
 def run_engine_command(args: argparse.Namespace) -> int:
-    """Starts the servers, says how to attach, and waits until it is told to stop (exit code 0)
-    or one ends (1).
+    """Start the servers of a configuration, print how to attach to them, and wait. Return 0 after a
+    stop signal, 1 if a server ends. With --print only print the command that starts a server by
+    hand. Raise ValueError for a configuration without SGLang servers of its own, and where servers
+    fail to start.
     """
     config = load_run_config(args.config, args.overrides).config
     if not has_engine_setting(config.rollout, "rollout.sglang") or config.rollout.endpoints:
@@ -55,6 +57,7 @@ def run_engine_command(args: argparse.Namespace) -> int:
 
 
 def _format_start_command(config: RunConfig, port: int) -> str:
+    """Return the shell command that starts one server of this configuration at `port` by hand."""
     sglang = config.rollout.sglang
     installed = check_sglang_environment(
         sglang.python, sglang.args, sglang.env, is_deterministic=config.trainer.deterministic
@@ -76,6 +79,10 @@ def _get_transfer_parent_dir(config: RunConfig) -> Path:
 
 
 def _serve_engines(config: RunConfig, directory: Path) -> int:
+    """Start the servers with logs and a key in `directory`, write the attach settings, and wait.
+    Return 0 after SIGTERM or SIGINT, 1 if a server ends. Raise ValueError where the servers fail to
+    start.
+    """
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
@@ -99,7 +106,8 @@ def _serve_engines(config: RunConfig, directory: Path) -> int:
 def _write_attach_settings(
     config: RunConfig, servers: EngineServers, directory: Path, key_file: Path
 ) -> None:
-    """Write a settings file that a run can extend to attach to the servers, and print how."""
+    """Write the settings file that a run extends to attach to the servers, and print how to do so.
+    """
     rollout: dict[str, object] = {
         "endpoints": [address.url for address in servers.addresses],
         "transfer_dir": str(_get_transfer_parent_dir(config)),
@@ -114,6 +122,9 @@ def _write_attach_settings(
 
 
 def _wait_for_end(servers: EngineServers, stop: StopRequest) -> int:
+    """Wait until a stop is requested, and return 0; print the reason and return 1 as soon as a
+    server has ended.
+    """
     while not stop.is_requested:
         for address in servers.addresses:
             words = servers.describe_exit(address.name)

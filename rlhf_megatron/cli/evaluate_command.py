@@ -47,7 +47,10 @@ _print_progress = make_throttled_progress(lambda line: print(line, file=sys.stde
 
 
 def run_evaluate_command(args: argparse.Namespace) -> int:
-    """Exit code 0: the figures are printed; others as those of `generate`."""
+    """Score a file of answers, or let a model or run answer first, and print the figures; --json
+    and --report write them too. Return 0, or the exit code of a failed or stopped `generate`. With
+    several files also print their paired differences.
+    """
     if args.loss is not None:
         return _evaluate_losses(args)
     settings: list[str] = []
@@ -119,7 +122,10 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
 
 
 def _evaluate_losses(args: argparse.Namespace) -> int:
-    """Exit code as of `run_evaluate_command`."""
+    """Compute and print the loss and perplexity over files or held-out data (--loss), or print
+    those of a file of losses. Return 0, or the exit code of a failed or stopped run. Raise
+    ValueError for options that --loss would ignore.
+    """
     names = ("task", "report", "config", "tokens", "n", "temperature", "top_p", "max_tokens")
     ignored = [
         name
@@ -166,11 +172,14 @@ def _evaluate_losses(args: argparse.Namespace) -> int:
 
 
 def _is_result_file(path: Path) -> bool:
-    """A file that `generate` or --loss wrote."""
+    """Return whether the path is an existing JSONL or parquet file, the form in which `generate`
+    and --loss write results.
+    """
     return path.suffix in (".jsonl", PARQUET_SUFFIX) and path.is_file()
 
 
 def _write_figures(args: argparse.Namespace, figures: dict[str, Any]) -> None:
+    """Write the figures as JSON to the file of --json, and print its path."""
     args.json.write_text(json.dumps(figures, indent=1) + "\n")
     print(f"all figures: {args.json}")
 
@@ -178,7 +187,9 @@ def _write_figures(args: argparse.Namespace, figures: dict[str, Any]) -> None:
 def _compare_with_first_file(
     scored_files: list[tuple[str, list[ScoredEvaluationSet]]],
 ) -> list[str]:
-    """A line for each file behind the first."""
+    """Return for each file after the first a line with its mean score minus that of the first, its
+    interval, and the number of paired items.
+    """
     first = scored_files[0]
     lines = []
     for name, other in scored_files[1:]:
@@ -193,6 +204,9 @@ def _compare_with_first_file(
 def _collect_figures(
     named_figures: list[tuple[str, dict[str, Any]]], is_every_step: bool
 ) -> dict[str, Any]:
+    """Return the figures of the first file, or with --every-step a list of the figures of all steps
+    under "steps".
+    """
     if not is_every_step:
         return named_figures[0][1]
     return {"steps": [{"step": int(name.split()[-1])} | figures for name, figures in named_figures]}

@@ -24,10 +24,12 @@ INCOMPLETE_EXIT_CODE = 1
 
 
 def run_from_verl_command(args: argparse.Namespace) -> int:
-    """Exit code 1 where something that changes what is learnt has no counterpart, or the result
-    cannot run as it is.
+    """Translate a configuration of verl, write the YAML to --out or standard output, and report the
+    settings without counterpart on standard error.
 
-    Raises ConfigError for what cannot be read, OSError for what cannot be written.
+    Return 1 where a setting that changes what is learnt has no counterpart (0 with --lenient), or
+    the result cannot run as it is. Raise ConfigError for a file that cannot be read, ValueError
+    where --out exists, OSError where it cannot be written.
     """
     if args.out is not None and args.out.exists():
         raise ValueError(
@@ -58,7 +60,9 @@ def run_from_verl_command(args: argparse.Namespace) -> int:
 def format_translation_report(
     translation: ConfigTranslation, source_name: str, is_lenient: bool = False
 ) -> str:
-    """Return what a user must know beside the YAML."""
+    """Return the report on a translation: the number of settings taken over, settings without
+    counterpart (those that change what is learnt first), problems of the result, and notes.
+    """
     learning = [
         format_untranslated_line(one) for one in translation.untranslated if one.affects_learning
     ]
@@ -83,6 +87,9 @@ def format_translation_report(
 
 
 def _read_verl_config(file_name: str, environment: dict[str, str]) -> tuple[WrittenSettings, str]:
+    """Return the settings in a file, or in standard input for "-", and the name of this source for
+    messages. Raise ConfigError where the file cannot be read.
+    """
     if file_name == "-":
         return read_verl_settings(
             sys.stdin.read(MAX_CHARACTERS + 1), "standard input", environment

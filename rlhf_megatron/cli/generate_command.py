@@ -36,8 +36,8 @@ API_KEY_VARIABLE = "RLHF_MEGATRON_API_KEY"
 
 
 def run_generate_command(args: argparse.Namespace) -> int:
-    """Exit code 0: all prompts are answered; 1: engines failed for good; 75: stopped, the same
-    command goes on.
+    """Write a model's answers to prompts into a file. Return 0 if all prompts are answered, 1 if
+    engines failed for good, 75 if the command was stopped; the same command then continues.
     """
     code, out = generate_answer_file(args)
     if not code:
@@ -48,8 +48,8 @@ def run_generate_command(args: argparse.Namespace) -> int:
 def resolve_job_config(
     args: argparse.Namespace, default_settings: Sequence[str] = ()
 ) -> tuple[RunConfig, Path | None]:
-    """The configuration of a job, and its source; None: an address. `default_settings`: those of
-    the command line count over them.
+    """Return the configuration of a job that answers prompts, and the path of its source, which is
+    None where the source is an address. Settings of the command line override `default_settings`.
     """
     shortcuts = {"n": args.n, "temperature": args.temperature, "top_p": args.top_p}
     words = [
@@ -62,14 +62,16 @@ def resolve_job_config(
 
 
 def is_http_address(source: str) -> bool:
+    """Return whether a source is an http or https address rather than a path."""
     return source.startswith(("http://", "https://"))
 
 
 def generate_answer_file(
     args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
 ) -> tuple[int, Path]:
-    """The exit code of `run_generate_command`, and the file of answers. `file_kind`: of the file;
-    "loss": of losses.
+    """Let the source answer the prompts, and print the counts and rate. Return the exit code, as of
+    `run_generate_command`, and the path of the file. `file_kind` "loss" writes losses of given
+    documents in place of answers; the kind is also part of the default file name.
     """
     config, source = resolve_job_config(args, default_settings)
     job: AnswerGenerationJob | EndpointJob
@@ -102,6 +104,9 @@ def _make_generate_job(
     out_path: Path,
     file_kind: str,
 ) -> AnswerGenerationJob:
+    """Return the job that writes answers of a model with engines of this command to `out_path`, or
+    losses if `file_kind` is "loss".
+    """
     setup = make_standalone_engine_setup(EngineSetup.from_config(config))
     is_pairs = learns_from_pairs(config)
     if file_kind == "loss":
@@ -117,8 +122,9 @@ def _make_generate_job(
 def generate_answers_of_each_step(
     args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
 ) -> tuple[int, list[tuple[int, Path]]]:
-    """The exit code, and a file for each checkpoint of a run, with its step; arguments as
-    of `generate_answer_file`.
+    """Let each checkpoint of a run answer, one file a checkpoint. Return the exit code and (step,
+    path) of each file; the arguments are those of `generate_answer_file`. Raise ValueError where
+    the source is no run with checkpoints.
     """
     config, source = resolve_job_config(args, default_settings)
     steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
@@ -141,8 +147,9 @@ def generate_answers_of_each_step(
 
 
 def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path) -> int:
-    """Do it until a signal comes, and return the exit code.
-    `answers_path`: what keeps the answers.
+    """Run the job with a StopRequest that SIGTERM and SIGINT trigger. Return 0 when it is done, 75
+    after a stop, 1 after an engine failure, each with a message that names `answers_path`, where
+    finished answers are kept.
     """
     stop = StopRequest()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -164,7 +171,9 @@ def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path
 
 
 def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Path) -> EndpointJob:
-    """Raises ValueError, also for options that an endpoint would ignore."""
+    """Return the job that asks an OpenAI-compatible server; without --model, ask the server for its
+    first model. Raise ValueError for options that an endpoint would ignore.
+    """
     if args.tokens or args.best or args.step is not None or args.split != "val":
         raise ValueError(
             "--tokens, --step, --best and --split are for models and runs; leave them out for"
@@ -189,7 +198,9 @@ def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Pa
 
 
 def read_api_key(key_path: Path | None) -> str | None:
-    """The key in the file, else that of the environment. Raises ValueError for an empty one."""
+    """Return the API key in the file, or without a file the key of the environment variable
+    RLHF_MEGATRON_API_KEY; None where neither exists. Raise ValueError for an empty file.
+    """
     key = (
         key_path.read_text().strip()
         if key_path is not None
@@ -201,10 +212,13 @@ def read_api_key(key_path: Path | None) -> str | None:
 
 
 def split_files_and_settings(args: argparse.Namespace) -> tuple[list[str], list[str]]:
-    """The files and the settings among the words behind SOURCE."""
+    """Return the files of prompts, and the settings (with those of args.overrides), among the words
+    behind SOURCE. A word with "=" is a setting unless a file of that name exists.
+    """
     files = [word for word in args.words if "=" not in word or Path(word).is_file()]
     return files, [word for word in args.words if word not in files] + list(args.overrides)
 
 
 def _print_to_stderr(line: str) -> None:
+    """Print a line to standard error, at once."""
     print(line, file=sys.stderr, flush=True)

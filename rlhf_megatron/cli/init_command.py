@@ -45,6 +45,9 @@ NUM_ROWS_BY_FILE = {"train.jsonl": 1000, "val.jsonl": 200}
 
 
 def _parse_kind_and_directory(words: list[str]) -> tuple[str, Path]:
+    """Return the kind of starter (quickstart if none is named) and the directory from the words of
+    the command line. Raise ValueError for other words.
+    """
     *kinds, directory = words
     if len(kinds) > 1 or not set(kinds) <= set(STARTER_KINDS) or directory in STARTER_KINDS:
         raise ValueError(
@@ -55,7 +58,10 @@ def _parse_kind_and_directory(words: list[str]) -> tuple[str, Path]:
 
 
 def run_init_command(args: argparse.Namespace) -> None:
-    """Write the files, none over one that is there, and say what to do next. Raises ValueError."""
+    """Write run.yaml, and the model and data that it needs, into a directory, and print the next
+    command. Raise ValueError for options that do not fit, or where a file exists, which is never
+    overwritten.
+    """
     kind, directory = _parse_kind_and_directory(args.words)
     gpus: int = args.gpus if args.gpus is not None else len(list(Path("/dev").glob("nvidia[0-9]*")))
     if kind == "quickstart" and args.gpus:
@@ -94,15 +100,17 @@ def run_init_command(args: argparse.Namespace) -> None:
 
 
 def find_shipped_dir() -> Path:
-    """Return the folder that holds configs/ and examples/: in the installed package, or the working
-    tree around it.
+    """Return the folder that holds configs/ and examples/: in the installed package, or in the
+    working tree around it.
     """
     package = Path(str(files("rlhf_megatron")))
     return package / "shipped" if (package / "shipped").is_dir() else package.parent
 
 
 def render_starter_config(kind: str, num_gpus: int) -> str:
-    """The YAML text for one machine with so many GPUs. Without one: for a CPU."""
+    """Return the YAML of a starter configuration for one machine with `num_gpus` GPUs, or for a CPU
+    if that is 0.
+    """
     is_apart = kind == "async" and num_gpus > 0
     of_engines = max(1, num_gpus // 4) if is_apart else num_gpus
     ranks = num_gpus - of_engines if is_apart else num_gpus
@@ -130,6 +138,9 @@ def render_starter_config(kind: str, num_gpus: int) -> str:
 
 
 def _format_engine_settings(num_engines: int, has_own_gpus: bool) -> str:
+    """Return the YAML lines on the number of engines; without GPUs of their own they are colocated
+    with the trainer.
+    """
     if has_own_gpus:
         return (
             f"  num_engines: {num_engines}              # on GPUs of their own, behind"
@@ -143,6 +154,8 @@ def _format_engine_settings(num_engines: int, has_own_gpus: bool) -> str:
 
 
 def _render_quickstart_config() -> str:
+    """Return the YAML of the quickstart configuration, with paths that fit a directory of its own.
+    """
     text = (find_shipped_dir() / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     return text.replace("../examples/quickstart/model", "model").replace(
         "configs/quickstart.yaml", "run.yaml"
@@ -150,6 +163,9 @@ def _render_quickstart_config() -> str:
 
 
 def _write_addition_data(directory: Path) -> None:
+    """Write train.jsonl and val.jsonl with distinct sums of two-digit numbers, the same in every
+    call.
+    """
     draw = random.Random(1)
     sums = draw.sample(
         [(a, b) for a in range(100) for b in range(100)], sum(NUM_ROWS_BY_FILE.values())

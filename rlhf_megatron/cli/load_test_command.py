@@ -23,7 +23,9 @@ REQUEST_TIMEOUT_S = 600.0  # of one request
 
 
 def run_load_test_command(args: argparse.Namespace) -> int:
-    """Exit code 0: all requests were answered; 1: some failed."""
+    """Measure a server with each number of clients, print the figures, and write --json and --plot.
+    Return 0 if all requests were answered, 1 if some failed.
+    """
     url = args.url.rstrip("/")
     url = url if url.endswith("/v1") else f"{url}/v1"
     key = read_api_key(args.api_key_file)

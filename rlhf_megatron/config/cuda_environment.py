@@ -53,9 +53,9 @@ def set_missing_variables(
     rollout: RolloutConfig,
     megatron_configs: Sequence[MegatronConfig],
 ) -> None:
-    """Set what is missing in a process of this machine. `megatron_configs`: the pools' layouts.
-
-    Raises ValueError where ranks and engines would differ.
+    """Set in `environment` the variables of CUDA and NCCL that it lacks, for a process on this
+    machine, and hide GPUs from a run on CPUs. `megatron_configs` are the layouts of the pools.
+    Raise ValueError where ranks and engines would get different values.
     """
     wanted = choose_communicator_variables(rollout, environment)
     if trainer.deterministic:
@@ -70,8 +70,8 @@ def set_missing_variables(
 
 
 def hide_gpus(environment: MutableMapping[str, str], trainer: TrainerConfig) -> None:
-    """Hide them from this process, where the run is on CPUs. Before torch looks for CUDA, or a fork
-    could not run.
+    """Set CUDA_VISIBLE_DEVICES to nothing in `environment` if the run is on CPUs and not under Ray.
+    Call this before torch looks for CUDA, or a fork could not run.
     """
     if trainer.device == "cpu" and trainer.runtime != "ray":
         environment.update(NO_GPUS)
@@ -80,8 +80,9 @@ def hide_gpus(environment: MutableMapping[str, str], trainer: TrainerConfig) -> 
 def choose_communicator_variables(
     rollout: RolloutConfig, environment: Mapping[str, str]
 ) -> dict[str, str]:
-    """Return the variables that ranks and engines must have alike. Raises ValueError where this
-    shell and `rollout.sglang` contradict.
+    """Return the NCCL variables that ranks and engines must have alike, with the values that the
+    environment or `rollout.sglang` sets, else "0". Raise ValueError where these contradict each
+    other.
     """
     sglang = rollout.sglang if rollout.engine == "sglang" else type(rollout.sglang)()
     switched_on = {name.replace("_", "-") for name, value in sglang.args.items() if value is True}
@@ -107,8 +108,9 @@ def choose_communicator_variables(
 def choose_queue_variables(
     megatron_configs: Sequence[MegatronConfig], gpu_names: Sequence[str]
 ) -> dict[str, str]:
-    """Return CUDA_DEVICE_MAX_CONNECTIONS for ranks on `gpu_names`, names without their maker's
-    ("H100 80GB HBM3"), where their layout needs it.
+    """Return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} if a layout has tensor or context parallelism and
+    no GPU is of a kind that the variable slows down (Blackwell), else {}. `gpu_names` are names
+    without the maker's name ("H100 80GB HBM3").
     """
     is_split = any(
         m.tensor_model_parallel_size > 1 or m.context_parallel_size > 1 for m in megatron_configs
@@ -121,8 +123,8 @@ def choose_queue_variables(
 
 
 def read_local_gpu_names() -> list[str]:
-    """Return names of this machine's GPUs, out of the driver's files: asking CUDA would read
-    the environment.
+    """Return the names of this machine's GPUs without "NVIDIA", read from the driver's files; an
+    empty list without a driver. Asking CUDA would make it read the environment too early.
     """
     files = sorted(_DRIVER.glob("*/information")) if _DRIVER.is_dir() else []
     lines = [
@@ -135,9 +137,9 @@ def read_local_gpu_names() -> list[str]:
 
 
 def remove_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment for engines: memory in expandable segments can be neither shared with
-    them nor released by them (torch_memory_saver raises), so what the trainer may want is
-    not inherited.
+    """Return a copy of the environment for engines, without the allocator's option
+    expandable_segments: such memory can neither be shared with engines nor released by them
+    (torch_memory_saver raises).
     """
     found = dict(environment)
     for name in ALLOCATOR_SETTINGS:

@@ -15,15 +15,17 @@ class ConfigProblem:
     location: str = ""  # file:line or "command line"
 
     def __str__(self) -> str:
+        """Return the problem's text, with its place in brackets where the place is known."""
         return f"{self.text} [{self.location}]" if self.location else self.text
 
 
 class ConfigError(ValueError):
-    """Everything that is wrong with a configuration, one line a problem. `subject`: what has them,
-    where it is not the run's configuration.
+    """All problems of a configuration, one line each. `subject` names the thing that has them,
+    where that is not the run's configuration.
     """
 
     def __init__(self, problems: Sequence[ConfigProblem | str], subject: str = "") -> None:
+        """Keep the problems as texts, and join them with line breaks to the error's message."""
         self.subject = subject
         self.problems = [str(problem) for problem in problems]
         super().__init__("\n".join(self.problems))

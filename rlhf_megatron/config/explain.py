@@ -30,11 +30,11 @@ _WORD = re.compile(r"[a-z]\w*(?:\.\w+)+")
 
 
 def explain_setting(key: str, loaded: LoadedConfig | None = None) -> str:
-    """Lines on a setting: meaning, type, range, default, verl's name, the settings that rules hold
-    beside it, and with a configuration its value there and where that comes from. Of a
-    section: its settings.
+    """Return lines that explain a setting: its meaning, type, range, default, verl's names for it,
+    and settings that rules mention beside it; with a configuration also its value and the place
+    that set the value. For a section return a line for each of its settings.
 
-    Raises ValueError for a key that does not exist, with what it may have meant.
+    Raise ValueError, with the nearest names, for a key that does not exist.
     """
     here = rename_to_current_key(key)
     if here in list_section_keys(RunConfig):
@@ -69,7 +69,9 @@ def explain_setting(key: str, loaded: LoadedConfig | None = None) -> str:
 
 
 def _list_verl_names(key: str) -> Iterator[str]:
-    """The names that verl has for it, where they are others."""
+    """Yield verl's names for a setting, with a note where there is one; nothing where verl's name
+    is the same.
+    """
     for entry in VERL_NAMES:
         if entry.target == key:
             yield f"{entry.name}{f' ({entry.note})' if entry.note else ''}"
@@ -80,7 +82,9 @@ def _list_verl_names(key: str) -> Iterator[str]:
 
 @cache
 def _collect_keys_of_rules() -> tuple[frozenset[str], ...]:
-    """The settings that each rule names."""
+    """Return for each rule the settings that its source code names, without rules that name only
+    one.
+    """
     assert validate, "the rules are registered when their modules are imported"
     known = set(list_leaf_keys(RunConfig))
     rules: list[Callable[..., object]] = [*RULES, *IDLE_RULES]
@@ -89,6 +93,6 @@ def _collect_keys_of_rules() -> tuple[frozenset[str], ...]:
 
 
 def _find_related_settings(key: str) -> list[str]:
-    """Settings that a rule names together with this one, those of small rules first."""
+    """Return at most 12 settings that the two smallest rules with this setting name beside it."""
     rules = sorted((keys for keys in _collect_keys_of_rules() if key in keys), key=len)
     return list(dict.fromkeys(other for keys in rules[:2] for other in sorted(keys - {key})))[:12]

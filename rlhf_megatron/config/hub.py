@@ -35,24 +35,27 @@ _NAME = re.compile(rf"{_PART}/(?![^@]*\.git(?:@|$)){_PART}(@[\w./-]+)?", re.ASCI
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text can name a model of a hub; a path of two parts looks alike, and is meant
-    where it exists.
+    """Return whether a text has the form of a hub's model name, owner/name or owner/name@revision.
+    A path of two parts has the same form; callers take the text for a path where such a path
+    exists.
     """
     return _NAME.fullmatch(text) is not None
 
 
 def parse_cached_model_name(path: str) -> str | None:
-    """owner/name@revision of a directory in huggingface_hub's cache; None of another one."""
+    """Return the name owner/name@revision of a directory in huggingface_hub's cache; None for any
+    other directory.
+    """
     found = re.fullmatch(r".*/models--(.+?)--(.+)/snapshots/([^/]+)/?", path)
     return None if found is None else f"{found[1]}/{found[2]}@{found[3]}"
 
 
 def find_local_model_copy(name: str, key: str = "model.path") -> str | None:
-    """Return the directory of a copy in huggingface_hub's cache, at a fixed revision; None where
-    there is none.
+    """Return the directory of the copy of a hub's model in huggingface_hub's cache, or None where
+    the copy is missing or incomplete.
 
-    A copy has what the setting `key` needs: a model its weights, a tokenizer its own files. The
-    network is not asked.
+    The copy must have what the setting `key` needs: weights for a model, a tokenizer's files for a
+    tokenizer. The network is not asked.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -76,12 +79,12 @@ def download_from_hub(
     file_patterns: Sequence[str] = MODEL_FILES,
     is_dataset: bool = False,
 ) -> str:
-    """Bring a model, or a data set, to huggingface_hub's cache or into the folder `out`; return
-    its directory.
+    """Download a model or a data set into huggingface_hub's cache, or into the folder `out`, and
+    return its directory.
 
-    With a progress bar. What is there already is not downloaded again, and a download that was cut
-    off goes on. HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raises ValueError with the
-    cause and what else can be done.
+    A progress bar is shown. Files that are present are not downloaded again, and an interrupted
+    download continues. HF_ENDPOINT, HF_HOME and HF_TOKEN are huggingface_hub's. Raise ValueError
+    with the cause and advice on what else can be done.
     """
     from huggingface_hub import snapshot_download
 
@@ -100,8 +103,8 @@ def download_from_hub(
 
 
 def query_hub(name: str, query: Callable[[], Answer]) -> Answer:
-    """Return the hub's answer about `name`. Raises ValueError with the cause and what
-    else can be done.
+    """Call `query` and return its answer. Turn any exception into a ValueError with the cause and
+    advice, in which `name` is the thing that was asked for.
     """
     try:
         return query()
@@ -113,8 +116,8 @@ def query_hub(name: str, query: Callable[[], Answer]) -> Answer:
 
 
 def fetch_models(config: RunConfig, log_line: Callable[[str], None]) -> None:
-    """Download the models that a configuration names as on a hub, where no copy is here.
-    Raises ConfigError.
+    """Download the models that the configuration names as on a hub and that have no local copy, and
+    log a line for each. Raise ConfigError with all downloads that failed or lack required files.
     """
     problems = []
     # A copy, or a folder of that name, stands there as an absolute path.
@@ -139,10 +142,16 @@ def fetch_models(config: RunConfig, log_line: Callable[[str], None]) -> None:
 
 
 def _select_file_patterns(key: str) -> list[str]:
+    """Return the patterns of the files to download for the setting `key`: without weights for a
+    tokenizer.
+    """
     return TOKENIZER_FILES if key == TOKENIZER else MODEL_FILES
 
 
 def _has_required_files(directory: Path, key: str) -> bool:
+    """Return whether a directory has a tokenizer's file, if `key` is the tokenizer's setting, or
+    else all weight files that its index names.
+    """
     if key == TOKENIZER:
         return any((directory / name).is_file() for name in ("tokenizer.json", "tokenizer.model"))
     index = directory / "model.safetensors.index.json"
@@ -153,6 +162,9 @@ def _has_required_files(directory: Path, key: str) -> bool:
 
 
 def _advise_on_failed_fetch() -> str:
+    """Return a sentence on what to do after a failed download; it names HF_HUB_OFFLINE if that is
+    set.
+    """
     by_hand = "copy its directory here from elsewhere, and name the path"
     if os.environ.get("HF_HUB_OFFLINE", "0").upper() in ("1", "TRUE", "YES", "ON"):
         return f"HF_HUB_OFFLINE is set: unset it, or {by_hand}."

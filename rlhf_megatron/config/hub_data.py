@@ -44,29 +44,32 @@ class DatasetSplit:
 
     @staticmethod
     def from_name(text: str) -> DatasetSplit | None:
-        """Read a name; None where the text is no name of a split."""
+        """Return the split that a text names, or None where the text is no name of a hub's split or
+        file.
+        """
         found = _NAME.fullmatch(text)
         return (
             DatasetSplit(*found.groups()) if found is not None and is_hub_name(found[1]) else None
         )
 
     def __str__(self) -> str:
+        """Return the split's name as users write it: owner/name[@revision][:subset]:split."""
         return ":".join(
             part for part in (self.repository, self.subset, self.split) if part is not None
         )
 
 
 def parse_cached_dataset_name(path: str | Path) -> str | None:
-    """owner/name of the data set that a file in huggingface_hub's cache belongs to; None
-    of another file.
+    """Return owner/name of the data set that a file in huggingface_hub's cache belongs to; None for
+    a file elsewhere.
     """
     found = _COPY.fullmatch(str(path))
     return None if found is None else f"{found[1]}/{found[2]}"
 
 
 def format_hub_file_name(path: str) -> str:
-    """owner/name@revision:FILE of a file in huggingface_hub's cache, as any machine finds it;
-    another file's path.
+    """Return owner/name@revision:FILE for a file in huggingface_hub's cache, a name that every
+    machine can resolve; return the path of any other file unchanged.
     """
     found = _COPY.fullmatch(path)
     name = path if found is None else f"{found[1]}/{found[2]}@{found[3]}:{found[4]}"
@@ -74,8 +77,8 @@ def format_hub_file_name(path: str) -> str:
 
 
 def find_local_split_files(split: DatasetSplit) -> list[str]:
-    """The files of a split in huggingface_hub's cache, at a fixed revision; [] where they, or some
-    of them, are not there. The network is not asked.
+    """Return the paths of a split's files in huggingface_hub's cache, at a fixed revision; [] where
+    some of them are missing or it is not certain that the split is whole. The network is not asked.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -107,7 +110,9 @@ def find_local_split_files(split: DatasetSplit) -> list[str]:
 
 
 def fetch_split(split: DatasetSplit) -> None:
-    """Bring the files of a split to huggingface_hub's cache. Raises ValueError."""
+    """Download the files of a split into huggingface_hub's cache, and record their list there.
+    Raise ValueError where the hub cannot be reached, has no such files, or a file did not arrive.
+    """
     from huggingface_hub import HfApi
 
     repository, _, revision = split.repository.partition("@")
@@ -140,8 +145,8 @@ def fetch_split(split: DatasetSplit) -> None:
 
 
 def fetch_data_splits(data: DataConfig, log_line: Callable[[str], None]) -> None:
-    """Download the splits that a configuration names, of which no copy is here.
-    Raises ConfigError.
+    """Download the hub's splits that the configuration names and that have no local copy, and log a
+    line for each. Raise ConfigError with all downloads that failed.
     """
     problems = []
     names = [*data.train_files, *data.val_files]  # a copy stands there as paths
@@ -159,10 +164,11 @@ def fetch_data_splits(data: DataConfig, log_line: Callable[[str], None]) -> None
 def select_split_files(
     split: DatasetSplit, repository_files: Sequence[str], card: str
 ) -> list[str]:
-    """Return the files of a split of a repository: those that its card names, else those
-    whose names say so.
+    """Return the files of a split among the files of its repository: those that the repository's
+    card lists, else those whose names contain the split's name. Only parquet and JSONL files count.
 
-    Raises ValueError, with what there is, where none or more than one subset is meant.
+    Raise ValueError, with the files or subsets that there are, where no file fits or more than one
+    subset does.
     """
     readable = sorted(name for name in repository_files if name.endswith(SUFFIXES))
     if split.split in readable:
@@ -187,6 +193,10 @@ def select_split_files(
 def _select_files_by_card(
     split: DatasetSplit, subsets: Mapping[str, Mapping[str, Any]], readable_files: Sequence[str]
 ) -> list[str]:
+    """Return the readable files that the card's metadata lists for the split; may be empty. Without
+    a subset in the name, the default or only subset is used. Raise ValueError where the subset is
+    unknown or must be named.
+    """
     name = split.subset
     if name is None:
         marked = [name for name, subset in subsets.items() if subset.get("default")]
@@ -223,8 +233,9 @@ def _select_files_by_card(
 
 
 def _select_files_by_name(split: DatasetSplit, readable_files: Sequence[str]) -> list[str]:
-    """Files of which a word of the path is the split's name or a usual one for it; of nothing
-    but "train": all.
+    """Return the files whose path contains the split's name as a word, or a usual synonym ("val"
+    for "validation"). For "train", return all files if no path contains any split's name. Raise
+    ValueError where files of several folders fit.
     """
     names = next((group for group in SPLITS if split.split in group), {split.split})
     known = names.union(*SPLITS)
@@ -245,7 +256,9 @@ def _select_files_by_name(split: DatasetSplit, readable_files: Sequence[str]) ->
 
 
 def _parse_card_subsets(card: str) -> dict[str, Mapping[str, Any]]:
-    """Name -> what the metadata of a card says of each subset; {} where it says nothing."""
+    """Return subset name -> its entry in the metadata of a repository's card; {} where the card has
+    no such metadata.
+    """
     found = re.match(r"---\s*\n(.*?)\n---", card, re.DOTALL)
     try:
         metadata = yaml.safe_load(found[1]) if found else None
@@ -260,19 +273,22 @@ def _parse_card_subsets(card: str) -> dict[str, Mapping[str, Any]]:
 
 
 def _read_card(folder: Path) -> str:
+    """Return the text of the repository's card in this folder, or "" without a card."""
     file = folder / CARD
     return file.read_text(encoding="utf-8", errors="replace") if file.is_file() else ""
 
 
 def _get_split_index_path(folder: Path, split: DatasetSplit) -> Path:
-    """The list of a split's files at a revision, written when all of them were there."""
+    """Return the path of the file that lists a split's files at a revision. `fetch_split` writes
+    that file after all files have arrived.
+    """
     name = f"{folder.name}.{split.subset or ''}.{split.split}.json"
     return folder.parent.parent / "rlhf_megatron" / name
 
 
 def _is_complete_file_set(names: Sequence[str]) -> bool:
-    """Whether what is there can only be the whole split: one file, or as many as the numbers in
-    their names say.
+    """Return whether these files can only be the whole split, judged by their names: one file
+    without a number, or as many numbered files as the names say ("-00001-of-00003").
     """
     numbered = [_NUMBERED.fullmatch(name) for name in names]
     if len(names) == 1 and numbered[0] is None:

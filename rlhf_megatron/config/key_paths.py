@@ -32,25 +32,27 @@ class KeySuggestion:
 
 
 def join_key_path(path: str, key: str) -> str:
+    """Return the full key path of `key` in the section at `path`; `path` "" is the root."""
     return f"{path}.{key}" if path else key
 
 
 @cache
 def resolve_field_types(cls: type) -> dict[str, Any]:
-    """Field name -> resolved annotation, of a dataclass."""
+    """Return field name -> resolved type annotation for the fields of a dataclass."""
     hints = get_type_hints(cls)
     return {f.name: hints[f.name] for f in fields(cls)}
 
 
 @cache
 def list_setting_leaves(cls: type, path: str = "") -> tuple[SettingLeaf, ...]:
-    """All settings below a dataclass, in the order of the schema. Sections are
-    walked, not returned.
+    """Return all settings below a dataclass, in the order of the schema, with full key paths that
+    begin with `path`. Sections are descended into and are not returned themselves.
     """
     return tuple(_walk_setting_leaves(cls, path))
 
 
 def _walk_setting_leaves(cls: type, path: str) -> Iterator[SettingLeaf]:
+    """Yield the settings below a dataclass, with full key paths that begin with `path`."""
     types = resolve_field_types(cls)
     for f in fields(cls):
         key = join_key_path(path, f.name)
@@ -67,12 +69,13 @@ def _walk_setting_leaves(cls: type, path: str) -> Iterator[SettingLeaf]:
 
 @cache
 def list_leaf_keys(cls: type) -> tuple[str, ...]:
+    """Return the full key paths of all settings below a dataclass, in the order of the schema."""
     return tuple(leaf.key for leaf in list_setting_leaves(cls))
 
 
 @cache
 def list_section_keys(cls: type) -> tuple[str, ...]:
-    """Full key paths of all sections below a dataclass."""
+    """Return the full key paths of all sections below a dataclass, in the order of the schema."""
     found = []
     for key in list_leaf_keys(cls):
         parts = key.split(".")
@@ -81,8 +84,8 @@ def list_section_keys(cls: type) -> tuple[str, ...]:
 
 
 def get_config_value(config: Any, key: str) -> Any:
-    """The value at a full key path; entries of free mappings are reached by their name, None
-    where it lacks.
+    """Return the value at a full key path. An entry of a free mapping is reached by its name, and
+    is None where the mapping lacks the name. Raise AttributeError for an unknown setting.
     """
     value = config
     for name in key.split("."):
@@ -91,13 +94,14 @@ def get_config_value(config: Any, key: str) -> Any:
 
 
 def has_field_default(cls: type, field_name: str) -> bool:
+    """Return whether the field of this dataclass has a default value or a default factory."""
     found = next(f for f in fields(cls) if f.name == field_name)
     return found.default is not MISSING or found.default_factory is not MISSING
 
 
 def suggest_nearest_key(path: str, known_keys: Sequence[str]) -> KeySuggestion:
-    """The known keys that an unknown `path` may have meant: the same name elsewhere, else a
-    similar spelling.
+    """Return a guess at the known key that an unknown `path` meant: the same name in another
+    section, or a similar spelling. The guess is empty where nothing is near.
     """
     section, _, name = path.rpartition(".")
     elsewhere = [key for key in known_keys if key.rpartition(".")[2] == name]
@@ -123,4 +127,7 @@ def suggest_nearest_key(path: str, known_keys: Sequence[str]) -> KeySuggestion:
 
 
 def _make_suggestion(keys: Sequence[str]) -> KeySuggestion:
+    """Return the suggestion "Did you mean ...?" for the first key, or an empty suggestion without
+    keys.
+    """
     return KeySuggestion(f"Did you mean {keys[0]}?", tuple(keys)) if keys else KeySuggestion("")

@@ -65,8 +65,9 @@ one of a hub (config/hub.py), and so may data files (config/hub_data.py).
 
 
 def parse_overrides(overrides: Sequence[str], layer: int) -> list[MappingNode]:
-    """One tree an override, to be merged in this order. Raises ConfigError with all that
-    are malformed.
+    """Return one tree of nodes for each override "section.key=value", to be merged in this order at
+    `layer`. Raise ConfigError with all overrides that are malformed or contain a secret, which a
+    command line would show to every user.
     """
     origin = ValueOrigin(SOURCE, layer=layer)
     trees: list[MappingNode] = []
@@ -115,14 +116,17 @@ def load_run_config(
     checks: Sequence[PreflightCheck] = (),
     log_text: Callable[[str], object] = lambda text: None,
 ) -> LoadedConfig:
-    """The configuration of a run, fully checked; nothing but files is touched, and its
-    plugins are run.
+    """Return the fully checked configuration of a run. Import the plugins that the configuration
+    names; otherwise only read files.
 
-    `with_files`: also check what the configuration points to (model, tokenizer, data). Without, a
-    file may name a model that is made later. `with_plugins`: without, what plugins may have is not
-    checked. `checks`: further ones, which see the configuration with the default in place of what
-    cannot be read; `log_text` is told which plugins are run, before. Raises ConfigError with every
-    problem: syntax, unknown keys, types, contradictions, the model, what `checks` find.
+    `with_files`: also check the model, tokenizer and data that the configuration points to.
+    Without, the configuration may name a model that is made later. `with_plugins`: without, plugins
+    are not imported, and parts that they may register are not checked. `checks`: further checks,
+    which see the configuration with the default in place of each value that cannot be read.
+    `log_text` gets a line with the plugins before they run.
+
+    Raise ConfigError with every problem: syntax, unknown keys, types, contradictions, the model,
+    and the problems that `checks` find.
     """
     loaded, problems, broken = _read_config_files(path, overrides)
     if with_plugins and loaded.config.plugins:
@@ -151,7 +155,10 @@ def load_run_config(
 def run_preflight_check(
     check: PreflightCheck | None, config: RunConfig, wrong_keys: Collection[str]
 ) -> list[str]:
-    """`wrong_keys`: settings that are known to be."""
+    """Run a check on the configuration and return its problems as texts; [] where there are none.
+    Where a setting that the check requires is among `wrong_keys`, the settings with known problems,
+    run the check's fallback instead, or nothing.
+    """
     while check is not None and any(
         _do_keys_overlap(key, setting) for key in wrong_keys for setting in check.required_keys
     ):
@@ -167,8 +174,8 @@ def run_preflight_check(
 
 
 def read_run_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """The configuration of a run, typed but without the rules between settings.
-    Raises ConfigError.
+    """Return the configuration of a run from its files and overrides, with checked keys and types
+    but without the rules between settings. Raise ConfigError with all problems.
     """
     loaded, problems, _ = _read_config_files(path, overrides)
     if problems:
@@ -177,12 +184,17 @@ def read_run_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedCo
 
 
 def _do_keys_overlap(key: str, other_key: str) -> bool:
+    """Return whether two key paths are the same, or one is the section that contains the other."""
     return key == other_key or key.startswith(other_key + ".") or other_key.startswith(key + ".")
 
 
 def _read_config_files(
     path: str | Path, overrides: Sequence[str]
 ) -> tuple[LoadedConfig, list[ConfigProblem], set[str]]:
+    """Return the configuration of a file with its bases and overrides, the problems of keys and
+    types, and the keys without a reliable value. Raise ConfigError where a file or an override
+    cannot be read, since no rule could be trusted then.
+    """
     files = _ConfigFiles()
     files.read(Path(path), None)
     try:
@@ -213,9 +225,12 @@ def _read_config_files(
 
 
 class _ConfigFiles:
-    """Merges a file over the files that it extends, each read once."""
+    """Merges configuration files over the files that they extend, each read once, and collects the
+    problems of reading them.
+    """
 
     def __init__(self) -> None:
+        """Begin without files: an empty tree, no lock, and no problems."""
         self.tree: Node = MappingNode({}, LoadedConfig.from_defaults().find_origin(""))
         self.lock: Any = None
         self.num_layers = 0
@@ -224,8 +239,9 @@ class _ConfigFiles:
         self._open_paths: list[Path] = []
 
     def read(self, path: Path, extends_location: str | None) -> None:
-        """`extends_location`: file:line of the `extends` that names it, None for the
-        run's own file.
+        """Read a file after the files that it extends, and merge it into `tree` as the next layer;
+        add problems to `problems`. Do nothing for a file that is merged already. `extends_location`
+        is file:line of the `extends` that names the file, or None for the run's own file.
         """
         real = path.resolve()
         if real in self._open_paths:
@@ -267,6 +283,9 @@ class _ConfigFiles:
         self.num_layers += 1
 
     def _parse_file(self, path: Path, extends_location: str | None) -> MappingNode | None:
+        """Return the root mapping of a configuration file, empty for an empty file. Where the file
+        cannot be read or is no mapping, add problems to `problems` and return None.
+        """
         source = format_relative_path(path)
         try:
             node = parse_yaml(read_config_text(path), source, 0)
@@ -291,6 +310,9 @@ class _ConfigFiles:
         return None
 
     def _find_bases(self, node: MappingNode, path: Path) -> list[tuple[Path, str]]:
+        """Return (path, file:line of the `extends`) for each file that this root mapping extends;
+        paths count from the folder of `path`. Add a problem for each name that is no text.
+        """
         extends = node.items.get(EXTENDS)
         if extends is None:
             return []
@@ -306,8 +328,8 @@ class _ConfigFiles:
 
 
 def read_config_text(path: Path) -> str:
-    """Read a file that can be a configuration, and never much more of it than a configuration has.
-    Raises OSError, UnicodeDecodeError.
+    """Return the text of a configuration file; read little more of a large file than the longest
+    configuration. Raise OSError, also for a pipe, or UnicodeDecodeError.
     """
     if path.is_fifo():
         raise OSError(errno.ESPIPE, "it is a pipe, which may never end", str(path))
@@ -316,7 +338,7 @@ def read_config_text(path: Path) -> str:
 
 
 def _move_to_layer(node: Node, layer: int) -> Node:
-    """The same tree, with all origins in `layer`."""
+    """Return a copy of the tree in which all origins are in `layer`."""
     origin = replace(node.origin, layer=layer)
     if isinstance(node, MappingNode):
         return MappingNode(
@@ -328,7 +350,10 @@ def _move_to_layer(node: Node, layer: int) -> Node:
 
 
 def _resolve_paths(node: Node, key: str, folder: Path) -> Node:
-    """The same tree, with absolute paths where it names files."""
+    """Return a copy of the tree in which settings that name files hold absolute paths, counted from
+    `folder`. Names of a hub become the paths of their local copies, or are kept where there is no
+    copy; names of data splits become their files.
+    """
     if isinstance(node, MappingNode):
         return replace(
             node,
@@ -368,8 +393,8 @@ def _resolve_paths(node: Node, key: str, folder: Path) -> Node:
 
 
 def _expand_hub_split(node: Node, key: str, folder: Path) -> list[Node]:
-    """The files of a split of a hub's data set that is here, in place of its name; [] for
-    anything else.
+    """Return a node for each file of a hub's split that is on this machine; [] where the node names
+    no such split or `key` is no list of data files.
     """
     if (
         not key.endswith("_files")
@@ -387,11 +412,11 @@ def _expand_hub_split(node: Node, key: str, folder: Path) -> list[Node]:
 
 
 def is_function_path_key(key: str) -> bool:
-    """Whether a setting names a function of a file: FILE.py:NAME."""
+    """Return whether a setting names a function in a file, as FILE.py:NAME."""
     return key.startswith("reward.") and key.endswith("params.path")
 
 
 def format_relative_path(path: Path) -> str:
-    """The path relative to the working directory where it lies below it."""
+    """Return the path relative to the working directory if it lies below that, else unchanged."""
     relative = os.path.relpath(path)
     return str(path) if relative.startswith("..") else relative

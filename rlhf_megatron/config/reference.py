@@ -25,8 +25,8 @@ A key of a YAML file is section.key; `docs/config.md` says how files and overrid
 
 
 def render_settings_reference(section: str = "") -> str:
-    """Return the document, or only the sections whose titles contain `section`. Raises ValueError
-    where none does.
+    """Return the reference of all settings as Markdown, or only the sections whose titles contain
+    `section`. Raise ValueError where no title does.
     """
     text = (
         HEAD
@@ -45,6 +45,8 @@ def render_settings_reference(section: str = "") -> str:
 
 
 def _render_sections() -> Iterator[str]:
+    """Yield the Markdown of each section of the schema: a title, and a table row for each setting.
+    """
     section = None
     for leaf in list_setting_leaves(RunConfig):
         here, _, name = leaf.key.rpartition(".")
@@ -61,7 +63,9 @@ def _render_sections() -> Iterator[str]:
 
 
 def _render_entry_sections() -> Iterator[str]:
-    """Sections that are entries of a list or mapping, which have no key path of their own."""
+    """Yield the Markdown tables of the dataclasses that are entries of a list or mapping and so
+    have no key path of their own.
+    """
     for leaf in list_setting_leaves(RunConfig):
         for kind in get_args(leaf.type):
             if not (isinstance(kind, type) and is_dataclass(kind)):
@@ -86,6 +90,7 @@ def _render_entry_sections() -> Iterator[str]:
 
 
 def _render_verl_names() -> Iterator[str]:
+    """Yield the Markdown table of verl's names and the settings that correspond to them."""
     yield "\n## Coming from verl\n\nOther keys have the names of verl.\n\n"
     yield "| verl | here | note |\n|---|---|---|\n"
     for old, new in RENAMED_SECTIONS:
@@ -98,7 +103,9 @@ def _render_verl_names() -> Iterator[str]:
 
 
 def describe_type(annotation: Any) -> str:
-    """A type as a reader of YAML would say it."""
+    """Return a type annotation in words for a reader of YAML, such as "whole number" or "list of
+    text".
+    """
     origin = get_origin(annotation)
     arguments = get_args(annotation)
     if origin in (Union, types.UnionType):
@@ -130,4 +137,5 @@ def describe_type(annotation: Any) -> str:
 
 
 def _escape_table_cell(text: str) -> str:
+    """Escape the vertical bars in the text of a Markdown table cell."""
     return text.replace("|", "\\|")

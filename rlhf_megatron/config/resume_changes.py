@@ -61,28 +61,31 @@ _OF_A_STEP_TOO = (
 
 @dataclass(frozen=True)
 class ConfigChanges:
-    """Setting -> (before, now), as text."""
+    """The changes of a run's settings: setting -> (value before, value now), as text."""
 
     layout_changes: Mapping[str, tuple[str, str]]  # allowed; sums are made in another order
     other_changes: Mapping[str, tuple[str, str]]  # allowed and recorded
 
     @property
     def all_changes(self) -> dict[str, tuple[str, str]]:
+        """Return the changes of the layout and of all other settings in one mapping."""
         return {**self.layout_changes, **self.other_changes}
 
     def __str__(self) -> str:
+        """Return all changes in one line, "key before -> now"."""
         return ", ".join(
             f"{key} {before} -> {now}" for key, (before, now) in self.all_changes.items()
         )
 
 
 def flatten_config_yaml(text: str) -> dict[str, str]:
-    """Setting -> value as text, of a resolved configuration (`show.as_yaml`), also of
-    another version's.
+    """Return setting -> value as text, from the YAML of a resolved configuration
+    (`show.render_config_yaml`); the YAML may come from another version of this package.
     """
     found: dict[str, str] = {}
 
     def collect_settings(prefix: str, node: Any) -> None:
+        """Add the settings of a YAML node to the result under keys that begin with `prefix`."""
         if isinstance(node, dict) and node:
             for name, item in node.items():
                 collect_settings(f"{prefix}.{name}" if prefix else str(name), item)
@@ -94,7 +97,9 @@ def flatten_config_yaml(text: str) -> dict[str, str]:
 
 
 def compare_run_settings(previous: Mapping[str, str], current: Mapping[str, str]) -> ConfigChanges:
-    """Raises ValueError, with all of them at once, where a setting changed that a run must keep."""
+    """Return the changes between the settings of a run before and now, each setting -> value as
+    text. Raise ValueError, with all of them at once, where settings changed that a run must keep.
+    """
     keys = sorted(previous.keys() | current.keys())
     pairs = {key: (previous.get(key, NOT_USED), current.get(key, NOT_USED)) for key in keys}
     changed = {key: pair for key, pair in pairs.items() if pair[0] != pair[1]}
@@ -115,11 +120,11 @@ def compare_run_settings(previous: Mapping[str, str], current: Mapping[str, str]
 def compute_settings_digest(
     settings: Mapping[str, str], plugin_digests: Mapping[str, str] | None = None
 ) -> str:
-    """Return a digest of the settings that the batches of a run's steps depend on, for one history
+    """Return a digest of the settings that determine the batches of a run's steps, for one history
     of its policy.
 
-    Layout, engines, deadlines and what is written do not count: a step's samples stay right when
-    those change. `plugin_digests`: digests of plugins, which count.
+    Layout, engines, deadlines and outputs do not count: the samples of a step stay right when those
+    change. The digests of plugins in `plugin_digests` count.
     """
     kept = {
         key: value

@@ -91,10 +91,12 @@ LOSS_MODE = "actor.policy_loss.loss_mode"
 
 
 def resolve_rollout_correction(section: RolloutCorrectionConfig) -> RolloutCorrectionConfig:
-    """The preset with the settings over it that are not null; none that matters is null any more.
+    """Return the section with each null replaced by the value of its preset, so that no setting
+    that matters is null any more.
 
-    Filters and their bounds are one setting: who writes filters writes their bounds. Raises
-    KeyError for an unknown preset, which the rules tell before.
+    Filters and their bounds are one setting: a configuration that sets filters must set their
+    bounds too, and gets none from the preset. Raise KeyError for an unknown preset, which the rules
+    report before.
     """
     preset = dict(PRESETS[section.preset])
     if section.rollout_rs is not None:
@@ -106,13 +108,14 @@ def resolve_rollout_correction(section: RolloutCorrectionConfig) -> RolloutCorre
 
 
 def is_bypass_mode(section: RolloutCorrectionConfig) -> bool:
-    """Whether the engine's log-probs are the old policy."""
+    """Return whether the log-probs that the engine reported take the place of the old policy's."""
     return resolve_rollout_correction(section).mode == "bypass"
 
 
 def parse_importance_bounds(text: str) -> tuple[float | None, float]:
-    """(lower bound, None for truncation; upper bound). Raises ValueError without the name
-    of the setting.
+    """Return (lower bound, upper bound) of importance weights; the lower bound is None where
+    weights are truncated at one number. Raise ValueError, without the setting's name, for other
+    texts.
     """
     if one := _parse_positive_number(text):
         return None, one
@@ -126,8 +129,9 @@ def parse_importance_bounds(text: str) -> tuple[float | None, float]:
 
 
 def parse_filter_bounds(filter_name: str, text: str) -> tuple[float | None, float]:
-    """(lower bound of the ratio, None for k2 and k3; upper bound). Raises ValueError that does not
-    name the setting.
+    """Return (lower bound, upper bound) of a rejection filter: of the ratio for k1 filters, and
+    (None, upper bound) for k2 and k3. Raise ValueError, without the setting's name, for other
+    texts.
     """
     if not filter_name.endswith("_k1"):
         if one := _parse_positive_number(text):
@@ -147,13 +151,15 @@ def parse_filter_bounds(filter_name: str, text: str) -> tuple[float | None, floa
 
 
 def _parse_positive_number(text: str) -> float | None:
-    """A finite number above 0."""
+    """Return a finite number above 0 from a text; None for any other text."""
     match = _ONE.match(text)
     value = float(match[1]) if match else 0.0
     return value if 0 < value < math.inf else None
 
 
 def _parse_number_pair(text: str) -> tuple[float, float] | None:
+    """Return the two numbers of a text "LOW_HIGH"; None for any other text, or if HIGH is infinite.
+    """
     match = _TWO.match(text)
     if not match or math.isinf(float(match[2])):
         return None
@@ -162,6 +168,10 @@ def _parse_number_pair(text: str) -> tuple[float, float] | None:
 
 @register_idle_rule
 def list_idle_correction_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield two entries, which say whether the bounds of importance weights and the bounds of
+    rejection filters are ignored because no weights or filters are chosen. Yield nothing for an
+    unknown preset.
+    """
     if config.algorithm.rollout_correction.preset not in PRESETS:
         return
     settings = resolve_rollout_correction(config.algorithm.rollout_correction)
@@ -171,6 +181,8 @@ def list_idle_correction_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_correction_preset(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem, with the nearest name, if the preset of the rollout correction is unknown.
+    """
     name = loaded.config.algorithm.rollout_correction.preset
     yield make_problem_if(
         name not in PRESETS,
@@ -184,7 +196,10 @@ def check_correction_preset(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
-    """Filters, and every bound as text."""
+    """Yield problems of the rollout correction's bounds and filters: texts that are no bounds,
+    unknown or repeated filters, another number of bounds than of filters, and a veto threshold
+    outside of (0, 1).
+    """
     settings = _resolve_known_preset(loaded)
     if settings is None:
         return
@@ -242,6 +257,10 @@ def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of the rollout correction's mode: a loss_type beside mode decoupled, which
+    ignores it, or, in mode bypass, a policy loss that is not loss_type, or importance weights that
+    count the ratio twice.
+    """
     settings = _resolve_known_preset(loaded)
     if settings is None:
         return
@@ -277,12 +296,17 @@ def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _resolve_known_preset(loaded: LoadedConfig) -> RolloutCorrectionConfig | None:
-    """Return the resolved section, or None for a preset that `preset` reports as unknown."""
+    """Return the resolved section of the rollout correction, or None for an unknown preset, which
+    another rule reports.
+    """
     section = loaded.config.algorithm.rollout_correction
     return resolve_rollout_correction(section) if section.preset in PRESETS else None
 
 
 def _describe_preset(loaded: LoadedConfig) -> str:
+    """Return " (preset NAME)" if the loss_type comes from a preset that the configuration names,
+    else "".
+    """
     section = loaded.config.algorithm.rollout_correction
     return (
         f" (preset {section.preset})"
@@ -292,5 +316,6 @@ def _describe_preset(loaded: LoadedConfig) -> str:
 
 
 def _suggest_nearest_name(name: str, known_names: tuple[str, ...]) -> str:
+    """Return "use NAME" with the known name that is nearest to `name`, or the first known name."""
     near = difflib.get_close_matches(name, known_names, n=1)
     return f"use {near[0] if near else known_names[0]}"

@@ -82,7 +82,9 @@ RotaryScaling = LinearScaling | Llama3Scaling | YarnScaling
 
 @dataclass(frozen=True)
 class RotaryConfig:
-    """Which angles a model's positions turn by. Hashable: tables are cached by it."""
+    """The rotary embeddings of a model: base, rescaling, and the share of a head that is rotated.
+    Hashable: tables are cached by it.
+    """
 
     base: float
     scaling: RotaryScaling | None = None
@@ -92,9 +94,9 @@ class RotaryConfig:
 def read_rotary_config(
     hf_config: Mapping[str, Any], can_be_partial: bool = False, is_latent: bool = False
 ) -> RotaryConfig:
-    """The rotary embeddings of a config.json. `can_be_partial`: its family may turn a part of a
-    head only; `is_latent`:
-    it has latent attention. Raises ValueError for a type or setting that is not supported.
+    """Return the rotary embeddings that a config.json describes. `can_be_partial`: the model family
+    may rotate only a part of a head; `is_latent`: the model has latent attention. Raise ValueError
+    for a type or setting that is not supported.
     """
     parameters = _read_rope_parameters(hf_config)
     keys = _LATENT_KEYS if is_latent else _KEYS
@@ -120,7 +122,9 @@ def read_rotary_config(
 
 
 def _read_rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are there (null is absent) of the one section that holds them."""
+    """Return the settings that are not null of the one section, rope_scaling or rope_parameters,
+    that holds them. Raise ValueError where both are given and differ.
+    """
     sections = []
     for key in ("rope_scaling", "rope_parameters"):
         section = hf_config.get(key) or {}
@@ -137,6 +141,9 @@ def _read_rope_parameters(hf_config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _read_rope_type(parameters: Mapping[str, Any], supported: tuple[str, ...]) -> str:
+    """Return the type of rotary embeddings, "default" where none is given. Raise ValueError for two
+    different types or a type that is not supported.
+    """
     kinds = {str(parameters[key]) for key in ("rope_type", "type") if key in parameters}
     if len(kinds) > 1:
         raise ValueError(f"rotary embeddings have the types {sorted(kinds)}; keep one.")
@@ -156,6 +163,9 @@ def _read_rope_type(parameters: Mapping[str, Any], supported: tuple[str, ...]) -
 
 
 def _read_rope_base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any]) -> float:
+    """Return rope_theta, or the usual base where the file does not give it. Raise ValueError for
+    two different values.
+    """
     found = {
         _require_number("rope_theta", section["rope_theta"])
         for section in (parameters, hf_config)
@@ -172,10 +182,16 @@ def _read_rope_base(hf_config: Mapping[str, Any], parameters: Mapping[str, Any])
 def _read_rope_scaling(
     rope_type: str, parameters: Mapping[str, Any], hf_config: Mapping[str, Any]
 ) -> RotaryScaling | None:
+    """Return the rescaling that the settings of this type describe, or None for the default type.
+    Raise ValueError for a missing or impossible number.
+    """
     if rope_type == "default":
         return None
 
     def read_number(key: str, default: float | None = None, minimum: float = 0.0) -> float:
+        """Return a setting of the rescaling as a positive number of at least `minimum`, or its
+        default.
+        """
         return _require_number(
             f"{key} of rotary embeddings of type {rope_type!r}",
             parameters.get(key, default),
@@ -229,7 +245,9 @@ def _read_rope_scaling(
 
 
 def _require_number(name: str, value: Any, minimum: float = 0.0) -> float:
-    """A finite positive number. Raises ValueError."""
+    """Return `value` as a float if it is a positive number of at least `minimum` and at most 1e30;
+    raise ValueError, with the setting's name, for anything else.
+    """
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not is_number or not 0 < value <= LARGEST or value < minimum:
         rule = f"a number of at least {minimum:g}" if minimum else "a positive number"

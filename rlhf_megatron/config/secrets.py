@@ -36,8 +36,8 @@ _ELSEWHERE = re.compile(
 
 
 def is_secret_key(key: str) -> bool:
-    """Whether an entry of a free mapping is a secret by its name, as rollout.sglang.env.HF_TOKEN or
-    params.api_key are.
+    """Return whether an entry of a free mapping is a secret, judged by its name, as
+    rollout.sglang.env.HF_TOKEN or params.api_key are.
 
     The `bos_token` of a template and the `answer_key` of a task are none.
     """
@@ -51,7 +51,8 @@ def is_secret_key(key: str) -> bool:
 
 
 def find_secret_keys(value: Any, key: str) -> list[str]:
-    """The keys of all secrets in a tree of plain values that stands at `key`."""
+    """Return the keys of all secrets in a tree of plain values; `key` is the key path of the tree.
+    """
     if isinstance(value, Mapping):
         return [
             found
@@ -62,17 +63,21 @@ def find_secret_keys(value: Any, key: str) -> list[str]:
 
 
 def redact_secrets(config: RunConfig) -> RunConfig:
-    """The same configuration without its secrets."""
+    """Return a copy of the configuration in which each secret is replaced by "<redacted>"."""
     return _replace_secrets(config, "", lambda key, value: REDACTED)
 
 
 def reveal_secrets(config: RunConfig, environment: Mapping[str, str]) -> RunConfig:
-    """The configuration with what was redacted taken from `environment`. Raises ConfigError for
-    what is not there.
+    """Return a copy of the configuration in which redacted secrets of the engines' environment have
+    their values from `environment`. Raise ConfigError with all redacted secrets that cannot be
+    filled in.
     """
     problems = []
 
     def look_up_secret(key: str, value: Any) -> Any:
+        """Return the value of a secret, from the environment if it was redacted; record a problem
+        where that is not possible.
+        """
         if value != REDACTED:
             return value
         mapping, _, name = key.rpartition(".")
@@ -94,8 +99,8 @@ def reveal_secrets(config: RunConfig, environment: Mapping[str, str]) -> RunConf
 
 
 def _replace_secrets(value: Any, key: str, make_replacement: Any) -> Any:
-    """A copy in which `make_replacement(key, value)` stands for each text under a name of a
-    secret in a mapping.
+    """Return a copy of a tree in which each text that a mapping holds under the name of a secret is
+    replaced by `make_replacement(key, text)`.
     """
     if is_dataclass(value) and not isinstance(value, type):
         items = {f.name: getattr(value, f.name) for f in fields(value)}
@@ -122,16 +127,21 @@ def _replace_secrets(value: Any, key: str, make_replacement: Any) -> Any:
 
 
 def _join_key(key: str, name: object) -> str:
+    """Return the key path of the entry `name` in the mapping at `key`."""
     return f"{key}.{name}" if key else str(name)
 
 
 def _open_without_blocking(path: str, flags: int) -> int:
+    """Open a file without waiting, so that a pipe without a writer does not block. An opener for
+    `open`.
+    """
     return os.open(path, flags | os.O_NONBLOCK)  # a pipe would wait for its writer
 
 
 def read_key_file(path: str | None, setting: str) -> str:
-    """The key in that file; "" without one. `setting`: for messages. Raises ValueError: no such
-    file, readable by others, or not one line.
+    """Return the API key in the file at `path`, or "" if `path` is None. Raise ValueError, with the
+    name of the `setting`, where the file cannot be read, does not belong to this user alone, or
+    does not hold one line with a key.
     """
     if path is None:
         return ""

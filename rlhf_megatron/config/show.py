@@ -24,8 +24,8 @@ _RESET = "\x1b[0m"
 
 
 def format_settings_table(loaded: LoadedConfig, use_colours: bool = False) -> str:
-    """One line a setting: key, value, origin, aligned. Values that somebody wrote are
-    bold, defaults dim.
+    """Return one aligned line for each setting: key, value, origin. With colours, values that
+    somebody wrote are bold and defaults dim. Secrets are redacted.
     """
     rows = list(_list_setting_rows(loaded))
     key_width = max(len(key) for key, _, _ in rows)
@@ -40,6 +40,9 @@ def format_settings_table(loaded: LoadedConfig, use_colours: bool = False) -> st
 
 
 def _list_setting_rows(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
+    """Yield (key, value, origin) as texts for each setting, with one row for each entry of a free
+    mapping. Secrets are redacted.
+    """
     config = redact_secrets(loaded.config)
     for key in list_leaf_keys(RunConfig):
         value = get_config_value(config, key)
@@ -55,7 +58,7 @@ def _list_setting_rows(loaded: LoadedConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def format_yaml_value(value: Any) -> str:
-    """A value as one would write it in YAML or on the command line."""
+    """Return a value as a user would write it in YAML or on the command line, in one line."""
     if isinstance(value, float):
         return repr(value)
     style = '"' if isinstance(value, str) and "\n" in value else None
@@ -73,8 +76,9 @@ def format_yaml_value(value: Any) -> str:
 def select_notable_settings(
     config: RunConfig, main_keys: Collection[str], hidden_keys: Collection[str]
 ) -> dict[str, Scalar]:
-    """The settings `main_keys` and all that differ from their defaults, but for `hidden_keys`;
-    entries of free mappings one by one.
+    """Return the settings `main_keys` and all settings that differ from their defaults, without
+    `hidden_keys`; entries of free mappings one by one. Values that are no scalars become text, and
+    secrets are redacted.
     """
     config = redact_secrets(config)
     defaults = RunConfig()
@@ -100,8 +104,8 @@ def select_notable_settings(
 
 
 def render_config_yaml(config: RunConfig, with_secrets: bool = False) -> str:
-    """The resolved configuration as YAML that `load_run_config` accepts: all settings but those
-    that are not in use.
+    """Return the resolved configuration as YAML that `load_run_config` accepts, without the
+    settings that the configuration ignores. Secrets are redacted unless `with_secrets`.
     """
     config = config if with_secrets else redact_secrets(config)
     every = LoadedConfig(
@@ -127,6 +131,9 @@ def render_config_yaml(config: RunConfig, with_secrets: bool = False) -> str:
 
 
 def _make_dumpable(value: Any) -> Any:
+    """Return a value of the configuration as dicts, lists and scalars; the None fields of a
+    dataclass are left out.
+    """
     if is_dataclass(value):  # an entry of a list: null is what a missing key means
         value = {
             f.name: item for f in fields(value) if (item := getattr(value, f.name)) is not None
@@ -140,6 +147,7 @@ class _YamlDumper(yaml.SafeDumper):
     """Quotes every text that YAML 1.1 or 1.2 would take for something else; writes no anchors."""
 
     def ignore_aliases(self, data: Any) -> bool:
+        """Return True, so that repeated values are written out instead of as anchors."""
         return True
 
 

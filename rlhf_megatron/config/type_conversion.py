@@ -59,11 +59,11 @@ T = TypeVar("T")
 
 
 class ConfigConverter:
-    """Converts one tree. Afterwards `problems`, `provenance` and `broken_keys` (keys without a
-    reliable value) are filled.
+    """Converts one tree of nodes into a dataclass. Afterwards `problems`, `provenance` and
+    `broken_keys` (keys without a reliable value) are filled.
 
-    `suggest` tells for an unknown key what it may have meant; `expand` whether to look for known
-    keys below it.
+    `suggest_key` returns a guess at the meaning of an unknown key; `should_expand` returns whether
+    the keys below an unknown section deserve a message each.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class ConfigConverter:
         suggest_key: Callable[[str], KeySuggestion],
         should_expand: Callable[[str], bool] = lambda key: False,
     ) -> None:
+        """Begin without problems; see the class for the two functions."""
         self._suggest_key = suggest_key
         self._should_expand = should_expand
         self.problems: list[ConfigProblem] = []
@@ -78,8 +79,9 @@ class ConfigConverter:
         self.broken_keys: set[str] = set()
 
     def convert_section(self, cls: type, node: Node, path: str, default: Any = None) -> Any:
-        """An instance of dataclass `cls`; what the node does not give is taken from `default`, or
-        from the class.
+        """Return an instance of the dataclass `cls`, with values that the node lacks taken from
+        `default` or from the class. Record problems of single values; return BROKEN, with a
+        recorded problem, where no instance can be made.
         """
         if not isinstance(node, MappingNode):
             what = (
@@ -119,7 +121,9 @@ class ConfigConverter:
             return self._report_problem(path, node, f": {error}")
 
     def convert_value(self, annotation: Any, node: Node, key: str, default: Any = None) -> Any:
-        """The node as a value of the annotated type `annotation`, or BROKEN."""
+        """Return the node as a value of the type `annotation`, or BROKEN with a recorded problem.
+        Record the origin of the value under `key`.
+        """
         if isinstance(annotation, type) and is_dataclass(annotation):
             return self.convert_section(annotation, node, key, default)
         self.provenance[key] = node.origin
@@ -139,6 +143,9 @@ class ConfigConverter:
         return self._convert_scalar(annotation, node, key)
 
     def _convert_scalar(self, scalar_type: type, node: Node, key: str) -> Any:
+        """Return the node as a scalar of this type, or BROKEN with a recorded problem. Plain text
+        and whole numbers may become text and floats; nothing else is cast.
+        """
         if not isinstance(node, ScalarNode):
             return self._report_problem(
                 key,
@@ -182,6 +189,9 @@ class ConfigConverter:
         )
 
     def _convert_union(self, annotation: Any, node: Node, key: str) -> Any:
+        """Return the node as a value of the first type of the union that accepts it; problems are
+        recorded for the last type.
+        """
         options = get_args(annotation)
         if isinstance(node, ScalarNode) and node.value is None and type(None) in options:
             return None
@@ -194,6 +204,9 @@ class ConfigConverter:
         return self.convert_value(options[-1], node, key)
 
     def _convert_choice(self, choices: tuple[Any, ...], node: Node, key: str) -> Any:
+        """Return the choice that equals the node's value in value and type, or BROKEN with a
+        recorded problem that names the nearest choice.
+        """
         if isinstance(node, ScalarNode):
             for choice in choices:
                 if node.value == choice and type(node.value) is type(choice):
@@ -207,6 +220,9 @@ class ConfigConverter:
         return self._report_problem(key, node, f"({_format_node(node)}) {rule}; {fix}")
 
     def _convert_sequence(self, annotation: Any, node: Node, key: str) -> Any:
+        """Return the node as a tuple or list whose items have the annotated types, or BROKEN with
+        recorded problems.
+        """
         if not isinstance(node, SequenceNode):
             return self._report_problem(
                 key,
@@ -238,6 +254,9 @@ class ConfigConverter:
         return get_origin(annotation)(values)
 
     def _convert_mapping(self, annotation: Any, node: Node, key: str) -> Any:
+        """Return the node as a dict whose values have the annotated type, or BROKEN with recorded
+        problems.
+        """
         if not isinstance(node, MappingNode):
             return self._report_problem(
                 key, node, f"({_format_node(node)}) must be a mapping; write {{name: value}}."
@@ -249,12 +268,16 @@ class ConfigConverter:
         return BROKEN if any(value is BROKEN for value in values.values()) else values
 
     def _record_entry_origins(self, node: Node, key: str) -> None:
+        """Record the origin of a node and of all mapping entries below it."""
         self.provenance[key] = node.origin
         if isinstance(node, MappingNode):
             for name, child in node.items.items():
                 self._record_entry_origins(child, join_key_path(key, name))
 
     def _report_unknown_key(self, key: str, node: Node) -> None:
+        """Record a problem for an unknown key, with a suggestion; for a section that should be
+        expanded, one for each key below it.
+        """
         if isinstance(node, MappingNode) and node.items and self._should_expand(key):
             for name, child in node.items.items():
                 self._report_unknown_key(join_key_path(key, name), child)
@@ -270,6 +293,7 @@ class ConfigConverter:
         )
 
     def _report_problem(self, key: str, node: Node, text: str) -> Any:
+        """Record a problem of the value at `key`, and return BROKEN."""
         self.broken_keys.add(key)
         space = "" if text.startswith(":") else " "
         self.problems.append(ConfigProblem(f"{key}{space}{text}", (key,), str(node.origin)))
@@ -277,11 +301,12 @@ class ConfigConverter:
 
 
 def _get_written_value(node: Node) -> Any:
+    """Return a scalar's text as it was written, or another node as plain Python values."""
     return node.text if isinstance(node, ScalarNode) else convert_to_plain(node)
 
 
 def _format_node(node: Node) -> str:
-    """The value as its writer would recognise it, in at most 80 characters."""
+    """Return the value as its author wrote it, in at most 80 characters."""
     if not isinstance(node, ScalarNode):
         text = str(convert_to_plain(node))
     elif node.is_plain and node.text:
@@ -294,17 +319,19 @@ def _format_node(node: Node) -> str:
 
 
 def _describe_scalar_type(scalar_type: Any) -> str:
+    """Return a scalar type in words, such as "a whole number"; "a value" for other types."""
     return NAMES.get(scalar_type, "a value")
 
 
 def build_params(
     cls: type[P], mapping: Mapping[str, Any], key_path: str, loaded: LoadedConfig | None = None
 ) -> P:
-    """An instance of the dataclass `cls`, as strictly checked as the configuration itself.
+    """Return an instance of the dataclass `cls` made from `mapping`, as strictly checked as the
+    configuration itself.
 
     `key_path` is the key path of the mapping ("actor.policy_loss.params"). With `loaded`, messages
-    name file and line. Raises ConfigError with all unknown names, wrong types, missing values and
-    what `cls.__post_init__` refuses.
+    name file and line. Raise ConfigError with all unknown names, wrong types, missing values, and
+    the error of `cls.__post_init__`.
     """
     kind: type = cls
     known = [join_key_path(key_path, key) for key in list_leaf_keys(kind)]
@@ -329,8 +356,9 @@ def resolve_part(
     problems: list[str],
     params_field: str = "params",
 ) -> tuple[RegistryEntry[T], Any] | tuple[None, None]:
-    """(entry, its parameters) of the part that `key` names, or a pair of None and what is wrong
-    added to `problems`.
+    """Return (registry entry, its parameters) of the part that is named `name` in the section
+    `key`; the parameters are None for a part without any. Where the name is unknown or the
+    parameters are wrong, add texts to `problems` and return (None, None).
     """
     try:
         entry = registry.get(name)

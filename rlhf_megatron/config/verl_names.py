@@ -74,6 +74,7 @@ class VerlKey:
 
 
 def _parse_table_line(line: str) -> VerlKey:
+    """Return the entry that a line of verl_names.txt describes."""
     name, target, note, more = (*line.split(" | "), "", "")[:4]
     given = dict(word.partition("=")[::2] for word in more.split("; ") if word)
     off = tuple(json.loads(given.get("off", "[]")))
@@ -95,7 +96,9 @@ VERL_NAMES = tuple(
 
 
 def rename_to_current_key(key: str) -> str:
-    """The key under today's name of its section: "actor_rollout_ref.actor.x" is "actor.x"."""
+    """Return the key with verl's section names replaced by ours: "actor_rollout_ref.actor.x"
+    becomes "actor.x". Return other keys unchanged.
+    """
     for old, new in RENAMED_SECTIONS:
         if key == old or key.startswith(old + "."):
             return new + key[len(old) :]
@@ -103,8 +106,9 @@ def rename_to_current_key(key: str) -> str:
 
 
 def find_verl_key(key: str) -> VerlKey | None:
-    """The entry of a key of verl in today's layout; of one that is alike where it has
-    none of its own.
+    """Return the table entry for a key of verl, whose sections already have our names, or None. A
+    key without an entry, such as one of verl's critic, gets the entry of the corresponding key in a
+    section of the same form.
     """
     for entry in VERL_NAMES:
         stem = entry.name.removesuffix(".*")
@@ -124,7 +128,9 @@ def find_verl_key(key: str) -> VerlKey | None:
 
 
 def suggest_setting(key: str) -> KeySuggestion:
-    """Guess what an unknown key of a run meant."""
+    """Return a guess at the setting that an unknown key of a run meant, by verl's names, other
+    trainers' names, and similar spellings.
+    """
     path = rename_to_current_key(key)
     known = (*list_leaf_keys(RunConfig), *list_section_keys(RunConfig))
     if path != key and path in known:
@@ -149,7 +155,9 @@ def suggest_setting(key: str) -> KeySuggestion:
 
 
 def has_known_subkeys(key: str) -> bool:
-    """Whether an unknown section is one of verl's whose entries deserve a hint each."""
+    """Return whether an unknown section is one of verl's whose keys deserve a hint each, rather
+    than one hint for the section.
+    """
     path = rename_to_current_key(key)
     below = any(
         entry.name.startswith(path + ".") and entry.name != f"{path}.*" for entry in VERL_NAMES

@@ -51,6 +51,7 @@ class ValueOrigin:
     )  # -1: default; then the files, a base before what extends it; the command line is last
 
     def __str__(self) -> str:
+        """Return the place as "source:line", or only the source."""
         return self.source if self.line is None else f"{self.source}:{self.line}"
 
 
@@ -69,7 +70,9 @@ class LoadedConfig:
 
     @staticmethod
     def from_config(config: RunConfig) -> LoadedConfig:
-        """A configuration made in code: what differs from the defaults counts as set."""
+        """Return a configuration made in code as a LoadedConfig: settings that differ from their
+        defaults count as set, with the origin "code".
+        """
         default = RunConfig()
         keys = [
             key
@@ -80,11 +83,13 @@ class LoadedConfig:
 
     @staticmethod
     def from_defaults() -> LoadedConfig:
-        """All defaults."""
+        """Return the configuration in which every setting has its default."""
         return LoadedConfig(RunConfig(), {})
 
     def find_origin(self, key: str) -> ValueOrigin:
-        """Origin of a key, or of the innermost mapping around it; DEFAULT when nobody wrote it."""
+        """Return the origin of a key, or of the innermost mapping around the key; DEFAULT if nobody
+        wrote either.
+        """
         while key:
             if key in self.provenance:
                 return self.provenance[key]
@@ -92,18 +97,20 @@ class LoadedConfig:
         return DEFAULT
 
     def list_set_keys(self, prefix: str) -> list[str]:
-        """The keys at or below `prefix` that somebody wrote, each once: a written mapping is given
-        by its entries.
+        """Return the keys at or below `prefix` that somebody wrote, each once: a written mapping
+        appears as its entries.
         """
         below = [key for key in self.provenance if key == prefix or key.startswith(prefix + ".")]
         return [key for key in below if not any(other.startswith(key + ".") for other in below)]
 
     def is_set(self, key: str) -> bool:
-        """Whether somebody wrote this key or one below it."""
+        """Return whether somebody wrote this key or a key below it."""
         return bool(self.list_set_keys(key))
 
     def find_layer(self, key: str) -> int:
-        """The layer that decided `key`; -1 when it stands at its default."""
+        """Return the highest layer in which `key` or a key below it was written; -1 if the key has
+        its default.
+        """
         return max((self.provenance[k].layer for k in self.list_set_keys(key)), default=-1)
 
 
@@ -152,10 +159,10 @@ _PLAIN_VALUES: dict[str, Callable[[str], Any]] = {
 
 
 def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> Node:
-    """The tree of a YAML document; an empty one is a null scalar.
+    """Return the tree of a YAML document; an empty document is a null scalar.
 
-    Raises ConfigError on bad syntax, a key that is written twice or is not text, tags or merge
-    keys, and documents that are no configuration by their size or depth.
+    Raise ConfigError on bad syntax, a key that is written twice or is not text, tags or merge keys,
+    and documents that are no configuration by their size or depth.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
@@ -168,6 +175,8 @@ def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> N
         )
 
     def make_origin(mark: yaml.Mark) -> ValueOrigin:
+        """Return the origin for a position in the document, without a line if `with_lines` is off.
+        """
         return ValueOrigin(source, mark.line + 1 if with_lines else None, layer)
 
     try:
@@ -210,14 +219,21 @@ def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> N
 
 
 class _NodeConverter:
-    """Turns the nodes of yaml into ours, and collects what is wrong with them."""
+    """Converts the nodes of PyYAML into our nodes, and collects the problems of the document."""
 
     def __init__(self, make_origin: Callable[[yaml.Mark], ValueOrigin]) -> None:
+        """Begin without nodes or problems. `make_origin` returns the origin for a position in the
+        document.
+        """
         self.make_origin = make_origin
         self.problems: list[ConfigProblem] = []
         self.num_nodes = 0
 
     def convert(self, node: yaml.Node, parents: tuple[yaml.Node, ...]) -> Node:
+        """Return our node for a node of PyYAML. Record a problem, and return a null scalar, for a
+        value that is not supported. `parents` are the nodes around this one, to notice an anchor
+        that contains itself. Raise ConfigError where the document has too many values.
+        """
         here = self.make_origin(node.start_mark)
         self.num_nodes += 1
         if self.num_nodes > MAX_NODES:
@@ -258,6 +274,9 @@ class _NodeConverter:
     def _convert_mapping(
         self, node: yaml.MappingNode, parents: tuple[yaml.Node, ...], origin: ValueOrigin
     ) -> Node:
+        """Return a MappingNode, in which each value has the origin of its key. Record problems of
+        keys that are repeated, not text, or merge keys, and leave them out.
+        """
         items: dict[str, Node] = {}
         for key, value in node.value:
             name = key.value if isinstance(key, yaml.ScalarNode) else None
@@ -276,12 +295,13 @@ class _NodeConverter:
         return MappingNode(items, origin)
 
     def _record_problem(self, text: str, origin: ValueOrigin) -> ScalarNode:
+        """Record a problem at this place, and return a null scalar in place of the value."""
         self.problems.append(ConfigProblem(text, location=str(origin)))
         return ScalarNode(None, "", True, origin)
 
 
 def _move_to_origin(node: Node, origin: ValueOrigin) -> Node:
-    """The node, said to stand where its key stands."""
+    """Return a copy of the node whose origin is that of its key."""
     if isinstance(node, ScalarNode):
         return ScalarNode(node.value, node.text, node.is_plain, origin)
     if isinstance(node, SequenceNode):
@@ -290,7 +310,7 @@ def _move_to_origin(node: Node, origin: ValueOrigin) -> Node:
 
 
 def convert_to_nodes(value: Any, origin: ValueOrigin) -> Node:
-    """A tree of plain Python values as nodes."""
+    """Return a tree of plain Python values as nodes, all with this origin."""
     if isinstance(value, Mapping):
         return MappingNode(
             {str(key): convert_to_nodes(item, origin) for key, item in value.items()}, origin
@@ -301,7 +321,7 @@ def convert_to_nodes(value: Any, origin: ValueOrigin) -> Node:
 
 
 def convert_to_plain(node: Node) -> Any:
-    """The tree as plain Python values: dict, list and scalars."""
+    """Return a tree of nodes as plain Python values: dicts, lists and scalars."""
     if isinstance(node, ScalarNode):
         return node.value
     if isinstance(node, SequenceNode):
@@ -310,8 +330,8 @@ def convert_to_plain(node: Node) -> Any:
 
 
 def merge_nodes(lower: Node, upper: Node) -> Node:
-    """`upper` over `lower`: mappings merge key by key, all else is replaced; an empty mapping
-    clears what it covers.
+    """Return `upper` merged over `lower`: mappings merge key by key, and all other nodes are
+    replaced. An empty mapping in `upper` replaces the mapping below it.
     """
     if not (isinstance(lower, MappingNode) and isinstance(upper, MappingNode) and upper.items):
         return upper

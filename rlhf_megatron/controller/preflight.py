@@ -174,13 +174,14 @@ def list_preflight_checks(
 
 
 def _check_engines(engine_setup: EngineSetup, actor: ActorConfig, num_ranks: int) -> None:
+    """Check that the engine servers can be started, and that FP8 blocks stay whole on all ranks."""
     engine_setup.check_servers()
     check_fp8_blocks(engine_setup, actor, num_ranks)
 
 
 def check_fp8_blocks(engine_setup: EngineSetup, actor: ActorConfig, num_ranks: int) -> None:
-    """Raises ValueError where ranks of the trainer or of an engine cut a matrix within a block of
-    FP8. `num_ranks`: of the actor.
+    """Raise ValueError where a rank of the trainer or of an engine would cut a matrix within an FP8
+    block. `num_ranks` is the number of the actor's ranks. Nothing is checked without quantization.
     """
     if engine_setup.rollout.quantization is not None:
         is_whole = actor.backend == "fsdp"  # it sends whole tensors
@@ -194,6 +195,9 @@ def check_fp8_blocks(engine_setup: EngineSetup, actor: ActorConfig, num_ranks: i
 def _check_document_data(
     model: ModelConfig, data: DataConfig, sft: SFTConfig, is_pairs: bool
 ) -> None:
+    """Load the documents or pairs of a supervised run, and check its tokenizer against the model's
+    vocabulary.
+    """
     _, tokenizer = load_supervised_data(model, data, sft, is_pairs)
     _check_vocabulary_size(tokenizer.vocab_size, Path(model.path))
 
@@ -205,6 +209,9 @@ def _check_prompt_data(
     stop_strings: Sequence[str],
     has_warmup: bool,
 ) -> None:
+    """Load the prompts, and check stop strings, reward sources, labels and the tokenizer's
+    vocabulary.
+    """
     sets, tokenizer = load_run_prompts(model, data, has_warmup)
     make_run_data(data, 0, stop_strings, sets, tokenizer)
     items = (*sets.train_items, *sets.held_out_items)
@@ -214,6 +221,7 @@ def _check_prompt_data(
 
 
 def _check_critic_weights(critic_path: str | None) -> None:
+    """Check that the critic's weight files can be opened as a value model."""
     if critic_path is not None:
         open_value_model(
             Path(critic_path), make_weight_table(read_hf_config(Path(critic_path)), head="value")
@@ -221,6 +229,7 @@ def _check_critic_weights(critic_path: str | None) -> None:
 
 
 def _check_reward_model_weights(reward_model_path: str | None) -> None:
+    """Check that the reward model's weight files can be opened as a scoring model."""
     if reward_model_path is not None:
         open_scoring_model(
             Path(reward_model_path),
@@ -229,7 +238,9 @@ def _check_reward_model_weights(reward_model_path: str | None) -> None:
 
 
 def _check_devices(trainer: TrainerConfig) -> None:
-    """Check this machine's devices; Ray checks its own."""
+    """Raise ValueError where this machine has fewer GPUs than the run needs. Nothing is checked
+    with runtime ray (Ray checks its own devices) or on cpu.
+    """
     wanted = trainer.n_gpus_per_node
     found = count_devices()
     if (
@@ -252,6 +263,7 @@ def _check_devices(trainer: TrainerConfig) -> None:
 
 
 def _check_metric_name(metric_name: str | None) -> None:
+    """Raise ValueError where `trainer.keep_best` names no metric of a run."""
     if metric_name is not None and find_metric(metric_name) is None:
         raise ValueError(
             f"trainer.keep_best ({metric_name}) is no metric of a run; docs/metrics.md lists them,"
@@ -260,8 +272,8 @@ def _check_metric_name(metric_name: str | None) -> None:
 
 
 def _check_teacher_tokenizer(teacher_path: str | None, model: ModelConfig) -> None:
-    """A teacher names tokens by their ids: they must be the student's. Not looked at where it
-    has no tokenizer.
+    """Raise ValueError where the teacher's tokenizer has another vocabulary than the student's: the
+    teacher names tokens by their ids. A teacher without a tokenizer file is not checked.
     """
     if teacher_path is None or not (Path(teacher_path) / "tokenizer.json").is_file():
         return
@@ -277,6 +289,7 @@ def _check_teacher_tokenizer(teacher_path: str | None, model: ModelConfig) -> No
 
 
 def _check_vocabulary_size(num_tokens: int, model_path: Path) -> None:
+    """Raise ValueError where the tokenizer has more token ids than the model's vocabulary."""
     vocab_size = int(read_hf_config(model_path)["vocab_size"])
     if num_tokens > vocab_size:
         raise ValueError(
@@ -287,8 +300,8 @@ def _check_vocabulary_size(num_tokens: int, model_path: Path) -> None:
 
 
 def _check_weight_headers(model_path: str | None, actor: ActorConfig) -> None:
-    """Read the headers of the weight files. Raises ValueError naming missing tensors
-    and wrong shapes.
+    """Read the headers of the weight files. Raise ValueError naming missing tensors and wrong
+    shapes. Nothing is checked where `model_path` is None.
     """
     if model_path is not None:
         table = make_weight_table(
@@ -298,7 +311,9 @@ def _check_weight_headers(model_path: str | None, actor: ActorConfig) -> None:
 
 
 def _check_output_directory(output_dir: Path) -> None:
-    """Look at the innermost directory that there is; the others are made when the run starts."""
+    """Raise ValueError where a file cannot be written in the innermost directory of `output_dir`
+    that exists; the others are made when the run starts.
+    """
     try:
         there = next(
             path

@@ -20,11 +20,13 @@ OVERFILL_FACTOR = 3
 def divide_groups_into_chunks(
     group_sizes: Sequence[int], num_engines: int, is_isolated: bool = False
 ) -> list[range]:
-    """Which neighbouring groups of so many samples travel together: one piece for one engine, two
-    for each of several, none over `MAX_CHUNK_SAMPLES` unless a group alone is.
+    """Divide a list of groups with these numbers of samples into ranges of neighbouring groups, and
+    return the ranges of group indexes, one for each request to an engine: one for a single engine,
+    about two for each of several engines, and none above `MAX_CHUNK_SAMPLES` samples unless one
+    group alone is larger.
 
-    `num_engines`: of the configuration, also when fewer live. `is_isolated`: an engine decodes a
-    piece by itself; then there are two for one engine too, so that a failure does not
+    `num_engines`: as configured, also when fewer engines live. `is_isolated`: an engine decodes
+    each chunk by itself; then one engine gets about two chunks as well, so that a failure does not
     lose everything.
     """
     pieces = 1 if num_engines == 1 and not is_isolated else CHUNKS_IN_FLIGHT * num_engines

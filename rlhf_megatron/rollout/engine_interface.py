@@ -191,81 +191,89 @@ class InferenceEngine(Protocol):
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> SampleGroups:
-        """Per request its samples, in order. Raises EngineError; never returns fewer samples
-        than asked for.
+        """Generate the samples of each request and return them in the order of the requests. Raise
+        EngineError; never return fewer samples than the seeds of a request.
 
-        `name`: of this call, for `abort_calls`; made by `fleet.calls.call_name`.
+        `name` is the name of this call for `abort_calls`, made by
+        `fleet.engine_calls.make_call_name`.
         """
 
     async def generate_async(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> SampleGroups:
-        """Generate as `generate` does, without a thread: it must not block."""
+        """Generate as `generate` does, in the event loop of `rollout.http_client`; it must not
+        block.
+        """
 
     def abort_calls(self, call_names: Collection[str] = ()) -> None:
-        """End the running requests of these calls, those that are there; without names all of them.
-        They finish with reason "abort" and what they have so far.
+        """End the running requests of the calls with these names, or all running requests where
+        `call_names` is empty; ignore names that the engine does not know. The requests finish with
+        reason "abort" and the tokens that they have so far.
         """
 
     def get_max_running_samples(self) -> int | None:
-        """Samples that it decodes at once, at most; None: it does not say. Asks the server."""
+        """Ask the server how many samples it decodes at once at most; None where it does not say.
+        """
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:
-        """Stop decoding until `resume_decoding`, also through a weight sync. What runs ends with
-        reason "abort" and what it has so far; or waits without its key-value cache, which is
-        computed again with the weights that stand then; or waits with it as it is: new weights then
-        go on over the keys and values of old ones. New requests wait in every mode. A second pause
-        says what becomes of what waits.
+        """Stop decoding until `resume_decoding`, also through a weight sync. The mode decides on
+        running samples. "abort": they end with reason "abort" and the tokens they have. "retract":
+        they wait without their key-value cache, which is computed again with the weights of that
+        time. "in_place": they wait with their cache, and new weights then continue over keys and
+        values of old weights. New requests wait in every mode. A second pause may change the mode
+        for the samples that wait.
         """
 
     def resume_decoding(self) -> None:
         """Undo `pause_decoding`."""
 
     def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
-        """Open the weight-sync transaction. The engine is STALE and serves nothing
-        until `commit_weight_update`.
+        """Open the weight-sync transaction. The engine is STALE and serves nothing until
+        `commit_weight_update`.
 
-        `version` must be above the one served; with `is_full_resync` it may be the same (all
-        weights are sent again). Requests in flight wait and go on with the new weights, which
-        compute their key-value cache anew unless they are paused "in_place". Called again before a
-        commit it starts anew.
+        `version` must be above the served version; with `is_full_resync` it may be the same (all
+        weights are sent again). Running requests wait and go on with the new weights, which compute
+        their key-value cache anew unless the requests are paused "in_place". A second call before
+        the commit starts the transaction anew.
         """
 
     def update_weights(self, manifest: BucketManifest) -> None:
-        """Load one bucket that lies in a file of the transfer directory. Returns when it may
-        be overwritten.
+        """Load one bucket from its file in the transfer directory. Return when the file may be
+        overwritten.
         """
 
     def commit_weight_update(self, version: int) -> None:
-        """Close the transaction: flush the prefix cache, serve `version`."""
+        """Close the transaction: flush the prefix cache and serve `version`."""
 
     def get_weight_digests(self) -> dict[str, str] | None:
-        """Digest of what stands in the engine by Hugging Face tensor name; None where
-        it cannot tell.
+        """Return the digest of each tensor that the engine holds, by Hugging Face tensor name; None
+        where the engine cannot compute them.
         """
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Free weights, key-value cache or both (a colocated trainer needs the space). It serves
-        nothing meanwhile. Parts that are free already stay so.
+        """Free the weights, the key-value cache or both (a colocated trainer needs the space). The
+        engine serves nothing meanwhile. Parts that are already free stay free.
         """
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Undo `release_memory` for these parts. Weights are undefined until the next sync, which
-        needs no key-value cache; serving needs both.
+        """Take the memory of these parts back after `release_memory`. The weights are undefined
+        until the next sync, which needs no key-value cache; serving needs both parts.
         """
 
     def get_held_bytes(self) -> int | None:
-        """Bytes of weights and key-value cache that it holds; None: it does not say.
-        Asks the server.
+        """Ask the server how many bytes of weights and key-value cache it holds; None where it does
+        not say.
         """
 
     def check_health(self, timeout_s: float) -> None:
-        """Makes the scheduler do work, not only the HTTP thread. Raises EngineError when it does
-        not answer in time.
+        """Raise EngineError unless the engine answers well within `timeout_s`. The check makes the
+        engine's scheduler do work, not only its HTTP thread.
         """
 
     def get_served_version(self) -> int | None:
-        """policy_version that the engine serves; None: it has never been synced or is STALE."""
+        """Return the policy_version that the engine serves; None where it has never been synced or
+        is STALE.
+        """
 
     def close(self) -> None:
-        """Drop the connections. The server keeps running; who started it stops it."""
+        """Drop the connections. The server keeps running; its starter stops it."""

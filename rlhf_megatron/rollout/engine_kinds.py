@@ -55,16 +55,15 @@ class EngineKind:
     def find_refused_settings(
         rollout: RolloutConfig, is_deterministic: bool
     ) -> Iterator[tuple[str, str]]:
-        """(full key, value with rule and fix) of each setting that no server of this kind can
-        have in training.
+        """Yield (full key, text of the value, the rule and the fix) for each setting that no server
+        of this kind can have in training. Called before any part of the engine exists.
 
-        `is_deterministic`: trainer.deterministic. It is asked before anything of the
-        engine is there.
+        `is_deterministic` is trainer.deterministic.
         """
         return iter(())
 
     def check_setup(self, setup: EngineSetup) -> None:
-        """Raise ValueError, with the fix, where servers could not be started. Starts nothing."""
+        """Raise ValueError, with the fix, where servers could not be started. Start nothing."""
 
     def start_servers(
         self,
@@ -74,9 +73,9 @@ class EngineKind:
         progress: StartProgress | None,
         placement: LaunchPlacement,
     ) -> EngineServers | AttachedEngines:
-        """Start `setup.rollout.num_engines` servers without weights, where `placement` says, and
-        wait until all are healthy; or take those of `rollout.endpoints`, where it `can_attach`.
-        Raises EngineError.
+        """Start `setup.rollout.num_engines` servers without weights, each where `placement` puts
+        it, and wait until all are healthy; or attach to the servers of `rollout.endpoints`, where
+        the kind has `can_attach`. Raise EngineError.
         """
         raise NotImplementedError(
             f"{type(self).__name__} starts no servers; name running ones in rollout.endpoints."
@@ -84,7 +83,9 @@ class EngineKind:
 
     @required_hook
     def make_client(self, address: EngineAddress, transfer_dir: Path) -> InferenceEngine:
-        """Make a client. `transfer_dir`: where weight buckets and receipts lie."""
+        """Make a client of the engine at `address`. `transfer_dir` is the directory of weight
+        buckets and receipts.
+        """
         raise NotImplementedError
 
     def make_transport(
@@ -95,8 +96,8 @@ class EngineKind:
         world: SenderPlace,
         process_groups: EngineProcessGroups,
     ) -> BucketTransport:
-        """Make what brings buckets from the rank at `world` to an engine.
-        `process_groups`: of that rank.
+        """Make the transport that brings weight buckets from this rank to an engine. `world`
+        describes the sending rank, and `process_groups` are that rank's groups with engines.
         """
         from rlhf_megatron.rollout.transports.tensor_transport import FileBucketTransport
 
@@ -107,8 +108,9 @@ class EngineKind:
         )
 
     def make_link_verbs(self, address: EngineAddress, transfer_dir: Path) -> EngineLinkVerbs:
-        """Make what asks an engine to take parts of tensors over a process group, where
-        `weight_transports` says that it does.
+        """Make the client of the verbs by which an engine takes parts of tensors over a process
+        group, for kinds with "process_group" in `weight_transports`. Raise NotImplementedError for
+        others.
         """
         raise NotImplementedError(
             f"{type(self).__name__} takes no parts of tensors over process groups."
@@ -138,11 +140,13 @@ class BalancerKind:
     )
 
     def check_rollout(self, rollout: RolloutConfig) -> None:
-        """Raise ValueError, with the fix, where it could not be built. Starts nothing."""
+        """Raise ValueError, with the fix, where the balancer could not be built. Start nothing."""
 
     @required_hook
     def build_balancer(self, setup: EngineSetup, run_dir: Path) -> RequestBalancer:
-        """Make who spreads requests, started. Raises ValueError and EngineError."""
+        """Build and start the balancer that spreads requests over the engines. Raise ValueError and
+        EngineError.
+        """
         raise NotImplementedError
 
 
@@ -165,6 +169,9 @@ class LocalEngineKind(EngineKind):
         progress: StartProgress | None,
         placement: LaunchPlacement,
     ) -> EngineServers:
+        """Start bundled servers without weights, on GPUs or on the CPU as the trainer's device
+        says, and wait until all are healthy. Raise EngineError.
+        """
         from rlhf_megatron.device import has_accelerator, list_visible_devices
         from rlhf_megatron.rollout.fleet.server_process import launch_here
         from rlhf_megatron.rollout.local.local_launch import (
@@ -199,6 +206,7 @@ class LocalEngineKind(EngineKind):
         )
 
     def make_client(self, address: EngineAddress, transfer_dir: Path) -> InferenceEngine:
+        """Return a client of the bundled server; the transfer directory is not used."""
         from rlhf_megatron.rollout.local.local_client import LocalEngine
 
         return LocalEngine(address)
@@ -211,6 +219,7 @@ class LocalEngineKind(EngineKind):
         world: SenderPlace,
         process_groups: EngineProcessGroups,
     ) -> BucketTransport:
+        """Return a transport over shared memory of tensors for "tensor", over files for "disk"."""
         from rlhf_megatron.rollout.local.local_client import LocalEngine
         from rlhf_megatron.rollout.transports.tensor_transport import LocalTensorTransport
 
@@ -219,6 +228,7 @@ class LocalEngineKind(EngineKind):
         return super().make_transport(address, transport_kind, transfer_dir, world, process_groups)
 
     def make_link_verbs(self, address: EngineAddress, transfer_dir: Path) -> EngineLinkVerbs:
+        """Return the bundled server's verbs for parts of tensors over a process group."""
         from rlhf_megatron.rollout.local.local_client import LocalEngine
         from rlhf_megatron.rollout.transports.link_transport import LocalLinkVerbs
 
@@ -239,11 +249,18 @@ class SGLangEngineKind(EngineKind):
     def find_refused_settings(
         rollout: RolloutConfig, is_deterministic: bool
     ) -> Iterator[tuple[str, str]]:
+        """Yield (full key, text of the value, the rule and the fix) for each entry of
+        rollout.sglang that training cannot have.
+        """
         from rlhf_megatron.rollout.sglang.sglang_environment import find_refused_arguments
 
         return find_refused_arguments(rollout.sglang, is_deterministic, rollout.colocated)
 
     def check_setup(self, setup: EngineSetup) -> None:
+        """Raise ValueError where the servers of rollout.endpoints do not fit the run, or, without
+        endpoints, where the Python environment of rollout.sglang.python, its arguments, its GPUs or
+        its NCCL (for weight transport process_group) does not. Start nothing.
+        """
         from rlhf_megatron.rollout.engine_interface import EngineError
         from rlhf_megatron.rollout.sglang.attached_engines import (
             inspect_all_servers,
@@ -284,6 +301,9 @@ class SGLangEngineKind(EngineKind):
         progress: StartProgress | None,
         placement: LaunchPlacement,
     ) -> EngineServers | AttachedEngines:
+        """Attach to the servers of rollout.endpoints where the setting names some, else start own
+        servers.
+        """
         from rlhf_megatron.rollout.sglang.attached_engines import AttachedEngines, resolve_endpoints
 
         if setup.rollout.endpoints:
@@ -299,7 +319,9 @@ class SGLangEngineKind(EngineKind):
         placement: LaunchPlacement,
         shared_key: str | None = None,
     ) -> EngineServers:
-        """Start servers. `shared_key`: of all of them; None: one each."""
+        """Start rollout.num_engines SGLang servers and wait until they are healthy. `shared_key` is
+        one API key for all of them; None gives each server its own. Raise EngineError.
+        """
         from rlhf_megatron.rollout.fleet.server_process import launch_here
         from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
@@ -327,6 +349,7 @@ class SGLangEngineKind(EngineKind):
         )
 
     def make_client(self, address: EngineAddress, transfer_dir: Path) -> InferenceEngine:
+        """Return a client of the SGLang server at `address`."""
         from rlhf_megatron.rollout.sglang.sglang_client import SGLangEngine
 
         return SGLangEngine(address, transfer_dir)
@@ -339,6 +362,7 @@ class SGLangEngineKind(EngineKind):
         world: SenderPlace,
         process_groups: EngineProcessGroups,
     ) -> BucketTransport:
+        """Return the transport to an SGLang server for "process_group", "disk" or "tensor"."""
         from rlhf_megatron.device import choose_distributed_backend
         from rlhf_megatron.rollout.transports.disk_transport import SGLangDiskTransport
         from rlhf_megatron.rollout.transports.process_group_transport import ProcessGroupTransport
@@ -357,6 +381,7 @@ class SGLangEngineKind(EngineKind):
         return SGLangTensorTransport(address, transfer_dir)
 
     def make_link_verbs(self, address: EngineAddress, transfer_dir: Path) -> EngineLinkVerbs:
+        """Return SGLang's verbs for parts of tensors over a process group."""
         from rlhf_megatron.rollout.transports.link_transport import SGLangLinkVerbs
 
         return SGLangLinkVerbs(address, transfer_dir)
@@ -367,6 +392,7 @@ class LeastOutstandingBalancerKind(BalancerKind):
     """The run itself."""
 
     def build_balancer(self, setup: EngineSetup, run_dir: Path) -> RequestBalancer:
+        """Return the run's own balancer, which starts nothing."""
         from rlhf_megatron.rollout.fleet.request_balancer import LeastOutstandingBalancer
 
         return LeastOutstandingBalancer()
@@ -383,11 +409,17 @@ class SGLangRouterBalancerKind(BalancerKind):
     sends_to_engines = False
 
     def check_rollout(self, rollout: RolloutConfig) -> None:
+        """Raise ValueError unless sglang-router, in a known version, is installed for
+        rollout.sglang.python.
+        """
         from rlhf_megatron.rollout.router.router_process import check_router
 
         check_router(rollout.sglang.python, rollout.sglang.env)
 
     def build_balancer(self, setup: EngineSetup, run_dir: Path) -> RequestBalancer:
+        """Return a balancer that starts sglang-router as a process of the run, and starts it again
+        when it dies, at most rollout.max_engine_restarts times. Raise ValueError and EngineError.
+        """
         from rlhf_megatron.rollout.router.router_balancer import SGLangRouterBalancer
         from rlhf_megatron.rollout.router.router_process import prepare_router
 
@@ -404,15 +436,19 @@ class SGLangRouterBalancerKind(BalancerKind):
 
 
 def get_engine_kind(name: str) -> EngineKind:
-    """Raises ValueError naming the known kinds."""
+    """Return an instance of the engine kind of this name. Raise ValueError, with the known names.
+    """
     return ENGINES.get(name).build()
 
 
 def get_balancer_kind(name: str) -> BalancerKind:
-    """Raises ValueError naming the known kinds."""
+    """Return an instance of the balancer kind of this name. Raise ValueError, with the known names.
+    """
     return BALANCERS.get(name).build()
 
 
 def connect_engine(address: EngineAddress, transfer_dir: Path) -> InferenceEngine:
-    """A client of that engine. `transfer_dir`: where weight buckets and receipts lie."""
+    """Return a client of the engine at `address`. `transfer_dir` is the directory of weight buckets
+    and receipts.
+    """
     return get_engine_kind(address.kind).make_client(address, transfer_dir)

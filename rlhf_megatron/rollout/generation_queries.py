@@ -37,7 +37,9 @@ def _intern_value(value: T) -> T:
 
 @dataclass(frozen=True)
 class GenerationQuery:
-    """A subclass says how its server is spoken to, and is registered with `data.codec`."""
+    """A generate call to one server, as a value. A subclass says how to speak to its kind of
+    server, and is registered with `data.codec`.
+    """
 
     server: EngineAddress
     requests: tuple[GenerateRequest, ...]
@@ -50,25 +52,30 @@ class GenerationQuery:
 
     @property
     def bearer_key(self) -> str:
+        """Return the bearer token of the generate call: the server's API key, or its admin token
+        where it has none.
+        """
         return self.server.api_key or self.server.token
 
     @property
     def headers(self) -> Mapping[str, str]:
+        """Return the HTTP headers to add to the request; a subclass may add some."""
         return {}
 
     def encode_body(self) -> bytes:
-        """JSON."""
+        """Return the JSON body of the HTTP request."""
         raise NotImplementedError
 
     def decode_answer(self, data: bytes) -> SampleGroups:
-        """The samples that an answer has. Raises ValueError or KeyError where it has others than
-        were asked for.
+        """Return the samples of the server's answer, one list for each request. Raise ValueError or
+        KeyError where they do not fit the requests.
         """
         raise NotImplementedError
 
     def fetch_groups(self) -> Coroutine[Any, Any, SampleGroups]:
-        """Ask the server. Raises EngineError. Thousands wait for answers: of the prompts
-        that has columns.
+        """Return a coroutine that sends the query to the server and returns the samples of each
+        request, in order. It raises EngineError. The body is encoded now; the coroutine keeps
+        prompts as compact columns, because thousands wait for answers at once.
         """
         requests = (
             replace(
@@ -110,8 +117,8 @@ _sender_by_loop: dict[asyncio.AbstractEventLoop, QuerySender] = {}
 
 
 def set_query_sender(sender: QuerySender | None) -> None:
-    """Send questions of the running loop to `sender` from now on; None: this process asks the
-    engines itself.
+    """Route the queries of the running event loop through `sender` from now on; None: this process
+    sends them to the engines itself.
     """
     loop = asyncio.get_running_loop()
     _sender_by_loop.pop(loop, None)
@@ -120,8 +127,9 @@ def set_query_sender(sender: QuerySender | None) -> None:
 
 
 def send_query(query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
-    """Per request its samples, in order. Raises EngineError. To be called in the loop
-    of `rollout.http_client`.
+    """Return a coroutine that sends the query, through the sender of the running loop where one is
+    set, and returns the samples of each request in order. It raises EngineError. Call it in the
+    event loop of `rollout.http_client`.
     """
     asker = _sender_by_loop.get(asyncio.get_running_loop())
     return query.fetch_groups() if asker is None else asker.send_query(query)

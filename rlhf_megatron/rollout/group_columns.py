@@ -42,7 +42,8 @@ class GroupColumns:
     def from_samples(
         cls: type[Kind], samples: Sequence[GeneratedSample], **subclass_fields: Any
     ) -> Kind:
-        """`more`: fields of a subclass."""
+        """Make the columns of these samples. `subclass_fields` are the fields that a subclass adds.
+        """
         return cls(
             lengths=torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),
             token_ids=_concatenate_columns([sample.token_ids for sample in samples], np.int32),
@@ -59,7 +60,9 @@ class GroupColumns:
         )
 
     def to_samples(self) -> list[GeneratedSample]:
-        """Undo `from_samples`. Columns of the samples are views."""
+        """Return the samples of these columns. Their token ids and log-probs are views where the
+        types allow.
+        """
         lengths = self.lengths.tolist()
         columns = zip(
             self.token_ids.split(lengths),
@@ -97,11 +100,16 @@ class GroupColumns:
 
 
 def make_plain_version_spans(sample: GeneratedSample) -> VersionSpans:
-    """The sample's version spans as plain numbers: `data` knows no engines."""
+    """Return the sample's version spans as (version, start, end) tuples, because `data` knows no
+    engines.
+    """
     return tuple((span.version, span.start, span.end) for span in sample.version_spans)
 
 
 def _concatenate_columns(columns: Sequence[Sequence[Any]], dtype: type[np.generic]) -> Tensor:
+    """Return the columns one after the other as one tensor of this type; an empty one without
+    columns.
+    """
     return torch.from_numpy(
         np.concatenate([np.zeros(0, dtype), *(np.asarray(column, dtype) for column in columns)])
     )

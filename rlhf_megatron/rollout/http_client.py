@@ -59,8 +59,8 @@ class HttpClient:
     """Thread-safe."""
 
     def __init__(self, address: EngineAddress, bearer_key: str | None = None) -> None:
-        """`bearer_key`: sent as bearer token; None: that of the admin verbs. Without one no
-        header is sent.
+        """Make a client of the server at `address`. `bearer_key` is sent as the bearer token; None
+        sends the token of the admin verbs, and "" sends no authorization header.
         """
         self.address = address
         bearer_key = address.token if bearer_key is None else bearer_key
@@ -71,13 +71,17 @@ class HttpClient:
         self._headers |= {hdrs.AUTHORIZATION: f"Bearer {bearer_key}"} if bearer_key else {}
 
     def get(self, path: str, timeout_s: float) -> Any:
+        """Send a GET request from any thread outside the loop and return the parsed answer. Raise
+        as `post` does.
+        """
         return self._send_and_parse("GET", path, None, timeout_s)
 
     def post(self, path: str, body: Any, timeout_s: float) -> Any:
-        """`body`: what json.dumps takes, or a string of JSON. Returns the parsed answer.
+        """Send a POST request from any thread outside the loop and return the parsed answer. `body`
+        is a string of JSON, or an object for json.dumps.
 
-        Raises EngineTimeoutError after `timeout_s`, EngineRequestError on 4xx,
-        EngineError otherwise.
+        Raise EngineTimeoutError after `timeout_s`, EngineRequestError on 4xx, EngineError
+        otherwise.
         """
         return self._send_and_parse(
             "POST", path, body if isinstance(body, str) else json.dumps(body), timeout_s
@@ -92,10 +96,12 @@ class HttpClient:
         headers: Mapping[str, str] | None = None,
         remaining_s: float | None = None,
     ) -> HttpAnswer:
-        """One request, in the loop of `run_in_event_loop`. Raises EngineError where no answer
-        comes, whatever its status.
+        """Send one request and return the answer, whatever its status. Await it in the loop of
+        `run_in_event_loop`. Raise EngineTimeoutError or EngineUnreachableError where no answer
+        comes.
 
-        `remaining_s`: of `timeout_s`, where the call has waited before.
+        `remaining_s` is the part of `timeout_s` that is left where the call has waited before;
+        `timeout_s` is then only named in messages.
         """
         url = sys.intern(self.address.url + path)  # of thousands of calls that wait
         who = sys.intern(f"{self.address.name} ({url})")
@@ -129,6 +135,9 @@ class HttpClient:
             raise EngineUnreachableError(f"{who}: {error or type(error).__name__}.") from error
 
     def _send_and_parse(self, method: str, path: str, body: str | None, timeout_s: float) -> Any:
+        """Send a request in the event loop, wait for the answer, and return it parsed. Raise
+        EngineTimeoutError also where the loop itself stood still.
+        """
         try:
             return run_in_event_loop(
                 self.send(method, path, body, timeout_s), timeout_s
@@ -154,8 +163,8 @@ class HttpAnswer:
         accepted_statuses: tuple[int, ...] = (200,),
         refused_statuses: Collection[int] = range(400, 500),
     ) -> bytes:
-        """Raises EngineRequestError where the status is in `refused_statuses`, EngineError where it
-        is not in `accepted_statuses` either.
+        """Return the bytes of the answer. Raise EngineRequestError where the status is in
+        `refused_statuses`, and EngineError for any other status outside `accepted_statuses`.
         """
         if self.status not in accepted_statuses:
             kind = EngineRequestError if self.status in refused_statuses else EngineError
@@ -169,8 +178,8 @@ class HttpAnswer:
         accepted_statuses: tuple[int, ...] = (200,),
         refused_statuses: Collection[int] = range(400, 500),
     ) -> Any:
-        """Return the answer's JSON, or text. Raises as `require_data` does, and EngineError where
-        it is neither.
+        """Return the answer's JSON parsed (None where it is empty), or its text where the content
+        type is not JSON. Raise as `require_data` does, and EngineError for broken JSON.
         """
         self.require_data(accepted_statuses, refused_statuses)
         if "json" not in self.content_type:
@@ -186,10 +195,10 @@ class HttpAnswer:
 
 
 class ConnectionSlots(asyncio.Semaphore):
-    """Lets so many generate calls be under way. One that finds no place waits, in order,
-    which is told once.
+    """A semaphore that limits how many generate calls are under way. A call without a free slot
+    waits its turn, and the first wait is logged as a warning.
 
-    `limit_reason`: what binds, and what to do.
+    `limit_reason` says what the limit comes from and how to raise it.
     """
 
     def __init__(self, num_slots: int, limit_reason: str) -> None:
@@ -199,6 +208,7 @@ class ConnectionSlots(asyncio.Semaphore):
         super().__init__(num_slots)
 
     async def acquire(self) -> Any:
+        """Take a slot, waiting for a free one; log a warning the first time that there is none."""
         if self.locked() and not self._has_logged_wait:
             self._has_logged_wait = True
             logger.warning("generate calls wait for a connection: %s", self.limit_reason)
@@ -206,8 +216,8 @@ class ConnectionSlots(asyncio.Semaphore):
 
 
 def make_port_slots() -> ConnectionSlots:
-    """Return places for connections to one server of this machine, each of which has a
-    port of its own.
+    """Return slots for the connections to one server of this machine, as many as there are local
+    ports for them.
     """
     count = count_local_ports() - min(_RESERVED_FILES, count_local_ports() // 4)
     why = (
@@ -232,7 +242,7 @@ class ProcessConnectionSlots(ConnectionSlots):
         self.add_processes(num_processes)
 
     def add_processes(self, num_processes: int) -> None:
-        """Let so many more processes take part."""
+        """Add the connections of this many more processes to the slots."""
         self._num_processes += num_processes
         more = num_processes * (
             self._max_open_files - min(_RESERVED_FILES, self._max_open_files // 4)
@@ -251,8 +261,8 @@ class ProcessConnectionSlots(ConnectionSlots):
 async def run_in_thread_if_large(
     num_bytes: int, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """Call `function`, which works on an answer of `num_bytes` bytes: in one of a few threads where
-    that takes long, so that the loop goes on.
+    """Call `function`, which works on an answer of `num_bytes` bytes, and return its result: in a
+    thread of the loop's pool where the answer is large, so that the loop goes on, else directly.
     """
     return (
         await asyncio.to_thread(function, *args, **kwargs)
@@ -262,8 +272,9 @@ async def run_in_thread_if_large(
 
 
 def run_in_event_loop(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-    """Run `coroutine`, which keeps the deadline `timeout_s` by itself, in the clients' loop. It is
-    cancelled where this thread is interrupted.
+    """Run `coroutine` in the clients' event loop, wait for it, and return its result. The coroutine
+    must keep the deadline `timeout_s` by itself; TimeoutError is raised some seconds later where it
+    does not. An error or an interrupt of this thread cancels the coroutine.
     """
     future = start_in_event_loop(coroutine)
     try:
@@ -274,26 +285,27 @@ def run_in_event_loop(coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
 
 
 def start_in_event_loop(coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-    """Start `coroutine` without waiting for it."""
+    """Start `coroutine` in the clients' event loop and return its future without waiting."""
     return asyncio.run_coroutine_threadsafe(coroutine, _get_event_loop(os.getpid()))
 
 
 class EventLoopTask:
-    """A coroutine that runs in the loop. Lighter than a `Future`."""
+    """A coroutine that runs in the clients' event loop. It is lighter than a `Future`."""
 
     __slots__ = ("_event_loop", "_task")
 
     def __init__(
         self, coroutine: Coroutine[Any, Any, T], on_done: Callable[[asyncio.Task[T]], None]
     ) -> None:
-        """Start `coroutine`; the loop calls `on_done` when it is done."""
+        """Start `coroutine` from any thread; the loop calls `on_done` with the task when it ends.
+        """
         self._event_loop = _get_event_loop(os.getpid())
         self._task: asyncio.Task[Any] | None = None
         self._event_loop.call_soon_threadsafe(self._create_task, coroutine, on_done)
 
     def cancel_after(self, delay_s: float) -> None:
-        """Nobody waits for it any more: it is cancelled where it runs after that time, and gives
-        its connection back. Any thread may call it.
+        """Cancel the coroutine after `delay_s` where it still runs, so that it gives its connection
+        back: for a call whose result nobody awaits. Any thread may call it.
         """
         self._event_loop.call_soon_threadsafe(
             self._event_loop.call_later, delay_s, self._cancel_task
@@ -302,12 +314,14 @@ class EventLoopTask:
     def _create_task(
         self, coroutine: Coroutine[Any, Any, T], on_done: Callable[[asyncio.Task[T]], None]
     ) -> None:
+        """Create the task in the loop, keep a reference to it, and register its callbacks."""
         self._task = task = self._event_loop.create_task(coroutine)
         _running_tasks.add(task)
         task.add_done_callback(_discard_finished_task)
         task.add_done_callback(on_done)
 
     def _cancel_task(self) -> None:
+        """Cancel the task, in the loop; do nothing before it was created."""
         if self._task is not None:
             self._task.cancel()
 
@@ -316,6 +330,9 @@ _running_tasks: set[asyncio.Task[Any]] = set()  # the loop itself would forget t
 
 
 def _discard_finished_task(task: asyncio.Task[Any]) -> None:
+    """Drop the reference to a task that ended, and mark its error as read, so that asyncio does not
+    log it.
+    """
     _running_tasks.discard(task)
     if not task.cancelled():
         task.exception()  # where nobody reads the result, an error is no news either
@@ -326,7 +343,9 @@ _loops_lock = threading.Lock()
 
 
 def _get_event_loop(pid: int) -> asyncio.AbstractEventLoop:
-    """The loop of this process, one for all threads; a forked one needs its own."""
+    """Return the clients' event loop of this process, one for all threads; start it, in a daemon
+    thread, at the first call. `pid` is this process's id: a forked process needs a loop of its own.
+    """
     found = _event_loop_by_pid.get(pid)
     if found is None:
         with _loops_lock:
@@ -342,7 +361,8 @@ _slots_by_loop: dict[asyncio.AbstractEventLoop, ProcessConnectionSlots] = {}
 
 
 def get_connection_slots() -> ProcessConnectionSlots:
-    """Return those of the running loop."""
+    """Return the connection slots of the running loop; make those of one process at the first call.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _slots_by_loop:
         set_connection_limit(1)
@@ -350,7 +370,9 @@ def get_connection_slots() -> ProcessConnectionSlots:
 
 
 def set_connection_limit(num_processes: int) -> None:
-    """So many processes make the calls of the running loop, while none is under way."""
+    """Replace the running loop's connection slots by those of this many processes. Call it while no
+    generate call is under way.
+    """
     _slots_by_loop[asyncio.get_running_loop()] = ProcessConnectionSlots(num_processes)
 
 
@@ -366,11 +388,13 @@ class _ThrottledConnector(aiohttp.TCPConnector):
         )
 
     async def connect(self, req: Any, traces: Any, timeout: aiohttp.ClientTimeout) -> Any:
+        """Open or reuse a connection, with at most a few in the making to one server at a time."""
         async with self._opening_semaphores[req.connection_key]:
             return await super().connect(req, traces, timeout)
 
 
 def _create_socket(address_info: tuple[Any, ...]) -> socket.socket:
+    """Create a socket that notices when the peer's machine vanishes."""
     family, kind, protocol = address_info[:3]
     sock = socket.socket(family, kind, protocol)
     enable_dead_peer_detection(sock)  # an engine says nothing for minutes as it decodes
@@ -381,6 +405,9 @@ _session_by_loop: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}
 
 
 def _get_client_session() -> aiohttp.ClientSession:
+    """Return the HTTP session of the running loop; make it, and close it at the exit of the
+    process, at the first call.
+    """
     loop = asyncio.get_running_loop()
     if loop not in _session_by_loop:
         _session_by_loop[loop] = aiohttp.ClientSession(
@@ -395,6 +422,7 @@ def _get_client_session() -> aiohttp.ClientSession:
 
 
 def _extract_error_message(data: bytes) -> str:
+    """Return the message of a JSON error body, or the first 500 characters of any other body."""
     text = data.decode(errors="replace")
     try:
         error = json.loads(text)["error"]

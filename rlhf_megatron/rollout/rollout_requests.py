@@ -18,7 +18,7 @@ from rlhf_megatron.rollout.group_columns import make_plain_version_spans
 def make_sampling_params(
     sampling: SamplingConfig, max_new_tokens: int, stop_token_ids: tuple[int, ...]
 ) -> SamplingParams:
-    """The settings of a configuration as an engine takes them."""
+    """Return the engine's sampling parameters for these settings of the configuration."""
     return SamplingParams(
         max_new_tokens=max_new_tokens,
         temperature=sampling.temperature,
@@ -37,11 +37,13 @@ def build_generate_requests(
     step: int,
     routes_dir_and_bytes: tuple[str, int] = ("", 0),
 ) -> list[GenerateRequest]:
-    """One request a prompt; each sample's seed comes from (seed, step, group, sample).
-    `routes_dir_and_bytes`: `RouteFileRetention.place`.
+    """Return one request for each prompt. The seed of each of its `num_samples` samples comes from
+    (seed, step, group id, sample index). `routes_dir_and_bytes`: the directory for the expert-route
+    files, "" for none, and the bytes that they may take.
     """
 
     def derive_sample_seeds(group: int) -> tuple[int, ...]:
+        """Return the seeds of the samples of this group."""
         return tuple(derive_seed(seed, step, group, i) for i in range(num_samples))
 
     return [
@@ -59,7 +61,9 @@ def build_generate_requests(
 def collect_rollout_batch(
     prompts: PromptBatch, groups: Sequence[Sequence[GeneratedSample]], tokenizer: Tokenizer
 ) -> RolloutBatch:
-    """The samples of all groups as one ragged batch, groups in order."""
+    """Join the prompts and the samples of all groups to one ragged batch, in the order of the
+    groups, with the responses decoded to text. All groups must have the same number of samples.
+    """
     flat = [(row, sample) for row, group in enumerate(groups) for sample in group]
     lengths = [len(prompts.prompt_ids[row]) + len(sample.token_ids) for row, sample in flat]
     token_ids = np.empty(sum(lengths), np.int32)

@@ -31,8 +31,9 @@ _SIOCGIFADDR = 0x8915
 
 
 def raise_open_file_limit() -> int:
-    """Raise this process's soft limit of file descriptors to OPEN_FILES or the hard one.
-    Returns the limit.
+    """Raise this process's soft limit of file descriptors to MAX_OPEN_FILES, or to the hard limit
+    where that is lower. A soft limit that is higher already stays. Return the limit (at most
+    MAX_OPEN_FILES where there is none).
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(MAX_OPEN_FILES, hard)
@@ -43,7 +44,9 @@ def raise_open_file_limit() -> int:
 
 
 def count_local_ports() -> int:
-    """Return how many connections to one address this machine may have."""
+    """Return how many connections to one address this machine can have, by its range of local
+    ports.
+    """
     try:
         first, last = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
     except OSError:  # not Linux: what IANA gives to such ports
@@ -53,9 +56,9 @@ def count_local_ports() -> int:
 
 
 def enable_dead_peer_detection(sock: socket.socket) -> None:
-    """Make a machine that vanished an error of this socket within VANISHED_S, whether bytes are on
-    the way or not. A system that has no TCP_USER_TIMEOUT (macOS) notices it so early only
-    while none are.
+    """Make this socket fail within DEAD_PEER_TIMEOUT_S when the peer's machine vanishes, whether
+    bytes are on the way or not. A system without TCP_USER_TIMEOUT (macOS) is this fast only while
+    no bytes are on the way.
     """
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -65,13 +68,13 @@ def enable_dead_peer_detection(sock: socket.socket) -> None:
 
 
 def is_dead_peer_error(error: OSError) -> bool:
-    """Whether such a socket has failed since the peer's machine gives no sign."""
+    """Return whether a socket error means that the peer's machine no longer answers."""
     return error.errno in (errno.ETIMEDOUT, errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
 
 
 def find_interface_towards(address: str) -> str | None:
-    """The network interface through which this machine reaches `address`; None where that cannot
-    be told (IPv6).
+    """Return the name of the network interface through which this machine reaches the IPv4
+    `address`; None where it cannot be found, as for IPv6.
     """
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

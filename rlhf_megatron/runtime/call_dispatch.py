@@ -42,7 +42,7 @@ class ScatteredCall:
 
     @cached_property
     def _calls_without_shard(self) -> tuple[RoleCall, ...]:
-        """One a replica."""
+        """Return one call for each replica, with the replica's plan and without its shard."""
         arguments = ({**self.arguments, "plan": plan} for plan in self.replica_plans)
         return tuple(
             RoleCall(self.call_id, self.method, these, is_scattered=True) for these in arguments
@@ -50,12 +50,12 @@ class ScatteredCall:
 
     @property
     def leader_ranks(self) -> tuple[int, ...]:
-        """Rank of each replica's leader."""
+        """Return the rank of each replica's leader, by replica."""
         return tuple(self.layout.get_leader_rank(dp) for dp in range(self.layout.dp))
 
     @property
     def max_shard_bytes(self) -> int:
-        """The bytes of the token columns of the largest shard."""
+        """Return the number of bytes of the token columns in the largest shard."""
         width = sum(
             column.element_size()
             for _, axis, column in iterate_columns(self.batch)
@@ -67,9 +67,9 @@ class ScatteredCall:
         )
 
     def make_rank_call(self, rank: int) -> RoleCall:
-        """Make the call of a rank with its shard, so that one shard stands at a time where calls
-        are sent one after the other. The ranks of a replica that are not its leader
-        share one object.
+        """Return the call of a rank; the call of a leader carries the replica's shard. The shard is
+        encoded here, so that calls that are made and sent one after the other hold one shard at a
+        time. The other ranks of a replica share one object.
         """
         dp = self.layout.locate_rank(rank).dp
         call = self._calls_without_shard[dp]
@@ -81,13 +81,13 @@ class ScatteredCall:
 def plan_scattered_call(
     batch: TokenBatch, layout: ParallelLayout, token_budget: int
 ) -> tuple[ReplicaPlan, ...]:
-    """Return how a scattered call splits `batch`, one plan a replica. The same arguments give
-    the same plans.
+    """Return the plans by which a scattered call splits `batch`, one plan for each replica. The
+    same arguments give the same plans.
 
-    `token_budget`: tokens that a rank forwards of a micro-batch; the cp ranks of a replica have
-    theirs together. The last token of each document is not forwarded, and a prompt once for the
-    samples of a micro-batch, where the layout shares prompts. Raises ValueError when a sample is
-    over the budget.
+    `token_budget` is the number of tokens of a micro-batch that a rank forwards; the cp ranks of a
+    replica add up theirs. The last token of each document is not forwarded, and a prompt is
+    forwarded once for its samples in a micro-batch where the layout shares prompts. Raise
+    ValueError when a sample is over the budget.
     """
     return plan_replicas(
         count_forwarded_tokens(batch.lengths).tolist(),
@@ -109,9 +109,7 @@ def make_scattered_call(
     arguments: dict[str, Any],
 ) -> ScatteredCall:
     """Split `batch` over the replicas of `layout`. Each rank's call has its replica's plan as the
-    argument `plan`.
-
-    Raises as `plan_scattered_call`.
+    argument `plan`. Raise ValueError when a sample is over `token_budget`.
     """
     assert "plan" not in arguments, f"{method}: the plan is made here"
     return ScatteredCall(
@@ -125,10 +123,9 @@ def join_replica_results(
     replica_plans: Sequence[ReplicaPlan],
     batch_offsets: Tensor,
 ) -> Any:
-    """Join the replicas' results: TokenColumns in the order of the whole batch, whose
-    `batch_offsets` these are, an UpdateResult as the sum, or None.
-
-    Raises TypeError when the method returned something else.
+    """Join the replicas' results. TokenColumns come in the order of the whole batch, whose offsets
+    are `batch_offsets`; an UpdateResult is the sum; None stays None. Raise TypeError for other
+    results.
     """
     first = replica_results[0]
     if any(type(result) is not type(first) for result in replica_results):
@@ -159,8 +156,8 @@ def join_replica_results(
 
 
 def sum_update_results(method: str, replica_results: Sequence[UpdateResult]) -> UpdateResult:
-    """Return `sums` added over replicas. What is global must be the same on each of
-    them, bit for bit.
+    """Return the first replica's result with the `sums` added over all replicas. The gradient norm,
+    the learning rate and the skip flag must be equal on all replicas, bit for bit (AssertionError).
     """
     first = replica_results[0]
     for name in ("grad_norm", "lr", "is_skipped"):

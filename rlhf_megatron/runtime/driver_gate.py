@@ -27,7 +27,9 @@ class DriverGate:
     """The gate of this machine, a thread of this process."""
 
     def __init__(self, machine_address: str, secret: bytes) -> None:
-        """`machine_address`: the address of this machine, as the controller reaches it."""
+        """Listen on a free port of `machine_address`, the address at which the controller reaches
+        this machine, and accept connections in a thread.
+        """
         self._secret = secret
         self._listener = open_listener(machine_address)
         self._drivers: dict[int, subprocess.Popen[bytes]] = {}
@@ -35,6 +37,9 @@ class DriverGate:
         threading.Thread(target=self._accept_connections, name="driver-gate", daemon=True).start()
 
     def _accept_connections(self) -> None:
+        """Accept the controller's connections, in a thread without end, and start a driver for
+        each. A peer without the secret gets none.
+        """
         while True:
             try:
                 connection, _ = self._listener.accept()
@@ -46,6 +51,9 @@ class DriverGate:
                 time.sleep(_GREET_S / 100)
 
     def _start_driver(self, connection: socket.socket, driver_number: int) -> None:
+        """Start the driver process of this number on the connection, and kill the former driver of
+        the number.
+        """
         if (former := self._drivers.get(driver_number)) is not None:  # it may hang
             former.kill()
             former.wait()
@@ -54,9 +62,12 @@ class DriverGate:
 
 
 def enable_remote_drivers(secret: bytes) -> None:
-    """Let the controller, which this process is, have drivers on the machines of its engines."""
+    """Let the controller, which is this process, start drivers on the machines of its engines."""
 
     def connect_to_gate(gate_address: str, driver_number: int) -> socket.socket:
+        """Connect to a machine's gate, ask for the driver of this number, and return the
+        non-blocking socket on which that driver listens.
+        """
         host, _, port = gate_address.rpartition(":")
         connection = socket.create_connection((host.strip("[]"), int(port)), timeout=_GREET_S)
         message_channel.open_channel(connection, secret, _GREET_S).send(driver_number)

@@ -49,8 +49,8 @@ class HostSnapshot:
 
 
 def describe_hosts(snapshots: Sequence[HostSnapshot]) -> list[str]:
-    """Return a block of text a host, and which to look at first. A silent host is asked for its
-    stacks by signal.
+    """Return lines about each host's work, and a line on which hosts to look at first. A silent
+    host of this machine gets DUMP_SIGNAL, and writes its stacks to its log.
     """
     lines = [line for view in snapshots for line in _describe_host(view)]
     suspects = [view.rank_label for view in snapshots if view.status is None]
@@ -69,6 +69,7 @@ def describe_hosts(snapshots: Sequence[HostSnapshot]) -> list[str]:
 
 
 def _describe_host(snapshot: HostSnapshot) -> list[str]:
+    """Return the lines about one host: its call, stage, time and stacks, or why it is silent."""
     status = snapshot.status
     if status is None:
         return [f"  {snapshot.rank_label} {_explain_silence(snapshot)}"]
@@ -84,6 +85,7 @@ def _describe_host(snapshot: HostSnapshot) -> list[str]:
 
 
 def format_thread_stacks(threads: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Return indented lines of the threads' names and frames. `threads` holds (name, frames)."""
     return [
         line
         for name, stack in threads
@@ -92,6 +94,9 @@ def format_thread_stacks(threads: Sequence[tuple[str, Sequence[str]]]) -> list[s
 
 
 def _explain_silence(snapshot: HostSnapshot) -> str:
+    """Return why a host does not answer, as far as its process state tells. Send DUMP_SIGNAL to a
+    living process of this machine.
+    """
     if not snapshot.is_local:
         return "does not answer: its process is stopped, or its machine is unreachable"
     state = read_process_state(snapshot.pid)
@@ -106,18 +111,20 @@ def _explain_silence(snapshot: HostSnapshot) -> str:
 
 
 def list_thread_frames(thread_id: int) -> list[FrameType]:
-    """Innermost first; [] when the thread runs no Python."""
+    """Return the Python frames of a thread, innermost first; [] when the thread runs no Python."""
     return list(_iterate_outward(sys._current_frames().get(thread_id)))
 
 
 def format_frames(frames: list[FrameType], max_frames: int = NUM_FRAMES) -> tuple[str, ...]:
-    """Return the innermost `max_frames` frames, innermost last: "dir/file.py:12 function"."""
+    """Return the innermost `max_frames` frames as "dir/file.py:12 function", innermost last.
+    `frames` is innermost first.
+    """
     return tuple(_format_frame(frame) for frame in frames[:max_frames][::-1])
 
 
 def list_other_thread_stacks(*excluded_thread_ids: int) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Return name and stack of the threads that run Python, but the one that asks, `left_out`
-    and QUIET ones.
+    """Return (name, frames) of each thread that runs Python, without the calling thread,
+    `excluded_thread_ids` and the threads whose names begin with one in QUIET.
     """
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     found = []
@@ -130,11 +137,13 @@ def list_other_thread_stacks(*excluded_thread_ids: int) -> tuple[tuple[str, tupl
 
 
 def _iterate_outward(innermost_frame: FrameType | None) -> Iterator[FrameType]:
+    """Yield the frame and the frames that called it, innermost first."""
     while innermost_frame is not None:
         yield innermost_frame
         innermost_frame = innermost_frame.f_back
 
 
 def _format_frame(frame: FrameType) -> str:
+    """Return a frame as "dir/file.py:12 function"."""
     path = Path(frame.f_code.co_filename)
     return f"{'/'.join(path.parts[-2:])}:{frame.f_lineno} {frame.f_code.co_name}"

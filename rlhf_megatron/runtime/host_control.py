@@ -35,12 +35,14 @@ def run_with_hosts(
     is_stoppable: bool = True,
     find_lost_host: Callable[[], HostError | None] = lambda: None,
 ) -> int:
-    """Wait for the hosts, `run_job`, end the hosts; returns what `run_job` does. On the main
-    thread, in `stop_handler.installed`.
+    """Wait until the hosts have registered and built their roles, call `run_job` with their group,
+    and end the hosts. Return the exit code that `run_job` returns. Must be called on the main
+    thread, within `stop_handler.install_handlers`.
 
-    `is_stoppable`: `run_job` looks at the StopRequest. `find_lost_host`: why a host will not come,
-    as far as the launcher knows. Raises what `run_job` raises; HostError, also a ValueError where a
-    user can fix it, for what goes wrong on hosts.
+    `is_stoppable`: `run_job` looks at the StopRequest; otherwise a signal ends the run at once.
+    `find_lost_host` returns why a host will not come, as far as the launcher knows. Raise the
+    exceptions that `run_job` raises, and HostError for failures on hosts, which is a ValueError too
+    where a user can fix it.
     """
     group: RoutedWorkerGroup | None = None
     enable_route_stores(secret)

@@ -43,7 +43,9 @@ class HostTimeoutError(HostError):
 
 
 def make_host_failure(error: BaseException, rank_label: str) -> HostFailure:
-    """Return `error`, being handled on a host, as a message."""
+    """Return the message that carries `error`, with its traceback, from this host to the
+    controller.
+    """
     return HostFailure(
         rank_label=rank_label,
         kind=type(error).__name__,
@@ -54,6 +56,9 @@ def make_host_failure(error: BaseException, rank_label: str) -> HostFailure:
 
 
 def make_host_call_error(method: str, failure: HostFailure) -> HostCallError:
+    """Return the exception for a call that failed on a host: a HostCallValueError, without the
+    traceback, if the host raised a ValueError.
+    """
     return (
         HostCallValueError(method, failure)
         if failure.is_value_error

@@ -40,7 +40,10 @@ _LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 def register_host(
     host: str, port: int, secret: bytes, rank: int, pool_name: str, timeout_s: float
 ) -> MessageChannel:
-    """Connect to the controller, trying again until `timeout_s`. Raises ConnectionError."""
+    """Connect to the controller, authenticate and send this rank's registration. Return the
+    channel. Try the connection again until `timeout_s`. Raise ConnectionError where no controller
+    answers or the secrets differ.
+    """
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -68,12 +71,12 @@ def gather_hosts(
     timeout_s: float,
     find_lost_host: Callable[[], HostError | None] = lambda: None,
 ) -> dict[str, list[HostLink]]:
-    """Wait until every rank of all pools has registered; closes `listener`. By pool, links
-    in rank order.
+    """Wait until every rank of all pools has registered. Return the links by the name of the pool,
+    in rank order. Close `listener`.
 
-    Raises the soft limit of open files: each rank keeps a connection. Peers without the secret are
-    refused and logged. Raises HostError naming the ranks missing after `timeout_s`, and what
-    `find_lost_host`, which is asked every LOOK_S, says.
+    Raise this process's soft limit of open files, since each rank keeps a connection. Peers without
+    the secret are refused and logged. Raise HostError with the ranks that are missing after
+    `timeout_s`, or earlier the error that `find_lost_host`, called every LOOK_S, returns.
     """
     arrived: queue.SimpleQueue[tuple[str, HostLink]] = queue.SimpleQueue()
     refused: list[str] = []  # why the kernel gave no connection, the last time
@@ -121,9 +124,9 @@ def _accept_hosts(
     registered_links: queue.SimpleQueue[tuple[str, HostLink]],
     refusal_messages: list[str],
 ) -> None:
-    """A thread, until the listener is closed. What keeps the kernel from giving a connection (no
-    file descriptor, no memory, a peer that has gone) passes: the others wait in its
-    queue meanwhile.
+    """Accept connections, in a thread, until the listener is closed, and register each in a thread
+    of its own. An error of accepting (no file descriptor, no memory, a peer that has gone) is
+    recorded in `refusal_messages`, and accepting goes on.
     """
     greetings = threading.BoundedSemaphore(MAX_GREETINGS)
     listener.settimeout(LOOK_S)
@@ -143,7 +146,9 @@ def _accept_hosts(
 
 
 def _log_accept_error(error: OSError | RuntimeError, refusal_messages: list[str]) -> None:
-    """Log it once; the message of a registration that fails tells it too."""
+    """Log an error of accepting once, and put it into `refusal_messages`, which the message of a
+    failed registration quotes.
+    """
     said = f" The controller could not take connections: {error}."
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         said += (
@@ -163,6 +168,10 @@ def _register_connection(
     registered_links: queue.SimpleQueue[tuple[str, HostLink]],
     greeting_slots: threading.BoundedSemaphore,
 ) -> None:
+    """Authenticate a peer, receive its registration, and put (pool name, link) into
+    `registered_links`. Close the connection of a peer without the secret, or of no pool. Free a
+    slot of `greeting_slots`.
+    """
     try:
         channel = accept_channel(sock, secret, HANDSHAKE_TIMEOUT_S)
         message = channel.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)

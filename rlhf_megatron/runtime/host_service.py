@@ -43,6 +43,9 @@ class HostService:
         activity: MainThreadActivity,
         get_exit_code: Callable[[], int],
     ) -> None:
+        """Start the thread that reads the channel. `get_exit_code` returns the exit code for a
+        process whose main thread does not come back.
+        """
         self._channel = channel
         self._activity = activity
         self._get_exit_code = get_exit_code
@@ -54,12 +57,12 @@ class HostService:
         self._reader.start()
 
     def wait_for_call(self) -> RoleCall | None:
-        """Waits for it. None: the host shall end."""
+        """Wait for the next call and return it; None means that the host must end."""
         return self._calls.get()
 
     def send_reply(self, reply: RoleCallReply) -> None:
-        """A reply that cannot be encoded becomes a failure. A lost controller is noticed by the
-        reading thread.
+        """Send the reply of a call. A reply that cannot be encoded becomes a failure. A lost
+        controller raises nothing here; the reading thread notices it.
         """
         try:
             try:
@@ -74,11 +77,15 @@ class HostService:
             logger.warning("the controller is gone; reply %d is lost", reply.id)
 
     def send_signal_notice(self, message: HostSignalNotice) -> None:
-        """Send a message, from any thread. Raises ConnectionError."""
+        """Send the notice to the controller, from any thread. Raise ConnectionError where the
+        controller is gone.
+        """
         self._channel.send(message)
 
     def leave_run(self) -> None:
-        """The main thread is done."""
+        """Close the channel and wait for the reading thread. The main thread calls it when its work
+        is done.
+        """
         self._has_left.set()
         self._channel.close()
         self._reader.join(
@@ -86,6 +93,10 @@ class HostService:
         )  # it must not free a tensor while the interpreter shuts down
 
     def _read_channel(self) -> None:
+        """Read messages, in a thread, until the controller tells this host to leave or is gone:
+        answer status requests, queue calls. Then put None into the queue, and end the process if
+        the main thread does not leave in time.
+        """
         grace_s = LOST_GRACE_S
         try:
             while True:
@@ -118,7 +129,10 @@ def serve_role_calls(
     join_pool: Callable[[], PoolMember],
     build_roles: BuildRoles,
 ) -> None:
-    """Join the pool, build the roles and run calls until told to leave. On the main thread."""
+    """Join the pool, build the roles, and run calls until the controller tells this host to leave.
+    Send the controller a failure of the start as the reply to BUILD. Must be called on the main
+    thread.
+    """
     host = None
     try:
         with activity.enter_stage("", "joining the pool"):
@@ -140,7 +154,7 @@ def serve_role_calls(
 
 
 def execute_call(host: RoleHost, call: RoleCall) -> RoleCallReply:
-    """Run one call. Never raises: what goes wrong is in the reply."""
+    """Run one call and return its reply. A failure is in the reply; no Exception is raised."""
     try:
         return RoleCallReply(call.id, value=host.run_call(call))
     except Exception as error:  # whatever it is, the controller must learn it

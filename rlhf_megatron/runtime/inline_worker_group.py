@@ -33,6 +33,7 @@ class InlineWorkerGroup:
         backend: str = "gloo",
         collective_timeout_s: float = 1800.0,
     ) -> None:
+        """Initialise a torch world of one rank, and build the roles in this process."""
         self.layout = ParallelLayout(world_size=1)
         self.layouts = {pool_name: self.layout}
         joined = join_rank_pool(
@@ -49,7 +50,9 @@ class InlineWorkerGroup:
     def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
-        """The batch goes to the role as it is, without the messages between processes."""
+        """Run the method on the whole batch, without encoding the batch into messages, and return a
+        finished future with the result or the exception.
+        """
         future: Future[Any] = Future()
         try:
             (plan,) = plans = plan_scattered_call(batch, self.layout, token_budget)
@@ -62,6 +65,7 @@ class InlineWorkerGroup:
         return future
 
     def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        """Run the method and return a finished future with [result], or with the exception."""
         future: Future[list[Any]] = Future()
         try:
             future.set_result([self._host.find_method(method)(**arguments)])
@@ -70,15 +74,17 @@ class InlineWorkerGroup:
         return future
 
     def describe_hosts(self) -> list[str]:
+        """Return []: there is no host beside this process."""
         return []
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:
-        """A call runs on the caller's thread: it is never waited for."""
+        """Do nothing: a call runs on the caller's thread, and is never late."""
 
     def abort_with_error(self, error: HostError) -> None:
-        """The same."""
+        """Do nothing: there is no host to end."""
 
     def close(self) -> None:
+        """Close the roles and destroy the default process group. Safe to call twice."""
         if not self._is_closed:
             self._is_closed = True
             self._host.close_roles()

@@ -37,8 +37,8 @@ _HEADER = struct.Struct("<Q")
 
 
 def open_listener(address: str) -> socket.socket:
-    """Return a listening socket on a free port of `address` and of no other. Raises ValueError when
-    it is not ours.
+    """Return a listening socket on a free port of `address`, and of no other address. Raise
+    ValueError where this machine does not have the address.
     """
     try:
         family, _, _, _, place = socket.getaddrinfo(address, 0, type=socket.SOCK_STREAM)[0]
@@ -70,6 +70,9 @@ class MessageChannel:
     """
 
     def __init__(self, sock: socket.socket, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        """Take over a connected socket on which the handshake is done. A message is limited to
+        `max_frame_bytes`.
+        """
         self.max_frame_bytes = max_frame_bytes
         self._socket = sock
         self._send_lock = threading.Lock()
@@ -82,15 +85,18 @@ class MessageChannel:
         detect_dead_peers(sock)
 
     def send(self, message: Any, lock_timeout_s: float = SEND_TIMEOUT_S) -> None:
-        """Raises ConnectionError when the peer is gone or stopped reading, ValueError for what
-        cannot be encoded.
+        """Send a message. Raise ConnectionError when the peer is gone or stopped reading, or
+        another thread holds the channel for `lock_timeout_s`; ValueError for a message that cannot
+        be encoded or is too large.
         """
         self.send_encoded(codec.encode_message_pieces(message), lock_timeout_s)
 
     def send_encoded(
         self, encoded_pieces: Sequence[codec.Buffer], lock_timeout_s: float = SEND_TIMEOUT_S
     ) -> None:
-        """`send` of what `codec.encode_parts` has made, once for several channels."""
+        """Send a message that `codec.encode_message_pieces` has encoded; the pieces can go to
+        several channels. Raise the errors that `send` raises.
+        """
         size = sum(len(part) for part in encoded_pieces)
         if size > self.max_frame_bytes:
             raise ValueError(
@@ -113,10 +119,11 @@ class MessageChannel:
             self._send_lock.release()
 
     def receive(self, deadline: float | None = None) -> Any:
-        """Return the next message; waits for it, until `deadline` of time.monotonic at most.
+        """Wait for the next message and return it. `deadline` counts as time.monotonic does; None
+        waits without limit.
 
-        Raises EOFError when the peer is gone, VanishedError when its machine is, FrameError for a
-        bad message, TimeoutError at the deadline.
+        Raise EOFError when the peer is gone, PeerVanishedError when its machine is, FrameError for
+        a bad message, TimeoutError at the deadline.
         """
         size = self._decode_message_size(_receive_exactly(self._socket, _HEADER.size, deadline))
         data = _receive_exactly(self._socket, size, deadline)
@@ -125,10 +132,11 @@ class MessageChannel:
         return _decode_message(data)
 
     def receive_nowait(self) -> Any:
-        """Return the next message if the rest of it is here, else None, without waiting.
+        """Return the next message if it has arrived completely, else None, without waiting. Keep
+        the part that has arrived.
 
-        Raises EOFError, VanishedError and FrameError as `receive` does, MemoryError when there is
-        no room for it.
+        Raise EOFError, PeerVanishedError and FrameError as `receive` does, MemoryError when there
+        is no room for the message.
         """
         while True:
             try:
@@ -155,10 +163,13 @@ class MessageChannel:
             self._receive_buffer = bytearray(self._decode_message_size(arrived))
 
     def fileno(self) -> int:
-        """The socket's, for `selectors`."""
+        """Return the socket's file descriptor, for `selectors`."""
         return self._socket.fileno()
 
     def _decode_message_size(self, header: codec.Buffer) -> int:
+        """Return the number of bytes of the message after this header. Raise FrameError where the
+        number is over the limit.
+        """
         (size,) = _HEADER.unpack(header)
         if size > self.max_frame_bytes:
             raise FrameError(
@@ -168,12 +179,14 @@ class MessageChannel:
 
     @property
     def local_address(self) -> str:
-        """The address of this machine that the peer reaches."""
+        """Return the address of this machine that the peer reaches."""
         return str(self._socket.getsockname()[0])
 
     @property
     def peer_address(self) -> str:
-        """The address of the peer's machine; "" on one machine, and when it is gone."""
+        """Return the address of the peer's machine; "" for a Unix socket, and when the peer is
+        gone.
+        """
         try:
             return (
                 str(self._socket.getpeername()[0]) if self._socket.family != socket.AF_UNIX else ""
@@ -182,21 +195,21 @@ class MessageChannel:
             return ""
 
     def shut_down(self) -> None:
-        """End the connection in both directions; a blocked `receive` raises EOFError, as the next
-        `receive_nowait` does.
+        """End the connection in both directions, and keep the socket. A blocked `receive` and the
+        next `receive_nowait` raise EOFError.
         """
         with contextlib.suppress(OSError):  # not connected any more
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Shut down, and give the socket back. Safe to call twice."""
+        """End the connection and close the socket. Safe to call twice."""
         self.shut_down()
         self._socket.close()
 
 
 def accept_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> MessageChannel:
-    """Make the controller's side of the handshake within `timeout_s`.
-    Raises AuthenticationError.
+    """Run the controller's side of the handshake within `timeout_s`, and return the channel. Raise
+    AuthenticationError.
     """
     deadline = time.monotonic() + timeout_s
     try:
@@ -212,7 +225,9 @@ def accept_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> Mess
 
 
 def open_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> MessageChannel:
-    """Make the host's side of the handshake within `timeout_s`. Raises AuthenticationError."""
+    """Run the host's side of the handshake within `timeout_s`, and return the channel. Raise
+    AuthenticationError.
+    """
     deadline = time.monotonic() + timeout_s
     ours = secrets.token_bytes(NONCE_BYTES)
     try:
@@ -231,10 +246,11 @@ def open_channel(sock: socket.socket, secret: bytes, timeout_s: float) -> Messag
 
 
 def read_secret(environment: Mapping[str, str]) -> bytes | None:
-    """Return the run's secret from the environment or from a file that only its owner can read;
-    None for none.
+    """Return the run's secret from the file that SECRET_FILE_ENV names, or from SECRET_ENV; None
+    where neither is set.
 
-    Raises ValueError when the file is open to others or the secret is short.
+    Raise ValueError when the file is open to other users or the secret has fewer than 32
+    characters.
     """
     text = environment.get(SECRET_ENV)
     if path := environment.get(SECRET_FILE_ENV):
@@ -256,17 +272,19 @@ def read_secret(environment: Mapping[str, str]) -> bytes | None:
 
 
 def generate_secret() -> str:
-    """64 hex digits."""
+    """Return a new random secret of 64 hex digits."""
     return secrets.token_hex(32)
 
 
 def _compute_proof(
     secret: bytes, side: bytes, host_nonce: codec.Buffer, controller_nonce: codec.Buffer
 ) -> bytes:
+    """Return the HMAC by which a side ("controller" or "host") shows that it holds the secret."""
     return hmac.digest(secret, b"".join((side, host_nonce, controller_nonce)), "sha256")
 
 
 def _decode_message(data: bytearray) -> Any:
+    """Decode a message. Raise FrameError for bytes that are no message."""
     try:
         return codec.decode_message(data)
     except ValueError as error:
@@ -274,6 +292,9 @@ def _decode_message(data: bytearray) -> Any:
 
 
 def _make_connection_error(error: OSError) -> EOFError:
+    """Return the EOFError for a broken connection, a PeerVanishedError where the peer's machine
+    gives no sign.
+    """
     kind = PeerVanishedError if is_dead_peer_error(error) else EOFError
     return kind(f"the connection broke: {error}")
 
@@ -281,6 +302,9 @@ def _make_connection_error(error: OSError) -> EOFError:
 def _receive_exactly(
     sock: socket.socket, num_bytes: int, deadline: float | None = None
 ) -> bytearray:
+    """Wait for `num_bytes` bytes and return them. Raise TimeoutError at `deadline`, EOFError where
+    the connection ends. With a deadline the socket keeps a timeout.
+    """
     data = bytearray(num_bytes)
     view = memoryview(data)
     position = 0
@@ -304,8 +328,8 @@ def _receive_exactly(
 
 
 def detect_dead_peers(sock: socket.socket) -> None:
-    """Make a machine that vanished an error of this socket (`enable_dead_peer_detection`), and a
-    peer that stopped reading an error by the send timeout.
+    """Set the socket's options so that a peer's machine that vanished, or a peer that stopped
+    reading for SEND_TIMEOUT_S, becomes an error of the socket. Also send small messages at once.
     """
     enable_dead_peer_detection(sock)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", SEND_TIMEOUT_S, 0))

@@ -27,8 +27,9 @@ AGENTS_PARENT_ENV = (
 
 
 def die_with_parent(signal_number: int, parent_pid: int | None = None) -> None:
-    """Get `signal_number` when the parent process ends, however it ends. `parent_pid`: its pid, to
-    notice that it has.
+    """Make the kernel send this process `signal_number` when its parent process ends (0: no signal
+    any more). Send the signal at once where the parent is not `parent_pid`, since the expected
+    parent has ended.
     """
     expected = os.getppid() if parent_pid is None else parent_pid
     if (
@@ -41,7 +42,9 @@ def die_with_parent(signal_number: int, parent_pid: int | None = None) -> None:
 
 
 def read_machine_id() -> str:
-    """Equal for two processes exactly when they can signal each other by pid."""
+    """Return a string that is equal for two processes exactly when they can signal each other by
+    pid.
+    """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
@@ -53,14 +56,15 @@ class _LossyLogFile(io.FileIO):
     """A log that loses what the disk has no room for, so that the process goes on."""
 
     def write(self, data: Any, /) -> int:
+        """Write the data, drop what the disk has no room for, and return the full length."""
         with contextlib.suppress(OSError):
             super().write(data)
         return len(data)
 
 
 def redirect_output(log_path: Path) -> int:
-    """Append this process's stdout and stderr to `log_path`. Returns a file descriptor of the
-    stderr that was.
+    """Append this process's stdout and stderr to `log_path`, and make its directory. Return a file
+    descriptor of the former stderr.
     """
     log_path.parent.mkdir(parents=True, exist_ok=True)
     sys.stdout.flush()
@@ -79,8 +83,9 @@ def redirect_output(log_path: Path) -> int:
 
 
 def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[int], None]) -> None:
-    """Run `handle_signal(signal number)` in a thread whenever one of `signals` comes, even while
-    the main thread cannot run Python (it sits in a collective). Called on the main thread.
+    """Call `handle_signal(signal number)` in a thread whenever one of `signals` comes, even while
+    the main thread cannot run Python (inside a collective). Must be called on the main thread.
+    Unblocks the signals.
     """
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
@@ -93,6 +98,7 @@ def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[in
     wanted = set(signals)
 
     def read_signals() -> None:
+        """Read signal numbers from the pipe without end, and handle those that are wanted."""
         while True:
             number = os.read(read_end, 1)[0]
             if number in wanted:
@@ -102,8 +108,8 @@ def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[in
 
 
 def read_process_state(pid: int) -> str:
-    """Return the kernel's letter for a process of this machine: "T" stopped, "D" waits for a
-    device; "" gone.
+    """Return the kernel's letter for the state of a process of this machine: "T" stopped, "D" waits
+    for a device, "Z" ended and not waited for; "" where there is no process.
     """
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -119,14 +125,18 @@ class ChildProcess:
     start_ticks: str  # in the kernel's ticks since boot
 
     def kill(self) -> None:
-        """SIGKILL, unless it has ended."""
+        """Kill the process with SIGKILL, unless it has ended, also where another process has its
+        pid now.
+        """
         if _read_start_ticks_and_parent(self.pid)[0] == self.start_ticks:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
 
 
 def find_children(parent_pid: int) -> list[ChildProcess]:
-    """Living ones of a process of this machine."""
+    """Return the children of a process of this machine, also those that have ended and are not
+    waited for.
+    """
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found = [(pid, *_read_start_ticks_and_parent(pid)) for pid in pids]
     return [
@@ -135,7 +145,9 @@ def find_children(parent_pid: int) -> list[ChildProcess]:
 
 
 def _read_start_ticks_and_parent(pid: int) -> tuple[str, int]:
-    """("", 0) where it is gone."""
+    """Return the start time in ticks and the parent's pid of a process, or ("", 0) where the
+    process is gone.
+    """
     try:
         words = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -144,7 +156,9 @@ def _read_start_ticks_and_parent(pid: int) -> tuple[str, int]:
 
 
 def find_children_with_variable(variable_name: str) -> list[int]:
-    """Living children of this process that have an environment variable of that name."""
+    """Return the pids of this process's living children that were started with an environment
+    variable of that name.
+    """
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):

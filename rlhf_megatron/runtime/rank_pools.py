@@ -35,21 +35,24 @@ class PoolMember:
 
     @property
     def rank_label(self) -> str:
-        """Name the rank as messages do: "[actor dp1 pp0 tp3]"."""
+        """Return the rank's coordinates as messages name them: "[actor dp1 pp0 tp3]"."""
         return format_rank_label(self.pool_name, self.layout, self.rank)
 
     @property
     def leader_rank(self) -> int:
-        """The rank that receives and returns this replica's data."""
+        """Return the rank in the pool that receives and returns the data of this rank's replica."""
         return self.layout.get_leader_rank(self.layout.locate_rank(self.rank).dp)
 
     @property
     def is_leader(self) -> bool:
+        """Return whether this rank receives and returns its replica's data. Each replica has one
+        leader.
+        """
         return self.rank == self.leader_rank
 
     def broadcast_in_replica(self, data: bytes | None) -> bytes | bytearray:
-        """Return the leader's `data` on all ranks of the replica. All of them must call it;
-        None elsewhere.
+        """Return the leader's `data` on all ranks of the replica. All of them must call it; the
+        leader passes the bytes, the other ranks None.
         """
         assert (data is not None) == self.is_leader, (
             f"{self.rank_label}: the leader, and only it, has the data"
@@ -68,7 +71,9 @@ class PoolMember:
 
 
 def format_rank_label(pool_name: str, layout: ParallelLayout, rank: int) -> str:
-    """Return a rank's coordinates as messages name it: "[actor dp1 pp0 tp3]"."""
+    """Return a rank's coordinates as messages name them: "[actor dp1 pp0 tp3]". `rank` counts in
+    the pool.
+    """
     return f"[{pool_name} {layout.locate_rank(rank)}]"
 
 
@@ -80,10 +85,12 @@ def join_rank_pool(
     backend: str,
     timeout_s: float,
 ) -> PoolMember:
-    """Make the torch world of a pool. All its ranks must call it; `store` is shared by them and
-    by nothing else.
+    """Initialise torch's default process group and a gloo group for each replica of a pool, and
+    return this rank's membership. All ranks of the pool must call it; no other process may use
+    `store`.
 
-    `backend`: "gloo", or "cpu:gloo,cuda:nccl" on GPUs. `timeout_s`: of a collective.
+    `backend` is "gloo", or "cpu:gloo,cuda:nccl" on GPUs. `timeout_s` is the time limit of a
+    collective. `rank` counts in the pool.
     """
     timeout = timedelta(seconds=timeout_s)
     share_gloo_device()
@@ -109,24 +116,25 @@ class PoolSpec:
 
     @property
     def end_rank(self) -> int:
-        """The rank after its last one."""
+        """Return the job's rank after the last rank of the pool."""
         return self.first_rank + self.layout.world_size
 
     def format_rank_label(self, rank: int) -> str:
-        """Return the coordinates of a rank of the pool, as messages name it."""
+        """Return the coordinates of a rank of the pool as messages name them. `rank` counts in the
+        pool.
+        """
         return format_rank_label(self.name, self.layout, rank)
 
     def __str__(self) -> str:
-        """ "critic tp2 pp1 dp1 on 2 ranks"."""
+        """Return the pool as messages name it: "critic tp2 pp1 dp1 on 2 ranks"."""
         count = self.layout.world_size
         return f"{self.name} {self.layout} on {count} rank{'s' if count > 1 else ''}"
 
 
 def build_pool_specs(config: RunConfig) -> tuple[PoolSpec, ...]:
-    """Return the actor's pool on the first ranks, then the critic's, the reward model's, the
-    reference's, where they have one.
-
-    Raises ValueError for a bad layout.
+    """Return the pools of the job in the order of their ranks: the actor's, then the critic's, the
+    reward model's and the reference's, where these have ranks of their own. Raise ValueError for a
+    bad layout.
     """
     pools: list[PoolSpec] = []
     for section, megatron, num_ranks in list_pool_layouts(config):
@@ -140,10 +148,12 @@ def build_pool_specs(config: RunConfig) -> tuple[PoolSpec, ...]:
 
 
 def find_pool_of_rank(pools: Sequence[PoolSpec], rank: int) -> PoolSpec:
-    """Return the pool that has a rank of the job."""
+    """Return the pool that a rank of the job belongs to."""
     return next(pool for pool in pools if pool.first_rank <= rank < pool.end_rank)
 
 
 def find_pool_of_role(pool_names: Sequence[str], role: str) -> str:
-    """Return the pool that has the role: the one of its name, or the first."""
+    """Return the name of the pool that has the role: the pool of the role's name, or the first
+    pool.
+    """
     return role if role in pool_names else pool_names[0]

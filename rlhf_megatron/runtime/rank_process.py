@@ -37,11 +37,12 @@ class JobRank:
 
     @property
     def pool_rank(self) -> int:
+        """Return the rank within the pool."""
         return self.rank - self.pool.first_rank
 
     @property
     def rank_label(self) -> str:
-        """ "[actor dp1 pp0 tp3]"."""
+        """Return the rank's coordinates as messages name them: "[actor dp1 pp0 tp3]"."""
         return format_rank_label(self.pool.name, self.pool.layout, self.pool_rank)
 
 
@@ -57,12 +58,13 @@ def run_rank_process(
     stop_handler: HostStopHandler,
     wait_for_exit_code: Callable[[], int],
 ) -> bool:
-    """Register with the controller, which listens at that host and port, and serve until
-    told to leave.
+    """Register with the controller, which listens at `controller_address`, and serve until the
+    controller tells this rank to leave. Return False where the controller cannot be reached. Must
+    be called on the main thread.
 
-    From now on this process writes to log_dir/rank<N>.log. `open_pool_store`: shared by the ranks
-    of the pool and by nothing else. `wait_for_exit_code`: of this process, where its main thread
-    does not come back. Returns False when the controller cannot be reached. On the main thread.
+    From now on this process writes to log_dir/rank<N>.log. `open_pool_store` returns the store that
+    only the ranks of the pool share. `wait_for_exit_code` returns the exit code for a process whose
+    main thread does not come back.
     """
     console = redirect_output(log_dir / f"rank{job_rank.rank}.log")
     logging.basicConfig(
@@ -94,11 +96,13 @@ def run_rank_process(
     timeout_s = deadlines.call_s + COLLECTIVE_SLACK_S
 
     def join_pool_of_rank() -> PoolMember:
+        """Join the torch world of this rank's pool."""
         return join_rank_pool(
             job_rank.pool.name, job_rank.pool.layout, job_rank.pool_rank, store, backend, timeout_s
         )
 
     def build_rank_roles(pool: PoolMember) -> Mapping[str, object]:
+        """Build the roles, and record that the start is over for signals."""
         roles = build_roles(pool)
         stop_handler.is_startup = False
         return roles

@@ -98,7 +98,9 @@ class HostRole:
         model_path: Path,
         hf_config: HFConfig | None = None,
     ) -> None:
-        """`hf_config`: that the weights are exported with, where it is not the policy's."""
+        """Keep the models of this rank. `hf_config` is the configuration that exported weights get;
+        None takes that of the actor's backend.
+        """
         self.world = world
         self.model_path = model_path
         self.exported_config = hf_config or actor.backend.hf_config
@@ -107,7 +109,7 @@ class HostRole:
         self._engine_groups = EngineProcessGroups()
 
     def close(self) -> None:
-        """Process groups with engines end."""
+        """Close the process groups that this rank shares with engines."""
         self._engine_groups.close()
 
     def send_weights(
@@ -120,10 +122,10 @@ class HostRole:
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """Send the actor's weights to all engines, as `deliver_weights` says. Every
-        rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` describes. Every rank takes
+        part.
 
-        An engine that fails stands in the report and ends nothing here.
+        A failure of an engine is recorded in the report, and is not raised here.
         """
         return deliver_weights(
             self.actor.export_shards(),
@@ -139,8 +141,8 @@ class HostRole:
         )
 
     def save_hf(self, directory: Path) -> None:
-        """Write the actor in Hugging Face layout, with configuration and tokenizer of the
-        model that it was.
+        """Write the actor in Hugging Face layout, with the exported configuration and the tokenizer
+        files of the model directory.
         """
         export_sharded_model_to_hf(
             self.actor.export_shards(),
@@ -152,21 +154,26 @@ class HostRole:
         )
 
     def refresh_reference(self) -> None:
-        """Make the reference the actor as it is now (after a warm-up)."""
+        """Copy the actor's present weights into the reference (after a warm-up), if this rank has a
+        reference.
+        """
         if self.reference is not None:
             self.actor.offloadable_memory.require_parts(["parameters"])
             self.actor.backend.gather_parameters()
             self.reference.copy_weights_from(self.actor.backend)
 
     def save_reference(self, directory: Path) -> SaveResult:
-        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is
-        in the result.
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. Every rank takes
+        part. The returned result holds the error of a failed write, which is not raised.
         """
         reference = self.reference
         world = self.world
         assert reference is not None, "there is no reference here"
 
         def write_reference() -> tuple[FileRecord, ...]:
+            """Export the reference, and return the records of the files on rank 0, () on other
+            ranks.
+            """
             hf_config = self.actor.backend.hf_config
             dtype = self.actor.dtype
             export_sharded_model_to_hf(
@@ -186,18 +193,21 @@ class HostRole:
         return result
 
     def load_reference(self, directory: Path) -> None:
-        """Undo `save_reference`."""
+        """Load the reference's weights from a directory that `save_reference` wrote."""
         assert self.reference is not None, "there is no reference here"
         self.reference.load_hf(directory)
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """This rank's random states, as a part of a checkpoint.
-        What goes wrong is in the result.
+        """Write this rank's random states to its own file in `directory`, as a part of a
+        checkpoint. Every rank takes part. The returned result holds the error of a failed write,
+        which is not raised.
         """
         return _write_rng_together(directory / f"rank{self.world.rank}.safetensors", self.world)
 
     def load_rng(self, directory: Path) -> None:
-        """Undo `save_rng`. Raises ValueError."""
+        """Restore this rank's random states from a directory that `save_rng` wrote. Raise
+        ValueError for a file that is missing or broken.
+        """
         load_rng_states(directory / f"rank{self.world.rank}.safetensors", self.world.device)
 
 
@@ -207,8 +217,8 @@ class CriticRole(CriticModel):
     tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
 
     def save_hf(self, directory: Path) -> None:
-        """Write its weights in Hugging Face layout, as a token classifier of one label.
-        critic.path can name it.
+        """Write the critic's weights in Hugging Face layout, as a token classifier of one label,
+        with the tokenizer of `tokenizer_path`. critic.path can name the directory.
         """
         export_sharded_model_to_hf(
             self.export_shards(),
@@ -220,20 +230,26 @@ class CriticRole(CriticModel):
         )
 
     def save_rng(self, directory: Path) -> SaveResult:
-        """Save random states as `HostRole.save_rng` does,
-        for a critic that has ranks of its own.
+        """Write this rank's random states to a file of the critic's, for a critic that has ranks of
+        its own. Every rank takes part. The returned result holds the error of a failed write.
         """
         return _write_rng_together(
             directory / f"critic_rank{self.world.rank}.safetensors", self.world
         )
 
     def load_rng(self, directory: Path) -> None:
-        """Undo `save_rng`. Raises ValueError."""
+        """Restore this rank's random states from a directory that `save_rng` wrote. Raise
+        ValueError for a file that is missing or broken.
+        """
         load_rng_states(directory / f"critic_rank{self.world.rank}.safetensors", self.world.device)
 
 
 def _write_rng_together(path: Path, world: World) -> SaveResult:
+    """Write this rank's random states to `path`, on all ranks of `world` at the same time. The
+    result holds the file's record, or the error of a failed write.
+    """
     def write_rng() -> tuple[FileRecord, ...]:
+        """Write the random states and return the record of the file."""
         save_rng_states(path, world.device)
         return (make_file_record(path.parent.parent, path),)
 
@@ -244,15 +260,16 @@ class WorldRole:
     """The Megatron world that a pool's roles share."""
 
     def close(self) -> None:
-        """End the process groups with the pool."""
+        """Destroy Megatron's process groups, and leave the default process group to the pool."""
         destroy_world(is_default_group_ended=False)
 
 
 def open_weight_source(
     path: Path, init_seed: int | None, hf_config: HFConfig, tp: int
 ) -> WeightSource:
-    """Return the weights of a Hugging Face directory, checked against the table; or random ones of
-    its architecture.
+    """Return the weights of the Hugging Face directory `path`, after a check of their names and
+    shapes against the model's table. With `init_seed`, return random weights of the architecture
+    instead.
     """
     if init_seed is not None:
         return make_random_source(hf_config, init_seed)
@@ -268,7 +285,9 @@ class RoleBuilder:
     config: RunConfig
 
     def __call__(self, pool: PoolMember) -> dict[str, object]:
-        """The roles of this rank of `pool`, by name."""
+        """Return the roles of this rank of `pool`, by name. All ranks of the pool must call it: the
+        Megatron world and the models are made here.
+        """
         config = self.config
         seed = config.trainer.seed
         world = create_world(
@@ -296,8 +315,9 @@ class RoleBuilder:
         return roles
 
     def with_settled_layouts(self, device_bytes: int) -> RoleBuilder:
-        """Itself with both layouts `with_settled_layouts`, by the models that stand on their ranks.
-        `device_bytes`: see there.
+        """Return a builder whose actor and critic layouts have their memory settings resolved for
+        `device_bytes`, the memory of the smallest device. Under actor.backend fsdp return this
+        builder.
         """
         config = self.config
         if config.actor.backend == "fsdp":
@@ -331,7 +351,10 @@ class RoleBuilder:
 
     @property
     def actor_phases(self) -> dict[str, TrainingPhase]:
-        """The actor's optimizers by phase, in the order in which the run goes through them."""
+        """Return the actor's training phases by name ("sft", or "warmup" and "rl"), in the order in
+        which the run goes through them. A phase holds the optimizer settings and the number of
+        optimizer steps.
+        """
         config = self.config
         actor = self.config.actor
         if config.job != "train":
@@ -352,7 +375,9 @@ class RoleBuilder:
 
     @property
     def critic_phases(self) -> dict[str, TrainingPhase]:
-        """The critic's one optimizer. What `critic` leaves null is as in `actor`."""
+        """Return the critic's only training phase, "rl". Settings that are null in `critic` come
+        from `actor`.
+        """
         critic = self.config.critic
         actor = self.config.actor
         num_mini_batches = self._count_mini_batches(critic.mini_batch_size or actor.mini_batch_size)
@@ -362,9 +387,14 @@ class RoleBuilder:
         }
 
     def _count_mini_batches(self, mini_batch_size: int) -> int:
+        """Return the number of mini-batches of `mini_batch_size` samples in a step's rollout batch.
+        """
         return self.config.data.train_batch_size * self.config.rollout.n // mini_batch_size
 
     def _build_actor_roles(self, world: World) -> dict[str, object]:
+        """Build the roles "actor" and "host", and "reference" where the reference shares the
+        actor's ranks.
+        """
         config = self.config
         path = Path(config.model.path)
         hf_config = read_hf_config(path)
@@ -391,8 +421,8 @@ class RoleBuilder:
         return roles if scores is None else {**roles, REFERENCE: scores}
 
     def _build_reward_model_roles(self, world: World) -> dict[str, object]:
-        """The model that learns stands where the policy does in other jobs; its output layer
-        has one label.
+        """Build the roles of the job reward-model: the reward model that is trained, under the name
+        "actor", with an output layer of one label; and "host".
         """
         config = self.config
         hf_config = read_hf_config(Path(config.model.path))
@@ -415,6 +445,9 @@ class RoleBuilder:
         is_frozen: bool = False,
         router_replay: ReplayMode = "none",
     ) -> TrainedBackend:
+        """Build the Megatron or FSDP backend that holds a model's weights on this rank, as
+        actor.backend says. `megatron` and `router_replay` have no effect under FSDP.
+        """
         dtype = getattr(torch, self.config.model.dtype)
         if self.config.actor.backend == "fsdp":
             from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend  # imports transformers
@@ -436,8 +469,8 @@ class RoleBuilder:
         )
 
     def _build_critic(self, pool: PoolMember, world: World) -> CriticWorker:
-        """Build the critic from critic.path, else from the weights that the policy starts with,
-        loaded or random.
+        """Build the critic from critic.path, or without a path from the weights that the policy
+        starts with, loaded or random.
         """
         config = self.config
         critic = self.config.critic
@@ -450,8 +483,9 @@ class RoleBuilder:
         return role
 
     def _open_value_weights(self, path: str | None, hf_config: HFConfig) -> WeightSource:
-        """First weights of a value model: those of `path`, else of the policy as it
-        starts; and a head.
+        """Return the first weights of a value model, with a value head. The weights come from
+        `path`, or where `path` is None are the policy's first weights (random with
+        model.init_seed).
         """
         config = self.config
         seed = self.config.model.init_seed
@@ -465,7 +499,9 @@ class RoleBuilder:
         return add_value_head(source, config.critic.value_head_init_std, config.trainer.seed)
 
     def _build_reward_model(self, pool: PoolMember, world: World) -> FrozenRewardModel:
-        """Build the reward model from reward_model.path, which has a head of its own."""
+        """Build the frozen reward model from reward_model.path, whose checkpoint has a scoring
+        head.
+        """
         config = self.config
         chosen = self.config.reward_model
         path = Path(chosen.path or "")
@@ -484,8 +520,11 @@ class RoleBuilder:
         world: World,
         megatron: MegatronConfig,
     ) -> ReferenceModel:
-        """`hf_config` and `weight_source` are the policy's: it is that as it starts, where it has
-        no path of its own.
+        """Build the frozen reference (or teacher) from reference.path; without a path, from
+        `hf_config` and `weight_source`, which are the policy's.
+
+        Raise ValueError where a teacher's vocabulary differs from the model's, or top_k is larger
+        than the vocabulary.
         """
         actor = self.config.actor
         reference = self.config.reference

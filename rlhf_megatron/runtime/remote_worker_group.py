@@ -88,6 +88,7 @@ class _PendingCall:
 
     @property
     def failed_replies(self) -> list[RoleCallReply]:
+        """Return the replies that carry a failure, in the order in which they arrived."""
         return [reply for reply in self.replies.values() if reply.failure is not None]
 
 
@@ -109,6 +110,9 @@ class RemoteWorkerGroup:
         call_timeout_s: float,
         on_host_signal: Callable[[str, HostSignalNotice], None],
     ) -> None:
+        """Start the threads that read the channels and watch the hosts, and return without waiting
+        for the roles. See the class for `links` and `on_host_signal`; the timeouts are in seconds.
+        """
         assert [link.rank for link in links] == list(range(layout.world_size)), (
             "one link a rank, in order"
         )
@@ -141,18 +145,22 @@ class RemoteWorkerGroup:
 
     @property
     def controller_address(self) -> str:
-        """The address of the controller's machine that the hosts reach."""
+        """Return the address of the controller's machine that the hosts reach."""
         return self._links[0].channel.local_address
 
     def wait_until_built(self) -> None:
-        """Returns when the roles stand on all ranks. Raises HostError, also a ValueError where the
-        user can fix it.
+        """Wait until all ranks have built their roles. Raise HostError for a failure there, which
+        is a ValueError too where the user can fix it.
         """
         self._built_future.result()
 
     def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
+        """Split `batch` over the replicas and call the method on every rank; the future gets the
+        joined result. Raise ValueError for a sample over `token_budget`, or a shard over
+        MAX_SHARD_BYTES.
+        """
         with self._submit_lock:
             scattered = make_scattered_call(
                 self._next_call_id, method, batch, self.layout, token_budget, arguments
@@ -165,6 +173,9 @@ class RemoteWorkerGroup:
             def join_leader_values(
                 values_by_rank: dict[int, Any],
             ) -> Any:  # keeps nothing of the batch but these
+                """Join the values of the replicas' leaders. The closure keeps nothing of the batch
+                but its offsets.
+                """
                 return join_replica_results(
                     method, [values_by_rank[rank] for rank in leaders], plans, offsets
                 )
@@ -178,6 +189,7 @@ class RemoteWorkerGroup:
             return self._submit_call(method, scattered.make_rank_call, join_leader_values)
 
     def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        """Make the same call on every rank; the future gets the results in rank order."""
         with self._submit_lock:
             call = RoleCall(self._next_call_id, method, arguments)
             return self._submit_call(
@@ -185,17 +197,19 @@ class RemoteWorkerGroup:
             )
 
     def query_statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, HostStatus | None]:
-        """Ask each host what it is doing, by coordinates; None where it did not answer
-        within `timeout_s`.
+        """Ask each host for its current work, and return the statuses by rank label. A host that
+        did not answer within `timeout_s` has None.
         """
         return {view.rank_label: view.status for view in query_snapshots([self], timeout_s)}
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:
-        """Set what makes the error of a call that is late, from now on."""
+        """Set the function that makes the error of a late call, from now on."""
         self._describe_hang = describe_hang
 
     def send_status_requests(self) -> int:
-        """Ask every host what it is doing. Returns what `collect_snapshots` takes."""
+        """Ask every host for its current work. Return the id of the request, which
+        `collect_snapshots` takes.
+        """
         with self._state_changed:
             ping_id = self._next_ping_id
             self._next_ping_id = self._next_ping_id + 1
@@ -206,8 +220,9 @@ class RemoteWorkerGroup:
         return ping_id
 
     def collect_snapshots(self, ping_id: int, timeout_s: float) -> list[HostSnapshot]:
-        """Return what the hosts answered within `timeout_s`, by rank.
-        Call it once for each ping.
+        """Wait for the hosts' answers to the request, for `timeout_s` at most, and return a
+        snapshot of each host in rank order. The status of a host that did not answer is None. Call
+        it once for each request.
         """
         with self._state_changed:
             answers = self._statuses[ping_id]
@@ -220,16 +235,16 @@ class RemoteWorkerGroup:
         ]
 
     def abort_with_error(self, error: HostError) -> None:
-        """Another group that this one is tied to has failed: this one ends in the same way. Safe
-        to call twice.
+        """Make `error` the failure of this group, which then fails its calls and ends its hosts.
+        Return at once. Safe to call twice; the first error stays.
         """
         with self._state_changed:
             self._tied_group_failure = self._tied_group_failure or error
             self._state_changed.notify_all()
 
     def close(self) -> None:
-        """Tell all hosts to leave and wait for them; kill what stays and can be reached. Safe
-        to call twice.
+        """Tell all hosts to leave and wait for their end; kill hosts on this machine that do not
+        end in time. Pending calls fail. Safe to call twice.
         """
         with self._state_changed:
             is_first = not self._is_closing and self.failure is None
@@ -244,6 +259,9 @@ class RemoteWorkerGroup:
         self._reader.join(ABORT_GRACE_S)
 
     def _set_tied_groups(self, groups: Sequence[RemoteWorkerGroup]) -> None:
+        """Set the groups that fail together with this group, and pass on a failure that has
+        happened already.
+        """
         with self._state_changed:
             self._tied_groups = groups
             failure = self.failure
@@ -251,6 +269,7 @@ class RemoteWorkerGroup:
             self._abort_tied_groups(failure)
 
     def _abort_tied_groups(self, error: HostError) -> None:
+        """Abort all other tied groups with `error`."""
         for other in self._tied_groups:
             if other is not self:
                 other.abort_with_error(error)
@@ -258,7 +277,12 @@ class RemoteWorkerGroup:
     def _submit_call(
         self, method: str, make_rank_call: Callable[[int], RoleCall], combine_values: Finish
     ) -> Future[Any]:
-        """`make_rank_call`: rank -> its call."""
+        """Send the call that `make_rank_call` returns for a rank to each host, and return the
+        future of the combined result. The caller holds `_submit_lock`.
+
+        The future fails at once where the group has failed or is closed. Raise ValueError, with
+        nothing sent, for a call that cannot be encoded; any other error of sending ends the group.
+        """
         future: Future[Any] = Future()
         call_id = self._next_call_id
         with self._state_changed:
@@ -296,6 +320,9 @@ class RemoteWorkerGroup:
         return future
 
     def _add_pending_call(self, call_id: int, pending: _PendingCall) -> Future[Any]:
+        """Append the call to the pending calls, and set its deadline if no other call is pending.
+        Return the call's future.
+        """
         if not self._pending_calls:
             pending.deadline = time.monotonic() + pending.timeout_s
         self._pending_calls[call_id] = pending
@@ -303,11 +330,14 @@ class RemoteWorkerGroup:
         return pending.future
 
     def _notify_state_changed(self) -> None:
+        """Wake the threads that wait for a change of the group's state."""
         with self._state_changed:
             self._state_changed.notify_all()
 
     def _read_channels(self) -> None:
-        """A thread, until the channels of all hosts have ended."""
+        """Read the messages of all hosts, in a thread, until the channels of all hosts have ended.
+        Mark a host whose channel ends as closed.
+        """
         with selectors.DefaultSelector() as selector:
             for link in self._links:
                 selector.register(link.channel, selectors.EVENT_READ, link)
@@ -333,6 +363,7 @@ class RemoteWorkerGroup:
                             self._state_changed.notify_all()
 
     def _handle_message(self, link: HostLink, message: Any) -> None:
+        """Handle a host's reply, status or signal notice. Raise FrameError for another message."""
         if isinstance(message, RoleCallReply):
             self._handle_reply(link, message)
         elif isinstance(message, HostStatus):
@@ -345,6 +376,10 @@ class RemoteWorkerGroup:
             raise FrameError(f"a host sent a {type(message).__name__}.")
 
     def _handle_reply(self, link: HostLink, reply: RoleCallReply) -> None:
+        """Record a host's reply. When all ranks have replied without a failure, remove the call,
+        start the deadline of the next call and set the future; after a failure leave the call to
+        the monitoring thread.
+        """
         with self._state_changed:
             pending = self._pending_calls.get(reply.id)
             if pending is None:
@@ -378,8 +413,9 @@ class RemoteWorkerGroup:
             pending.future.set_result(result)
 
     def _monitor_hosts(self) -> None:
-        """A thread: turns lost hosts, failed calls and passed deadlines into the
-        failure of the group.
+        """Watch the group, in a thread, for lost hosts, failed calls and passed deadlines. The
+        first of them becomes the failure of the group: all calls fail, tied groups abort, and the
+        hosts are ended.
         """
         while True:
             with self._state_changed:
@@ -407,6 +443,9 @@ class RemoteWorkerGroup:
             return
 
     def _find_failure(self) -> HostError | None:
+        """Return the error of a tied group, of a lost host, or of a failed call, or None. A failed
+        call counts when all ranks have replied or FAILURE_GRACE_S has passed.
+        """
         if self._tied_group_failure is not None:
             return self._tied_group_failure
         head = next(iter(self._pending_calls.values()), None)
@@ -444,6 +483,7 @@ class RemoteWorkerGroup:
         return None
 
     def _find_late_call(self) -> _PendingCall | None:
+        """Return the first pending call if its deadline has passed, else None."""
         head = next(iter(self._pending_calls.values()), None)
         is_late = (
             head is not None and head.deadline is not None and time.monotonic() >= head.deadline
@@ -451,6 +491,9 @@ class RemoteWorkerGroup:
         return head if is_late else None
 
     def _seconds_to_next_event(self) -> float | None:
+        """Return the seconds until the next deadline or end of a grace period; None where there is
+        none.
+        """
         events = [p.deadline for p in self._pending_calls.values() if p.deadline is not None]
         events += [
             p.failed_at + FAILURE_GRACE_S
@@ -460,6 +503,7 @@ class RemoteWorkerGroup:
         return max(0.0, min(events) - time.monotonic()) if events else None
 
     def _fail_pending_calls(self, error: HostError) -> None:
+        """Remove all pending calls and set `error` on their futures."""
         with self._state_changed:
             left = list(self._pending_calls.values())
             self._pending_calls.clear()
@@ -467,6 +511,9 @@ class RemoteWorkerGroup:
             pending.future.set_exception(error)
 
     def _end_hosts(self, reason: str, grace_s: float) -> None:
+        """Tell the hosts to leave within `grace_s`, kill hosts on this machine that stay
+        KILL_AFTER_S longer, and close all channels.
+        """
         for link in self._links:
             if link.is_open:
                 with contextlib.suppress(ConnectionError):  # it is gone, or is killed below
@@ -494,16 +541,16 @@ class RemoteWorkerGroup:
 
 
 def tie_worker_groups(groups: Sequence[RemoteWorkerGroup]) -> None:
-    """Make groups one job: when one fails all fail with its error, and a report of what hosts do
-    names those of all.
+    """Tie the groups of one job together: when one group fails all groups fail with its error, and
+    a report of a hang names the hosts of all groups.
     """
     for group in groups:
         group._set_tied_groups(groups)
 
 
 def query_snapshots(groups: Sequence[RemoteWorkerGroup], timeout_s: float) -> list[HostSnapshot]:
-    """Ask the hosts of all groups what they are doing, and return what they answered
-    within `timeout_s`.
+    """Ask the hosts of all groups for their current work, and return the snapshots, group by group.
+    The status of a host that did not answer within `timeout_s` is None.
     """
     deadline = time.monotonic() + timeout_s
     pings = [group.send_status_requests() for group in groups]
@@ -515,4 +562,5 @@ def query_snapshots(groups: Sequence[RemoteWorkerGroup], timeout_s: float) -> li
 
 
 def _make_hang_error(header: str, host_lines: Sequence[str]) -> HostTimeoutError:
+    """Return the timeout error of a late call: the header, and the lines about the hosts."""
     return HostTimeoutError("\n".join([f"{header} The hosts:", *host_lines]))

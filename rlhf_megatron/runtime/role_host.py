@@ -27,12 +27,16 @@ class MainThreadActivity:
     """The work of the main thread, which writes it; the thread that answers pings reads it."""
 
     def __init__(self, rank_label: str) -> None:
+        """Watch the calling thread, which must be the main thread."""
         self.rank_label = rank_label
         self._thread_id = threading.get_ident()
         self._current_stage = ("", IDLE, time.monotonic())
 
     @contextmanager
     def enter_stage(self, method: str, stage: str) -> Iterator[None]:
+        """Record within the block that the main thread is in this stage of `method`; afterwards the
+        former stage begins again.
+        """
         before = self._current_stage
         self._current_stage = (method, stage, time.monotonic())
         try:
@@ -41,6 +45,9 @@ class MainThreadActivity:
             self._current_stage = (before[0], before[1], time.monotonic())
 
     def make_status(self, ping_id: int) -> HostStatus:
+        """Return the answer to a status request: method, stage, its seconds, the collective that
+        the main thread is in ("" for none), and the stacks.
+        """
         method, stage, since = self._current_stage
         frames = stacks.list_thread_frames(self._thread_id)
         collectives = [
@@ -62,17 +69,20 @@ class RoleHost:
     """Must be made and used on the thread that runs the collectives."""
 
     def __init__(self, pool: PoolMember, activity: MainThreadActivity) -> None:
+        """Keep the pool and the activity; `build_roles` makes the roles."""
         self.pool = pool
         self.activity = activity
         self._roles: Mapping[str, object] = {}
 
     def build_roles(self, build_roles: BuildRoles) -> None:
-        """Make the roles. All ranks of the pool must call it."""
+        """Call `build_roles` with the pool and keep the roles. All ranks of the pool must call it.
+        """
         with self.activity.enter_stage("", "building roles"):
             self._roles = build_roles(self.pool)
 
     def run_call(self, call: RoleCall) -> Any:
-        """Run one call and return its result: of a scattered call on the leader only,
+        """Run one call and return its result. A scattered call takes its shard from the replica's
+        leader, so all ranks of the replica must run it, and returns the result on the leader and
         None elsewhere.
         """
         function = self.find_method(call.method)
@@ -87,7 +97,9 @@ class RoleHost:
         return result if self.pool.is_leader else None
 
     def close_roles(self) -> None:
-        """Close the roles that can be closed. Errors are logged: the host ends anyway."""
+        """Close the roles that have a `close` method. Errors are only logged, since the host ends
+        anyway.
+        """
         for name, role in self._roles.items():
             if hasattr(role, "close"):
                 try:
@@ -97,7 +109,9 @@ class RoleHost:
         self._roles = {}
 
     def find_method(self, method: str) -> Callable[..., Any]:
-        """Return the method "role.name" of a role that stands here. Raises LookupError."""
+        """Return the method that "role.name" names, of a role on this rank. Raise LookupError where
+        there is no such role or public method.
+        """
         role, _, name = method.partition(".")
         if role not in self._roles:
             raise LookupError(

@@ -45,12 +45,14 @@ class RngWorker(Protocol):
     """A worker that keeps the random states of its ranks."""
 
     def save_rng(self, *, directory: Path) -> SaveResult:
-        """This rank's random states, as a part of a checkpoint.
-        What goes wrong is in the result.
+        """Write this rank's random states, as a part of a checkpoint. The returned result holds the
+        error of a failed write, which is not raised.
         """
 
     def load_rng(self, *, directory: Path) -> None:
-        """Undo `save_rng`. Raises ValueError."""
+        """Restore this rank's random states from a directory that `save_rng` wrote. Raise
+        ValueError.
+        """
 
 
 class HostWorker(RngWorker, Protocol):
@@ -67,35 +69,37 @@ class HostWorker(RngWorker, Protocol):
         transport: WeightTransport = "tensor",
         ranks_per_machine: int | None = None,
     ) -> SendReport:
-        """Send the actor's weights to all engines, as `deliver_weights` says. Every
-        rank takes part.
+        """Send the actor's weights to all engines, as `deliver_weights` describes. Every rank takes
+        part.
 
-        An engine that fails stands in the report and ends nothing here.
+        A failure of an engine is recorded in the report, and is not raised here.
         """
 
     def save_hf(self, *, directory: Path) -> None:
-        """Write the actor in Hugging Face layout, with configuration and tokenizer of the
-        model that it was.
+        """Write the actor in Hugging Face layout, with the configuration and the tokenizer files of
+        the model directory.
         """
 
     def refresh_reference(self) -> None:
-        """Make the reference the actor as it is now (after a warm-up)."""
+        """Copy the actor's present weights into the reference (after a warm-up), if there is a
+        reference.
+        """
 
     def save_reference(self, *, directory: Path) -> SaveResult:
-        """Write the reference in Hugging Face layout, as a part of a checkpoint. What goes wrong is
-        in the result.
+        """Write the reference in Hugging Face layout, as a part of a checkpoint. The returned
+        result holds the error of a failed write, which is not raised.
         """
 
     def load_reference(self, *, directory: Path) -> None:
-        """Undo `save_reference`."""
+        """Load the reference's weights from a directory that `save_reference` wrote."""
 
 
 class CriticWorker(ValueWorker, RngWorker, Protocol):
     """The critic, and how it is written."""
 
     def save_hf(self, *, directory: Path) -> None:
-        """Write its weights in Hugging Face layout, as a token classifier of one label.
-        critic.path can name it.
+        """Write the critic's weights in Hugging Face layout, as a token classifier of one label.
+        critic.path can name the directory.
         """
 
 
@@ -107,11 +111,13 @@ class ScatteredMethod(Generic[Batch, Arguments, Result]):
     def __init__(
         self, method: Callable[Concatenate[Any, Batch, ReplicaPlan, Arguments], Result | None]
     ) -> None:
+        """Take the worker's method, of which only the name and the types are used."""
         self._method_name = method.__name__
 
     def __get__(
         self, proxy: RoleProxy, _: type
     ) -> Callable[Concatenate[Batch, int, Arguments], Future[Result]]:
+        """Return the call (batch, token budget, **arguments) -> future, bound to the proxy."""
         return partial(proxy._scatter_call, self._method_name)
 
 
@@ -121,9 +127,11 @@ class BroadcastMethod(Generic[Arguments, Result]):
     """
 
     def __init__(self, method: Callable[Concatenate[Any, Arguments], Result]) -> None:
+        """Take the worker's method, of which only the name and the types are used."""
         self._method_name = method.__name__
 
     def __get__(self, proxy: RoleProxy, _: type) -> Callable[Arguments, Future[list[Result]]]:
+        """Return the call (**arguments) -> future of one result a rank, bound to the proxy."""
         return partial(proxy._broadcast_call, self._method_name)
 
 
@@ -139,23 +147,29 @@ class RoleProxy:
     """
 
     def __init__(self, group: WorkerGroup, role: str, on_call: Watch | None = None) -> None:
+        """Make the proxy of `role`, whose calls go through `group`. `on_call` is called for every
+        call when the call is made.
+        """
         self.role = role
         self._group = group
         self._on_call = on_call
 
     @property
     def pool_name(self) -> str:
-        """The name of the pool whose ranks have the role."""
+        """Return the name of the pool whose ranks have the role."""
         return find_pool_of_role(list(self._group.layouts), self.role)
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of that pool."""
+        """Return the parallel layout of the role's pool."""
         return self._group.layouts[self.pool_name]
 
     def _scatter_call(
         self, method_name: str, batch: TokenBatch, token_budget: int, **arguments: Any
     ) -> Future[Any]:
+        """Scatter the call over the replicas of the role's pool, report the call to `on_call`, and
+        return the future of the joined result.
+        """
         method = f"{self.role}.{method_name}"
         start = time.monotonic()
         future = self._group.scatter_call(method, batch, token_budget=token_budget, **arguments)
@@ -171,6 +185,9 @@ class RoleProxy:
         return future
 
     def _broadcast_call(self, method_name: str, **arguments: Any) -> Future[list[Any]]:
+        """Call the method on every rank of the role's pool, report the call to `on_call`, and
+        return the future of the results in rank order.
+        """
         method = f"{self.role}.{method_name}"
         start = time.monotonic()
         future = self._group.broadcast_call(method, **arguments)
@@ -255,11 +272,13 @@ class RoleProxies:
         self.host = HostProxy(group, "host", on_call)
 
     def list_trained_proxies(self, has_critic: bool) -> list[TrainedProxy]:
-        """Return the roles that are trained."""
+        """Return the proxies of the models that are trained: the actor, and the critic where
+        `has_critic`.
+        """
         return [self.actor, self.critic] if has_critic else [self.actor]
 
     def map_proxies_by_pool(self) -> dict[str, TrainedProxy | RewardModelProxy | ReferenceProxy]:
-        """Return, by pool, the role that it is named after."""
+        """Return, by the name of each pool, the proxy of the role after which the pool is named."""
         by_name = {
             role.role: role for role in (self.actor, self.critic, self.reward_model, self.reference)
         }

@@ -81,6 +81,7 @@ class RouteStoreClient:
     """
 
     def __init__(self, secret: bytes) -> None:
+        """Hold the run's secret; connections are made when they are needed."""
         self.secret = secret
         self._lock = threading.Lock()
         self._channels: dict[str, message_channel.MessageChannel] = {}
@@ -96,7 +97,10 @@ class RouteStoreClient:
         layers_by_count: Mapping[int, ExpertIds],
         top_k: int,
     ) -> SelectedRoutes:
-        """Raises ValueError where the store does not answer, or has no such file."""
+        """Return the routes of these token positions and layers from a file of the store at
+        `address`. `layers_by_count` gives the layers to take, by the number of layers that the file
+        may have. Raise ValueError where the store does not answer or does not have the file.
+        """
         layers = tuple(torch.from_numpy(wanted) for wanted in layers_by_count.values())
         wanted = RouteRequest(
             path, torch.from_numpy(positions.astype("int32")), tuple(layers_by_count), layers, top_k
@@ -115,6 +119,9 @@ class RouteStoreClient:
         return SelectedRoutes(found.num_tokens, found.ids.numpy(), num_fetched=found.ids.nbytes)
 
     def has_intact_routes(self, address: str, paths: Sequence[str]) -> bool:
+        """Return whether the store at `address` has all files, undamaged. A store that does not
+        answer counts as lost, and is not asked again if that took time.
+        """
         if not self._lost_stores.get(address, True):
             return False
         try:
@@ -132,6 +139,9 @@ class RouteStoreClient:
             return False
 
     def remove_route_files(self, address: str, paths: Sequence[str], is_step_trained: bool) -> None:
+        """Remove the files at the store. With `is_step_trained` the store also removes files of a
+        former process that no one has asked for. A store that does not answer is ignored.
+        """
         with contextlib.suppress(OSError):  # its machine is gone, and they with it
             self._send_request(
                 address,
@@ -139,6 +149,7 @@ class RouteStoreClient:
             )
 
     def measure_storage(self, address: str) -> RouteStorageUsage:
+        """Return the size of the store's files; an empty usage where the store does not answer."""
         try:
             found = self._send_request(address, HELD)
         except OSError:  # its machine is gone, and what it had with it, or its process hangs
@@ -147,7 +158,10 @@ class RouteStoreClient:
         return found
 
     def _send_request(self, address: str, message: object) -> object:
-        """Raises OSError, also where no answer comes in time."""
+        """Send a message to the store at `address` and return its answer. Connect where there is no
+        connection, or where the present one fails. Raise OSError, also where no answer comes in
+        time.
+        """
         with self._lock:
             known = self._channels.get(address)
             if known is not None:
@@ -167,8 +181,8 @@ class RouteStoreClient:
 
     @staticmethod
     def _exchange_message(connection: message_channel.MessageChannel, message: object) -> object:
-        """What fails ends the connection: a late answer must not be taken for that to
-        the next message.
+        """Send a message and return the answer. Close the connection after an error, so that a late
+        answer is not taken for the answer to the next message.
         """
         try:
             connection.send(message)
@@ -179,12 +193,12 @@ class RouteStoreClient:
 
 
 def enable_route_stores(secret: bytes) -> None:
-    """Let this process of a run read handles of other machines."""
+    """Let this process of a run read routes from the stores of other machines."""
     expert_route_files.remote_route_stores = RouteStoreClient(secret)
 
 
 def get_run_secret() -> bytes:
-    """Return the secret that `enable_route_stores` was given."""
+    """Return the secret that `enable_route_stores` was given in this process."""
     assert isinstance(expert_route_files.remote_route_stores, RouteStoreClient), (
         "this process is of no run"
     )
@@ -192,7 +206,9 @@ def get_run_secret() -> bytes:
 
 
 def start_route_store(run_dir: Path, machine_address: str) -> RouteStoreProcess:
-    """Start the store of this machine, after `enable_route_stores`."""
+    """Start the store of this machine for the run's routes and return its process.
+    `enable_route_stores` must come first.
+    """
     return RouteStoreProcess((run_dir / "routes").absolute(), machine_address, get_run_secret())
 
 
@@ -203,8 +219,9 @@ class RouteStoreProcess:
     """The store of this machine, as a child of this process. It ends with it, or with `close`."""
 
     def __init__(self, directory: Path, machine_address: str, secret: bytes) -> None:
-        """`machine_address`: the address of this machine, as others reach it. Processes that this
-        one starts, and itself, write handles of the store from now on.
+        """Start the store as a child process and wait until it listens on `machine_address`, at
+        which other machines reach this one. Set the address in os.environ, so that this process and
+        its later children write handles of the store. Raise OSError where the store does not start.
         """
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", MODULE, str(directory), machine_address, str(os.getpid())]
@@ -220,7 +237,9 @@ class RouteStoreProcess:
         self.address = os.environ[expert_route_files.STORE_ENV] = address
 
     def close(self) -> None:
-        """Safe to call twice. The files stay."""
+        """Kill the store and remove its address from os.environ. The files stay. Safe to call
+        twice.
+        """
         os.environ.pop(expert_route_files.STORE_ENV, None)
         self._process.kill()
         self._process.wait()
@@ -232,11 +251,15 @@ class _StoredRouteFiles:
     """
 
     def __init__(self, directory: Path) -> None:
+        """Remember the files that are in the directory already, which no one has asked for yet."""
         self._directory = directory
         self._lock = threading.Lock()
         self._unclaimed_paths = {str(path) for path in directory.glob("*.npy")}
 
     def answer_request(self, message: object) -> object:
+        """Return the answer to a client's message: selected routes, the storage used, or for a
+        RouteFilesRequest a bool, after the removal of its files if it asks for that.
+        """
         if isinstance(message, RouteRequest):
             return self._select_routes(message)
         if message == HELD:
@@ -259,6 +282,7 @@ class _StoredRouteFiles:
         return True
 
     def _select_routes(self, request: RouteRequest) -> RouteReply:
+        """Return the selected routes, or the problem of the file as text."""
         layers_of = {
             n: layers.numpy() for n, layers in zip(request.num_layers, request.layers, strict=True)
         }
@@ -274,15 +298,15 @@ class _StoredRouteFiles:
         return RouteReply(found.num_tokens, torch.from_numpy(found.ids))
 
     def _resolve_path(self, name: str) -> str:
-        """Return the path of a file of this directory, whatever folders `name` has: nothing else is
-        read or removed.
+        """Return the path of the file in this directory, without the folders of `name`: no other
+        file is read or removed.
         """
         return str(self._directory / Path(name).name)
 
 
 def _open_store_listener(port_file: Path, machine_address: str) -> socket.socket:
-    """Listen on the port that the former store of this machine had, where that is free,
-    else on another.
+    """Listen on the port in `port_file`, which the former store of this machine had, if the port is
+    free, else on another port.
     """
     with contextlib.suppress(OSError, ValueError):
         port = int(port_file.read_text())
@@ -292,7 +316,10 @@ def _open_store_listener(port_file: Path, machine_address: str) -> socket.socket
 
 
 def main(directory: Path, machine_address: str, parent_pid: int) -> None:
-    """Serve until the process that started this one ends."""
+    """Serve the routes in `directory` until the process `parent_pid`, which started this one, ends.
+    Read the secret from stdin, and write the store's address to stdout and its port to a file
+    beside the directory.
+    """
     die_with_parent(9, parent_pid)
     secret = sys.stdin.buffer.readline().strip()
     port_file = directory.parent / f"{directory.name}.{machine_address}.port"
@@ -314,6 +341,7 @@ def main(directory: Path, machine_address: str, parent_pid: int) -> None:
 def _serve_connection(
     connection: socket.socket, secret: bytes, route_files: _StoredRouteFiles
 ) -> None:
+    """Authenticate a client and answer its requests until the client ends."""
     with contextlib.suppress(OSError, EOFError):  # who asks has ended, or does not hold the secret
         asked = message_channel.accept_channel(connection, secret, CONNECT_S)
         while True:

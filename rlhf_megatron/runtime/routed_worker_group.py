@@ -32,34 +32,35 @@ class RoutedWorkerGroup:
     """
 
     def __init__(self, groups: Mapping[str, RemoteWorkerGroup]) -> None:
+        """Tie the groups of the pools together. `groups` has the actor's pool first."""
         self._groups = dict(groups)
         tie_worker_groups(list(self._groups.values()))
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the first pool, the actor's."""
+        """Return the layout of the first pool, the actor's."""
         return next(iter(self._groups.values())).layout
 
     @property
     def layouts(self) -> Mapping[str, ParallelLayout]:
-        """The layouts, by pool of ranks."""
+        """Return the layouts by the name of the pool, without the pool of keepers."""
         return {name: group.layout for name, group in self._groups.items() if name != ENGINES}
 
     @property
     def controller_address(self) -> str:
-        """See `RemoteWorkerGroup`."""
+        """Return the address of the controller's machine that the hosts reach."""
         return next(iter(self._groups.values())).controller_address
 
     @property
     def failure(self) -> HostError | None:
-        """The error that ended the job; None while all is well."""
+        """Return the error that ended the job, or None while all pools run."""
         return next(
             (group.failure for group in self._groups.values() if group.failure is not None), None
         )
 
     def wait_until_built(self) -> None:
-        """Returns when the roles of all pools stand. Raises
-        as `RemoteWorkerGroup.wait_until_built`.
+        """Wait until all ranks of all pools have built their roles. Raise the errors that
+        `RemoteWorkerGroup.wait_until_built` raises.
         """
         for group in self._groups.values():
             group.wait_until_built()
@@ -67,18 +68,18 @@ class RoutedWorkerGroup:
     def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
-        """See `WorkerGroup`."""
+        """Scatter the call in the role's pool; see `WorkerGroup.scatter_call`."""
         return self._find_group(method).scatter_call(
             method, batch, token_budget=token_budget, **arguments
         )
 
     def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        """See `WorkerGroup`: every rank of the role's pool."""
+        """Make the call on every rank of the role's pool; see `WorkerGroup.broadcast_call`."""
         return self._find_group(method).broadcast_call(method, **arguments)
 
     def query_statuses(self, timeout_s: float = STATUS_TIMEOUT_S) -> dict[str, HostStatus | None]:
-        """Ask each host of all pools what it is doing, by coordinates; None where it did not answer
-        within `timeout_s`.
+        """Ask each host of all pools for its current work, and return the statuses by rank label. A
+        host that did not answer within `timeout_s` has None.
         """
         return {
             view.rank_label: view.status
@@ -86,24 +87,25 @@ class RoutedWorkerGroup:
         }
 
     def describe_hosts(self) -> list[str]:
-        """See `WorkerGroup`: all pools."""
+        """Describe the hosts of all pools; see `WorkerGroup.describe_hosts`."""
         return describe_hosts(query_snapshots(list(self._groups.values()), STATUS_TIMEOUT_S))
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:
-        """See `WorkerGroup`."""
+        """Set the function that makes the error of a late call, in all pools."""
         for group in self._groups.values():
             group.set_hang_describer(describe_hang)
 
     def abort_with_error(self, error: HostError) -> None:
-        """See `WorkerGroup`."""
+        """End all pools with `error`; see `WorkerGroup.abort_with_error`."""
         for group in self._groups.values():
             group.abort_with_error(error)
 
     def close(self) -> None:
-        """End all hosts, those of the pools at the same time. Safe to call twice."""
+        """End the hosts of all pools at the same time. Safe to call twice."""
         with ThreadPoolExecutor(len(self._groups)) as threads:
             for done in [threads.submit(group.close) for group in self._groups.values()]:
                 done.result()
 
     def _find_group(self, method: str) -> RemoteWorkerGroup:
+        """Return the group of the pool that has the role of "role.method"."""
         return self._groups[find_pool_of_role(list(self._groups), method.partition(".")[0])]

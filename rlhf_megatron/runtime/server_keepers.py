@@ -50,25 +50,27 @@ class CallHandle(Protocol):
 
     @property
     def is_done(self) -> bool:
-        """True also when its process has ended."""
+        """Return whether the call has an answer, or has failed because the process ended."""
 
     def wait_for_result(self, timeout_s: float) -> Any:
-        """Raises as `RemoteHandle.call`."""
+        """Wait for the call's result and return the result. Raise the errors that
+        `RemoteHandle.call_method` raises.
+        """
 
 
 class RemoteHandle(Protocol):
     """A `ServerKeeper` somewhere. Thread-safe."""
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call the method there and return its result. Raises what it raises there,
-        ProcessLostError and LateAnswerError.
+        """Call the method in the other process and return its result. Raise the exception that the
+        method raises there, RemoteProcessLostError, or LateAnswerError after `timeout_s`.
         """
 
     def submit_call(self, method: str, *arguments: Any) -> CallHandle:
-        """Make the same call without waiting for its answer."""
+        """Make the same call without waiting, and return a handle of the answer."""
 
     def kill(self) -> None:
-        """End what is left of the server. Safe to call twice."""
+        """Kill the keeper and the rest of its server. Safe to call twice."""
 
 
 @codec.register("Report")
@@ -100,9 +102,12 @@ class ServerKeeper:
         is_restart: bool,
         timeout_s: float,
     ) -> str:
-        """Start the server, and wait in a thread until it is healthy; `report` says what came of
-        it. `find_seat` may raise EngineError. `is_restart`: the log of the former one is kept under
-        a number. Returns `ServerLaunch.meets_at`.
+        """Start the server, and wait in a thread until it is healthy; `report` tells the outcome,
+        also the error of a failed start. Return the launch's rendezvous address, or "" where the
+        start failed.
+
+        `find_seat` may raise EngineError. With `is_restart` the log of the former server is kept
+        under a number. `timeout_s` limits the time until the server is healthy.
         """
         assert self._launch is None, "a keeper starts one server"
         if is_restart:
@@ -127,6 +132,9 @@ class ServerKeeper:
         return launch.get_rendezvous_address()
 
     def report(self) -> ServerReport:
+        """Return the state of the server: process number, exit code, end of the log, and the
+        address or the error.
+        """
         process = self.server_process
         found = self._report
         if process is None:
@@ -137,27 +145,33 @@ class ServerKeeper:
 
     @property
     def server_process(self) -> ServerProcessHandle | None:
-        """The server's process; None before it was started."""
+        """Return the server's process, or None before the server was started."""
         return None if self._launch is None else self._launch.process
 
     def send_signal(self, signal_number: int) -> None:
-        """Send a signal to the server's process group."""
+        """Send a signal to the server's process group, if the server was started."""
         if self.server_process is not None:
             self.server_process.send_signal(signal_number)
 
     def request_stop(self) -> None:
+        """Ask the server to stop, without waiting, if the server was started."""
         if self.server_process is not None:
             self.server_process.request_stop()
 
     def stop(self) -> None:
+        """Stop the server and wait until it has ended, if the server was started."""
         if self.server_process is not None:
             self.server_process.stop()
 
     def kill(self) -> None:
+        """Kill the server, if the server was started."""
         if self.server_process is not None:
             self.server_process.kill()
 
     def _wait_until_healthy(self, launch: ServerLaunch, deadline: float) -> None:
+        """Wait, in a thread, until the server is healthy or `deadline` has passed, and record the
+        address or the error in the report.
+        """
         try:
             drivers = "" if self.driver_gate is None else self.driver_gate.address
             self._report = ServerReport(
@@ -176,7 +190,9 @@ class RemoteServerProcess:
     """
 
     def __init__(self, name: str, log: Path, keeper: RemoteHandle, start_call: CallHandle) -> None:
-        """`start_call`: the call that starts the server."""
+        """Keep the handle of a server whose keeper is already called. `start_call` is the call that
+        starts the server.
+        """
         self.name = name
         self.log = log
         self._keeper = keeper
@@ -188,13 +204,17 @@ class RemoteServerProcess:
 
     @property
     def pid(self) -> int:
-        """The process number on its machine; 0 where that is not known."""
+        """Fetch a report and return the server's process number on its machine, or 0 where the
+        number is not known.
+        """
         self.fetch_report()
         return self._last_report.pid or 0
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; that of SIGKILL where the keeper has ended, and with it the server."""
+        """Return the server's exit code, or None while the server runs. Fetch a report for it. A
+        server whose keeper has ended counts as killed by SIGKILL.
+        """
         if self._exit_code is None:
             report = self.fetch_report()
             if report is not None:
@@ -203,11 +223,13 @@ class RemoteServerProcess:
 
     @property
     def last_pid(self) -> int | None:
-        """The process number of the last report."""
+        """Return the process number in the last report, without fetching a new report."""
         return self._last_report.pid
 
     def raise_start_error(self) -> None:
-        """Raises EngineError where the server could not be started at all."""
+        """Raise EngineError if the call that starts the server has raised on the keeper. A lost
+        keeper raises nothing here; `fetch_report` finds it.
+        """
         if self._start_call.is_done:
             try:
                 self._start_call.wait_for_result(CALL_S)
@@ -219,14 +241,19 @@ class RemoteServerProcess:
                 ) from error
 
     def wait_for_rendezvous_address(self, timeout_s: float) -> str:
-        """Return what `ServerKeeper.begin` did. Raises EngineError."""
+        """Wait until the keeper has started the server, and return the rendezvous address that
+        `ServerKeeper.start_server` returned. Raise EngineError where the keeper is lost or late.
+        """
         try:
             return str(self._start_call.wait_for_result(timeout_s))
         except (RemoteProcessLostError, LateAnswerError) as error:
             raise EngineError(f"{self.name} could not be started: {error}") from error
 
     def fetch_report(self) -> ServerReport | None:
-        """Ask the keeper; None where it is not there yet, is gone, or does not answer in time."""
+        """Return a new report from the keeper, or None where the keeper is not there yet, has
+        ended, or does not answer in CALL_S. Record a keeper that has ended in `loss_reason` and the
+        exit code.
+        """
         if self._loss_reason or self._is_stopped:
             return None
         try:
@@ -243,10 +270,13 @@ class RemoteServerProcess:
 
     @property
     def loss_reason(self) -> str:
-        """How its keeper ended; empty while it has not been found so."""
+        """Return how the keeper ended, or "" while no call has found the keeper lost."""
         return self._loss_reason
 
     def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """Fetch a report and return the last lines of the server's log, with a line about the
+        keeper's end where the keeper is lost.
+        """
         self.fetch_report()
         lines = self._last_report.tail.splitlines()
         if self._loss_reason:
@@ -254,23 +284,33 @@ class RemoteServerProcess:
         return "\n".join(lines[-num_lines:])
 
     def send_signal(self, signal_number: int) -> None:
+        """Send a signal to the server's process group. Raise RemoteProcessLostError or
+        LateAnswerError where the keeper does not answer.
+        """
         self._keeper.call_method("send_signal", signal_number, timeout_s=CALL_S)
 
     def request_stop(self) -> None:
+        """Ask the server to stop, without waiting. Do nothing where the server or its keeper has
+        ended.
+        """
         if not self._loss_reason and not self._is_stopped:
             self._keeper.submit_call("request_stop")
 
     def stop(self) -> None:
+        """Stop the server within STOP_S, then kill its keeper."""
         self._end_server_and_keeper("stop", STOP_S)
 
     def kill(self) -> None:
+        """Kill the server, then its keeper."""
         self._end_server_and_keeper("kill", CALL_S)
 
     def archive_log(self) -> None:
-        """The keeper of the next server does, on its machine."""
+        """Do nothing: the keeper of the next server archives the log on its machine."""
 
     def _end_server_and_keeper(self, method: str, timeout_s: float) -> None:
-        """The server, then its keeper; what is left of the server ends with it."""
+        """Call `method` ("stop" or "kill") of the keeper, then kill the keeper, with which the rest
+        of the server ends. Raise nothing where the keeper is lost.
+        """
         if not self._loss_reason and not self._is_stopped:
             with contextlib.suppress(RemoteProcessLostError, LateAnswerError):
                 self._keeper.call_method(method, timeout_s=timeout_s)
@@ -303,6 +343,7 @@ class RemoteLaunch:
 
     @property
     def rendezvous_address(self) -> str:
+        """Return the rendezvous address that the wrapped launch was given."""
         return self.launch.rendezvous_address
 
     @rendezvous_address.setter
@@ -310,6 +351,7 @@ class RemoteLaunch:
         self.launch.rendezvous_address = address
 
     def get_rendezvous_address(self) -> str:
+        """Return "": this launch has no rendezvous address of its own."""
         return ""
 
 
@@ -327,11 +369,12 @@ class KeeperLaunch(RemoteLaunch):
     previous_pid: int | None = None  # of the server before this one
 
     def take_seat(self, seat: object) -> None:
+        """Raise AssertionError: the keeper assigns the seat on its machine."""
         raise AssertionError("its keeper gives it a seat")
 
     def start(self) -> None:
-        """Returns before the server runs. Raises EngineError where its keeper
-        cannot be told where.
+        """Call a new keeper that starts the server, and return before the server runs. Raise
+        EngineError where the keeper cannot be called.
         """
         self.previous_pid = None if self.process is None else self.process.last_pid
         try:
@@ -343,12 +386,17 @@ class KeeperLaunch(RemoteLaunch):
         self.num_starts += 1
 
     def get_rendezvous_address(self) -> str:
-        """Waits until its keeper has begun. Raises EngineError."""
+        """Wait until the keeper has started the server, for keeper_start_timeout_s at most, and
+        return the server's rendezvous address. Raise EngineError where the keeper is lost or late.
+        """
         assert self.process is not None, "it comes after start"
         return self.process.wait_for_rendezvous_address(self.keeper_start_timeout_s)
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Until the server is healthy. Raises EngineError."""
+        """Wait until the server is healthy and return its address. Raise EngineError where the
+        server or its keeper fails, EngineTimeoutError at `deadline` (of time.monotonic). Call
+        `progress` about once a second.
+        """
         assert self.process is not None, "wait comes after start"
         start = reported = time.monotonic()
         while True:

@@ -49,6 +49,12 @@ class ControllerStopHandler:
     def __init__(
         self, stop_request: StopRequest, grace_s: float, parent_pid: int | None = None
     ) -> None:
+        """Keep what signals act on. The loop reads `stop_request`; `grace_s` seconds after the
+        first signal the run is ended where it is.
+
+        `parent_pid` is the host process that started this controller; None for an inline run, which
+        counts as begun.
+        """
         self.is_startup = parent_pid is not None  # nothing to save yet: the first signal ends it
         self.has_begun = (
             parent_pid is None
@@ -66,13 +72,16 @@ class ControllerStopHandler:
         self._get_failure: Callable[[], Exception | None] = lambda: None
 
     def set_failure_source(self, source: FailureSource) -> None:
-        """Raise what ended the hosts, which says more, in place of the signal that came with it."""
+        """Raise `source.failure`, if there is a failure, in place of the SystemExit of a signal:
+        the failure of the hosts tells more.
+        """
         self._get_failure = lambda: source.failure
 
     @contextmanager
     def install_handlers(self) -> Iterator[None]:
-        """Signals go here while it lasts. On the main thread. Then a controller with a parent is
-        about to exit, and keeps its exit code whatever comes.
+        """Handle SIGNALS within the block. Must be entered on the main thread. Afterwards restore
+        the former handlers; a controller with a parent is about to exit, and ignores the signals to
+        keep its exit code.
         """
         before = {number: signal.signal(number, self._handle_signal) for number in SIGNALS}
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
@@ -90,7 +99,10 @@ class ControllerStopHandler:
                     signal.signal(number, handler if self._parent_pid is None else signal.SIG_IGN)
 
     def handle_host_notice(self, rank_label: str, notice: HostSignalNotice) -> None:
-        """Take a host's message, on any thread."""
+        """Stop the run for a signal that a host got: interrupt the main thread at once where the
+        notice is urgent or the run has not started, else request an orderly stop. Any thread may
+        call it.
+        """
         number = signal.Signals[notice.signal]
         if notice.is_urgent or self.is_startup:
             self._interrupt_main_thread(number)
@@ -98,6 +110,10 @@ class ControllerStopHandler:
             self._request_stop(f"{number.name} to {rank_label}", number)
 
     def _handle_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        """Request an orderly stop for the first signal. For a second signal, during the start, or
+        where the parent process has ended, raise the hosts' failure or SystemExit. Runs on the main
+        thread.
+        """
         is_orphan = self._parent_pid is not None and os.getppid() != self._parent_pid
         now = time.monotonic()
         last = self._last_signal_at
@@ -110,6 +126,9 @@ class ControllerStopHandler:
         self._request_stop(f"{signal.Signals(signal_number).name} to the controller", signal_number)
 
     def _request_stop(self, reason: str, signal_number: int) -> None:
+        """Record the stop in the StopRequest, and start the timers that announce the stop and that
+        interrupt the main thread after `grace_s`. Do nothing where a stop is requested already.
+        """
         # No lock: the handler runs on the main thread between any two of its instructions.
         if self._stop_request.is_requested:
             return
@@ -124,6 +143,7 @@ class ControllerStopHandler:
             timer.start()
 
     def _announce_stop(self, reason: str) -> None:
+        """Write to stderr that the run stops, unless the hosts have failed."""
         if (
             self._get_failure() is None
         ):  # else torchrun tells the ranks that are left, and the controller with rank 0, to end
@@ -133,7 +153,9 @@ class ControllerStopHandler:
             )
 
     def _interrupt_main_thread(self, signal_number: int) -> None:
-        """Interrupt the main thread wherever it is, from another thread."""
+        """Send the signal to the main thread, from another thread, so that the main thread raises
+        wherever it is; the process exits after CLEANUP_S. Only the first call has an effect.
+        """
         with self._lock:
             if self._is_interrupted or self._is_uninstalled:
                 return
@@ -145,6 +167,9 @@ class ControllerStopHandler:
             signal.pthread_kill(self._main_thread_id, signal_number)
 
     def _raise_failure_or_exit(self, signal_number: int, wait_s: float) -> None:
+        """Raise the hosts' failure, if there is one within `wait_s` seconds, else SystemExit with
+        the exit code of the signal. Ignore further signals, and end the process after CLEANUP_S.
+        """
         for other in SIGNALS:
             signal.signal(other, signal.SIG_IGN)
         _schedule_exit(CLEANUP_S, self._choose_exit_code(signal_number))
@@ -158,11 +183,14 @@ class ControllerStopHandler:
         raise SystemExit(self._choose_exit_code(signal_number))
 
     def _choose_exit_code(self, signal_number: int) -> int:
+        """Return 128 + signal number once the run has begun, before that the exit code of a start
+        that was interrupted.
+        """
         return 128 + signal_number if self.has_begun else get_startup_exit_code(signal_number)
 
 
 class HostStopHandler:
-    """A host's side: `handle_signal` is called in a thread of its own (`processes.on_signals`),
+    """A host's side: `handle_signal` is called in a thread of its own (`process_control.handle_signals_in_thread`),
     once for each signal.
 
     `controller`: the process that this host has started, on rank 0.
@@ -171,6 +199,9 @@ class HostStopHandler:
     def __init__(
         self, grace_s: float, controller_process: subprocess.Popen[bytes] | None = None
     ) -> None:
+        """Keep what signals act on. `grace_s` is the time in seconds that the controller may take
+        to end the run. `controller_process` is the controller that this host started, on rank 0.
+        """
         self.send_notice: Callable[[HostSignalNotice], None] | None = (
             None  # to the controller; None until registered
         )
@@ -182,6 +213,10 @@ class HostStopHandler:
         self._is_urgent = False
 
     def handle_signal(self, signal_number: int) -> None:
+        """Send the controller a notice of the first signal, and an urgent notice of a signal more
+        than REPEAT_S later or where the parent has ended. Without a channel to the controller end
+        this process.
+        """
         now = time.monotonic()
         is_orphan = os.getppid() != self._parent_pid
         # The controller reads what hosts say when all have come: until then only a signal of its
@@ -205,6 +240,9 @@ class HostStopHandler:
             )
 
     def _notify_controller(self, signal_number: int, is_urgent: bool, exit_after_s: float) -> None:
+        """Send the notice to the controller, and end this process after `exit_after_s` seconds
+        where the controller has not ended it by then.
+        """
         timer = threading.Timer(exit_after_s, self._exit_unserved, (signal_number,))
         timer.daemon = True
         timer.start()
@@ -215,7 +253,9 @@ class HostStopHandler:
             self.send_notice(HostSignalNotice(signal.Signals(signal_number).name, is_urgent))
 
     def _exit_at_startup(self, signal_number: int) -> None:
-        """Nobody waits for this host yet, and there is nothing to save."""
+        """Pass the signal to the controller that this host started, wait for its end, and end this
+        process. No process waits for this host yet, and there is nothing to save.
+        """
         if self._controller_process is not None:
             self._controller_process.send_signal(signal_number)
             try:
@@ -230,7 +270,9 @@ class HostStopHandler:
         os._exit(get_startup_exit_code(signal_number))
 
     def _exit_unserved(self, signal_number: int) -> None:
-        """The controller has not ended this host in time."""
+        """Kill the controller that this host started and end this process, because the controller
+        has not ended this host in time.
+        """
         if self._controller_process is not None:
             self._controller_process.kill()
             time.sleep(
@@ -240,6 +282,7 @@ class HostStopHandler:
 
 
 def _schedule_exit(delay_s: float, exit_code: int) -> None:
+    """Start a daemon timer that ends this process with `exit_code` after `delay_s` seconds."""
     timer = threading.Timer(delay_s, os._exit, (exit_code,))
     timer.daemon = True
     timer.start()

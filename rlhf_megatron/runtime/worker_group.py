@@ -22,38 +22,40 @@ class WorkerGroup(Protocol):
 
     @property
     def layout(self) -> ParallelLayout:
-        """The layout of the actor's pool."""
+        """Return the layout of the actor's pool."""
 
     @property
     def layouts(self) -> Mapping[str, ParallelLayout]:
-        """The layouts by pool: "actor" and, where the critic has ranks of its own, "critic"."""
+        """Return the layouts by the name of the pool: "actor" and, where these roles have ranks of
+        their own, "critic", "reward_model" and "reference".
+        """
 
     def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
-        """Split `batch` by data-parallel replica (balanced), call everywhere, and put the results
-        together in order.
+        """Split `batch` evenly over the data-parallel replicas, call the method on all ranks, and
+        join the results.
 
-        `token_budget`: tokens of a micro-batch. The method gets its shard as `batch` and its
-        ReplicaPlan as `plan`. A result that is a TokenBatch comes back as one batch in the order of
-        `batch`; an UpdateResult as their sum.
+        `token_budget` is the number of tokens in a micro-batch. The method gets its shard as
+        `batch` and its ReplicaPlan as `plan`. TokenColumns come back in the order of `batch`; an
+        UpdateResult comes back as the sum over the replicas.
         """
 
     def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        """Make the same call on every rank of the role's pool ("host": the actor's). One result a
-        rank, in order.
+        """Make the same call on every rank of the role's pool ("host": the actor's pool). The
+        future gets one result a rank, in rank order.
         """
 
     def describe_hosts(self) -> list[str]:
-        """Say what each host is doing, for a person, by rank; [] where there is none beside this
-        process. Takes seconds.
+        """Return lines that describe for a person the current work of each host, by rank; [] where
+        this process is the only host. Takes seconds.
         """
 
     def set_hang_describer(self, describe_hang: DescribeHang) -> None:
-        """Set what makes the error of a call that is late, from now on."""
+        """Set the function that makes the error of a late call, from now on."""
 
     def abort_with_error(self, error: HostError) -> None:
-        """Hosts are ended; all pending and later calls fail with `error`. Returns at once."""
+        """End the hosts; all pending and later calls fail with `error`. Return at once."""
 
     def close(self) -> None:
         """End all hosts. Safe to call twice."""

@@ -23,6 +23,9 @@ class AddressBoundStore(TCPStore):
         timeout: timedelta = timedelta(minutes=5),  # torch's own
         **options: Any,
     ) -> None:
+        """Start or join the store as TCPStore does; a master listens on `host_name` only. Port 0
+        takes a free port.
+        """
         if is_master and options.get("master_listen_fd") is None:
             try:
                 listener = listen_on_address(host_name, port)
@@ -35,8 +38,8 @@ class AddressBoundStore(TCPStore):
 
 
 def listen_on_address(host_name: str, port: int) -> socket.socket:
-    """Return a socket that listens there and nowhere else; port 0: one that is free.
-    Raises OSError.
+    """Return a socket that listens on this address only; port 0 takes a free port. Raise OSError
+    where that fails.
     """
     address = (
         "127.0.0.1" if host_name == "localhost" else host_name

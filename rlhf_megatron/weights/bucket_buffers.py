@@ -54,7 +54,9 @@ class BucketBuffers:
     """
 
     def __init__(self, memory: Sequence[Tensor], deliver_bucket: DeliverBucket) -> None:
-        """`memory`: the buffers, each [capacity] uint8."""
+        """Keep the buffers `memory`, each [capacity] uint8, and the function that delivers a filled
+        one.
+        """
         self._buffers = list(memory)
         self._deliver_bucket = deliver_bucket
         self._locked_buffers: list[Tensor] = []
@@ -62,20 +64,22 @@ class BucketBuffers:
         self._executor = ThreadPoolExecutor(1, thread_name_prefix="weight-delivery")
 
     def lock_pages(self, device: torch.device) -> None:
-        """Make copies from `device` fast, where the buffers are host memory."""
+        """Page-lock the buffers that lie in host memory, so that copies from `device` are fast."""
         self._locked_buffers = [
             memory for memory in self._buffers if page_lock_memory(memory, device)
         ]
 
     @property
     def device(self) -> torch.device:
-        """The device of the memory; a CPU where there is none."""
+        """Return the device of the buffers; the CPU where there are no buffers."""
         return next((memory.device for memory in self._buffers), torch.device("cpu"))
 
     def wait_for_buffer(self, bucket_index: int) -> Tensor:
-        """[capacity] uint8 to fill with bucket number `bucket_index`.
+        """Return the buffer, [capacity] uint8, that bucket number `bucket_index` is to be written
+        into.
 
-        Waits until the delivery that used it before has ended; raises that delivery's error.
+        Wait first until the earlier delivery from the same buffer has ended, and raise the error of
+        that delivery if it failed.
         """
         slot = self._buffer_index(bucket_index)
         pending = self._pending_deliveries[slot]
@@ -85,14 +89,17 @@ class BucketBuffers:
         return self._buffers[slot]
 
     def get_file_name(self, bucket_index: int) -> str:
-        """Name of the file in the transfer directory that holds the bucket, for the manifest."""
+        """Return the file name that the bucket's manifest gives. The bucket lies in memory: there
+        is no such file.
+        """
         return f"in-memory-{self._buffer_index(bucket_index)}"
 
     def start_delivery(
         self, manifest: BucketManifest, lent_segments: LentSegments | None = None
     ) -> None:
-        """Start the delivery of a filled buffer and return. `lent_segments`: what other ranks have
-        filled of it, if any did."""
+        """Start to deliver the bucket that was written into its buffer, and return without waiting.
+        `lent_segments`: the parts of the bucket that lie in other ranks' memory, if there are any.
+        """
         slot = self._buffer_index(manifest.bucket)
         assert self._pending_deliveries[slot] is None, f"buffer {slot} is still being delivered"
         raw = self._buffers[slot][: manifest.num_bytes]
@@ -104,7 +111,7 @@ class BucketBuffers:
         self._pending_deliveries[slot] = delivery
 
     def wait_for_deliveries(self) -> None:
-        """Wait for all deliveries; raises the first error."""
+        """Wait until all deliveries have ended. Raise the first error among them."""
         failures = []
         for slot in range(len(self._buffers)):
             try:
@@ -115,8 +122,8 @@ class BucketBuffers:
             raise failures[0]
 
     def close(self) -> None:
-        """Wait for the delivery that runs, drop the others, free the memory. Never raises; safe
-        to call twice.
+        """Wait for the delivery in progress, drop the deliveries that have not begun, and free the
+        buffers. Never raise; a second call does nothing.
         """
         self._executor.shutdown(wait=True, cancel_futures=True)
         for memory in self._locked_buffers:
@@ -126,6 +133,7 @@ class BucketBuffers:
         self._pending_deliveries = []
 
     def _buffer_index(self, bucket_index: int) -> int:
+        """Return the number of the buffer that a bucket uses: buckets take the buffers in turn."""
         return bucket_index % len(self._buffers)
 
 
@@ -134,13 +142,16 @@ OpenBuffers = Callable[[int, int], BucketBuffers]
 
 
 def choose_num_buffers(num_buckets: int) -> int:
+    """Return the number of buffers of a sender: two, or as many as there are buckets if fewer."""
     return min(2, num_buckets)
 
 
 def make_memory_buffers(
     device: torch.device, buffer_bytes: int, num_buckets: int, deliver_bucket: DeliverBucket
 ) -> BucketBuffers:
-    """`buffer_bytes`: bytes of the largest bucket."""
+    """Allocate the sender's buffers on `device`: at most two, each of `buffer_bytes`, the bytes of
+    the largest bucket (at least one byte).
+    """
     shape = (choose_num_buffers(num_buckets), max(buffer_bytes, 1))
     return BucketBuffers(
         [torch.empty(shape[1], dtype=torch.uint8, device=device) for _ in range(shape[0])],
@@ -151,9 +162,9 @@ def make_memory_buffers(
 def view_bucket_tensors(
     manifest: BucketManifest, memory_pieces: Sequence[tuple[int, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the tensors of a bucket, by `TensorEntry.key`. `memory_pieces`: pieces of the bucket,
-    [bytes] uint8, each with the byte at which it begins. Raises ValueError for a tensor that lies
-    whole in no piece.
+    """Return views of the tensors of a bucket, by `TensorEntry.key`. `memory_pieces`: pieces of the
+    bucket, [bytes] uint8, each with the number of its first byte in the bucket. Raise ValueError
+    for a tensor that does not lie whole in one piece.
     """
     found = {}
     for entry in manifest.tensors:
@@ -174,18 +185,18 @@ def view_bucket_tensors(
 
 
 def open_lent_segments(segments: Sequence[LentSegment]) -> list[tuple[int, Tensor]]:
-    """The pieces of a bucket that other processes lend, for `view_bucket_tensors`. Raises
-    ValueError where one cannot be opened.
+    """Open the pieces of a bucket that other processes lend, and return (first byte, [bytes] uint8)
+    of each, for `view_bucket_tensors`. Raise ValueError where a piece cannot be opened.
     """
     return [(segment.start, open_shared_memory(segment.memory)) for segment in segments]
 
 
 def map_bucket_file(path: Path, manifest: BucketManifest) -> Tensor:
-    """[num_bytes] uint8, the bucket in its file, mapped privately: writing to it changes nothing
-    outside. Valid while the file stays as it is.
+    """Map the file of a bucket and return the bucket's bytes, [num_bytes] uint8. The mapping is
+    private: writing to it changes nothing outside. It is valid while the file is not changed.
 
-    Raises ValueError for what is no plain file of the directory's owner or too short, OSError where
-    there is none.
+    Raise ValueError for a link, a file of another user than the directory's, or a file that is too
+    short; OSError where there is no file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)

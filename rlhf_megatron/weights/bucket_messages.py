@@ -61,9 +61,10 @@ class BucketExchange:
 def plan_bucket_message(
     sender_rank: int, bucket: WeightBucket, engine_dtype: str, held_spans: HeldSpansByName
 ) -> BucketMessage:
-    """Return what the engine's rank needs of a bucket of the rank at place `sender_rank`.
-    `engine_dtype`: the engine's. Raises ValueError where parts are cut along another axis than the
-    sender's, or a rank holds several apart.
+    """Return the message with the parts of `bucket` that an engine rank, which holds `held_spans`,
+    needs from the sender at place `sender_rank`; it is empty if the rank needs none.
+    `engine_dtype`: the engine's weight type. Raise ValueError where the engine's part is cut along
+    another axis than the sender's, or the engine rank holds several separate parts of the sender's.
     """
     pieces = []
     end = 0
@@ -94,6 +95,7 @@ def plan_bucket_message(
 
 
 def _iterate_rule_slots(bucket: WeightBucket) -> Iterator[tuple[WeightRule, BucketSlot]]:
+    """Yield (rule, slot) of each tensor in a bucket, in order."""
     slots = iter(bucket.slots)
     for rule in bucket.rules:
         for _ in rule.hf_tensors:
@@ -101,7 +103,7 @@ def _iterate_rule_slots(bucket: WeightBucket) -> Iterator[tuple[WeightRule, Buck
 
 
 def make_entry_key(hf_tensor: HFTensor, span: TensorSpan) -> str:
-    """`TensorEntry.key` of a part of a tensor."""
+    """Return the `TensorEntry.key` of the part `span` of a tensor."""
     part = (
         None
         if span.shape_within(hf_tensor.shape) == hf_tensor.shape
@@ -113,8 +115,9 @@ def make_entry_key(hf_tensor: HFTensor, span: TensorSpan) -> str:
 def pack_message(
     message: BucketMessage, bucket: WeightBucket, engine_dtype: str, bucket_memory: Tensor
 ) -> Tensor:
-    """[num_bytes] uint8: the message's bytes. `bucket_memory` ([bytes] uint8) holds the bucket of
-    its sender; no copy is made where the message is all of it.
+    """Return the message's bytes, [num_bytes] uint8, taken from `bucket_memory` ([bytes] uint8),
+    which holds the sender's bucket. Where the message is the whole bucket the result is a view,
+    else a copy.
     """
     slots = {
         make_entry_key(slot.hf_tensor, slot.span): (rule, slot)
@@ -143,8 +146,8 @@ def pack_message(
 
 
 def narrow_to_span(values: Tensor, held_span: TensorSpan, span: TensorSpan) -> Tensor:
-    """Return the part `span` of a tensor, given the values of its part `held_span`, in
-    which it lies.
+    """Return the view of part `span` of a tensor, given the values of the part `held_span` that
+    contains it.
     """
     return values.narrow(
         span.dim,
@@ -154,9 +157,9 @@ def narrow_to_span(values: Tensor, held_span: TensorSpan, span: TensorSpan) -> T
 
 
 def iterate_receivers_in_rotation(num_engine_ranks: int, sender_rank: int) -> Iterator[int]:
-    """The ranks of an engine in the order in which the rank at place `sender_rank` sends to them:
-    in each turn every rank of the engine hears from other senders, and nobody waits for who
-    waits for him.
+    """Yield the ranks of an engine in the order in which the rank at place `sender_rank` sends to
+    them. The start rotates with the sender, so that in each turn the engine's ranks hear from
+    different senders and no two ranks wait for each other.
     """
     for turn in range(num_engine_ranks):
         yield (sender_rank + turn) % num_engine_ranks
@@ -170,9 +173,9 @@ def receive_bucket(
     device: torch.device,
     timeout_s: float,
 ) -> dict[str, tuple[TensorSpan, Tensor]]:
-    """Receive a bucket on the engine's rank: by `TensorEntry.key` the part that came, and its
-    values. It allocates what this rank takes of the bucket. Raises RuntimeError where a sender died
-    or is late, ValueError for a message that is not of this bucket.
+    """Receive the messages of a bucket on one rank of the engine. Return, by `TensorEntry.key`, the
+    span that arrived and its values, in newly allocated memory on `device`. Raise RuntimeError
+    where a sender died or is late, ValueError for a message that does not belong to this bucket.
     """
     entries = {entry.key: entry for entry in manifest.tensors}
     mine = {message.source: message for message in exchange.messages[engine_rank]}
@@ -193,6 +196,9 @@ def receive_bucket(
 def _unpack_message(
     message: BucketMessage, entry_by_key: Mapping[str, TensorEntry], memory: Tensor
 ) -> Iterator[tuple[str, tuple[TensorSpan, Tensor]]]:
+    """Yield (key, (span, values)) of each piece of a received message, as views of `memory`. Raise
+    ValueError for a piece that is not in the bucket's manifest.
+    """
     for piece in message.pieces:
         entry = entry_by_key.get(piece.key)
         span = TensorSpan(*piece.span)
@@ -210,7 +216,10 @@ def plan_bucket_exchange(
     engine_dtype: str,
     held_spans_by_rank: HeldSpansByRank,
 ) -> BucketExchange:
-    """`bucket_by_sender`: by place in the copy, of one number; None: that rank has no more."""
+    """Return the messages that all senders of a copy send to all ranks of one engine for one bucket
+    number. `bucket_by_sender`: each sender's bucket, by place in the copy; None: that sender has no
+    more buckets. Empty messages are left out.
+    """
     found = []
     for held in held_spans_by_rank:
         messages = (
@@ -236,8 +245,9 @@ class EngineRankLinks:
         engine_rank: int,
         device: torch.device,
     ) -> None:
-        """Join as rank `num_senders + rank`. `sender`: coordinates of the copy's first rank, whose
-        older link goes.
+        """Join the group of a copy as rank `num_senders + engine_rank` and open its connections.
+        `sender`: coordinates of the copy's first rank; an older link with the same sender is
+        dropped.
         """
         self._link_by_sender.pop(sender, None)
         link = EngineLink(invitation, num_senders + engine_rank, JOIN_TIMEOUT_S)
@@ -246,7 +256,7 @@ class EngineRankLinks:
         self._link_by_sender[sender] = link
 
     def find_link(self, link_name: str) -> EngineLink:
-        """Raises ValueError where this rank is in no such link."""
+        """Return the link of this name. Raise ValueError where this rank has none."""
         for link in self._link_by_sender.values():
             if link.name == link_name:
                 return link
@@ -255,7 +265,9 @@ class EngineRankLinks:
         )
 
     def close_link(self, link_name: str) -> None:
-        """Close a link. Whatever the others of that link wait for fails then."""
+        """Close a link and forget it; calls of its other members that wait for it then fail. Do
+        nothing for an unknown name.
+        """
         for sender, link in list(self._link_by_sender.items()):
             if link.name == link_name:
                 del self._link_by_sender[sender]

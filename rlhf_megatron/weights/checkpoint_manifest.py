@@ -61,10 +61,13 @@ class CheckpointManifest:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of all files together."""
         return sum(record.num_bytes for record in self.files)
 
     def serialise(self) -> str:
-        """The one spelling of a manifest; its last entry is the digest of the others."""
+        """Return the text of manifest.json, always the same for the same manifest. Its last entry
+        is the digest of the others.
+        """
         content = {"format": FORMAT, "format_version": FORMAT_VERSION, **asdict(self)}
         content["files"] = [
             asdict(record) for record in sorted(self.files, key=lambda record: record.path)
@@ -74,7 +77,9 @@ class CheckpointManifest:
 
 
 def parse_checkpoint_manifest(text: str) -> CheckpointManifest:
-    """Undo `to_text`. Raises ValueError for anything that `to_text` cannot have written."""
+    """Return the manifest that `text` holds. Raise ValueError for any text that `serialise` cannot
+    have written.
+    """
     try:
         content = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -105,11 +110,11 @@ def parse_checkpoint_manifest(text: str) -> CheckpointManifest:
 
 
 def verify_file_digests(directory: Path) -> CheckpointManifest:
-    """The manifest of `directory`, after all that it says was found true and nothing
-    beside it was found.
+    """Check every file of `directory` against its manifest, reading every byte, and return the
+    manifest.
 
-    Raises ValueError naming the files that are missing, not named, links, cut or changed.
-    Reads every byte.
+    Raise ValueError that names the files that are missing, not in the manifest, links, of another
+    size or changed.
     """
     manifest = read_checkpoint_manifest(directory)
     problems = list(_find_size_problems(directory, manifest))
@@ -124,14 +129,18 @@ def verify_file_digests(directory: Path) -> CheckpointManifest:
 
 
 def verify_file_sizes(directory: Path) -> CheckpointManifest:
-    """Check like `verify_file_digests`, without reading the files."""
+    """Check that `directory` has exactly the files of its manifest with their sizes, without
+    reading their contents, and return the manifest. Raise ValueError as `verify_file_digests` does.
+    """
     manifest = read_checkpoint_manifest(directory)
     _raise_on_problems(list(_find_size_problems(directory, manifest)))
     return manifest
 
 
 def read_checkpoint_manifest(directory: Path) -> CheckpointManifest:
-    """Raises ValueError when there is none or it is broken."""
+    """Return the manifest of a checkpoint directory. Raise ValueError where it is missing or
+    broken.
+    """
     if directory.is_symlink() or not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
     path = directory / MANIFEST
@@ -153,7 +162,9 @@ def read_checkpoint_manifest(directory: Path) -> CheckpointManifest:
 
 
 def make_file_record(checkpoint_directory: Path, path: Path) -> FileRecord:
-    """Read a file that was just written. `checkpoint_directory`: the checkpoint's directory."""
+    """Read a file that was just written and return its record: path relative to
+    `checkpoint_directory`, size and digest.
+    """
     return FileRecord(
         path.relative_to(checkpoint_directory).as_posix(),
         path.stat().st_size,
@@ -162,7 +173,9 @@ def make_file_record(checkpoint_directory: Path, path: Path) -> FileRecord:
 
 
 def make_file_records(directory: Path) -> tuple[FileRecord, ...]:
-    """Record all files in `directory`, which is right below the checkpoint's."""
+    """Return the records of all files below `directory`, which lies right in the checkpoint's
+    directory.
+    """
     return tuple(
         make_file_record(directory.parent, directory / path)
         for path, _ in sorted(walk_files(directory))
@@ -170,7 +183,7 @@ def make_file_records(directory: Path) -> tuple[FileRecord, ...]:
 
 
 def compute_file_sha256(path: Path) -> str:
-    """sha256 in hexadecimal digits. Lets other threads run meanwhile."""
+    """Return the file's sha256 in hexadecimal digits. Other threads can run meanwhile."""
     digest = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         block = bytearray(_BLOCK)
@@ -181,8 +194,8 @@ def compute_file_sha256(path: Path) -> str:
 
 
 def walk_files(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
-    """(relative path, what lstat says) of everything below `directory` but real directories;
-    follows no link.
+    """Yield (relative path, lstat result) of everything below `directory` that is not a real
+    directory. Links are reported, not followed.
     """
     pending = [directory]
     while pending:
@@ -196,6 +209,9 @@ def walk_files(directory: Path) -> Iterator[tuple[str, os.stat_result]]:
 
 
 def _find_size_problems(directory: Path, manifest: CheckpointManifest) -> Iterator[str]:
+    """Yield a message for each file that is not in the manifest, is not a plain file, has another
+    size or is missing.
+    """
     named = {record.path: record for record in manifest.files}
     found = dict(walk_files(directory))
     found.pop(MANIFEST, None)
@@ -211,6 +227,8 @@ def _find_size_problems(directory: Path, manifest: CheckpointManifest) -> Iterat
 
 
 def _find_digest_problem(directory: Path, record: FileRecord) -> str | None:
+    """Return a message if the file cannot be read or its digest is not the recorded one, else None.
+    """
     try:
         digest = compute_file_sha256(directory / record.path)
     except OSError as error:
@@ -223,12 +241,17 @@ def _find_digest_problem(directory: Path, record: FileRecord) -> str | None:
 
 
 def _raise_on_problems(problems: list[str]) -> None:
+    """Raise ValueError with the first problems and the number of the rest; do nothing if there are
+    none.
+    """
     if problems:
         more = f" and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
         raise ValueError("; ".join(problems[:_SHOWN]) + more)
 
 
 def _parse_file_record(entry: Any) -> FileRecord:
+    """Return the record of one file entry of the manifest. Raise ValueError for a malformed entry.
+    """
     if entry.keys() != {"path", "num_bytes", "sha256"}:
         raise ValueError(
             f"a file has the entries {sorted(entry)} instead of path, num_bytes and sha256"
@@ -243,7 +266,9 @@ def _parse_file_record(entry: Any) -> FileRecord:
 
 
 def _is_plain_relative_path(path: str) -> bool:
-    """Inside the checkpoint however it is spelled: relative, and what it looks like."""
+    """Return whether a path is relative, normalised, printable, inside the checkpoint, and not the
+    manifest itself.
+    """
     parts = PurePosixPath(path).parts
     is_normal = (
         bool(parts) and not path.startswith("/") and "/".join(parts) == path and ".." not in parts
@@ -252,16 +277,19 @@ def _is_plain_relative_path(path: str) -> bool:
 
 
 def _require_whole_number(value: Any) -> int:
+    """Return the value if it is an int of 0 or more, else raise ValueError."""
     if type(value) is not int or value < 0:
         raise ValueError(f"{value!r} is not a whole number from 0")
     return value
 
 
 def _require_text_mapping(value: Any) -> dict[str, str]:
+    """Return the mapping as a dict. Raise ValueError where a value is not a string."""
     if not all(isinstance(text, str) for text in value.values()):
         raise ValueError(f"{value!r} does not map names to text")
     return dict(value)
 
 
 def _encode_json(content: dict[str, Any]) -> str:
+    """Return the JSON text of the manifest, ASCII, with one space of indent."""
     return json.dumps(content, indent=1, ensure_ascii=True)

@@ -37,8 +37,8 @@ _MAX_LISTED = 8  # problems named in one message
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
-    """config.json of a model directory. Raises ValueError when it is missing, no JSON, or of an
-    unknown family.
+    """Return the config.json of a model directory. Raise ValueError where it is missing, not JSON,
+    or of an unknown family.
     """
     path = Path(directory) / "config.json"
     if not path.is_file():
@@ -61,10 +61,11 @@ class HFReader:
         fp8_block: tuple[int, int] | None = None,
         single_file: str | None = None,
     ) -> None:
-        """`fp8_block`: quantised tensors (weights.quantised_weights) are read as bfloat16, with FP8
-        in blocks of that size. `single_file`: a file of the directory, the others are left alone.
+        """Find the files of the directory; tensors are read later. `fp8_block`: read quantised
+        tensors (weights.quantised_weights) as bfloat16, with FP8 in blocks of this size; None: read
+        tensors as they are stored. `single_file`: read this file of the directory only.
 
-        Raises ValueError when the directory has no safetensors or its index is broken.
+        Raise ValueError when the directory has no safetensors or its index is broken.
         """
         self.directory = Path(directory)
         self._fp8_block = fp8_block
@@ -77,7 +78,9 @@ class HFReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors of the directory, a quantised one once."""
+        """Return the names of all tensors of the directory; a quantised tensor with its scales
+        counts as one.
+        """
         if self._fp8_block is None:
             return tuple(self._file_by_tensor)
         names = (
@@ -87,8 +90,8 @@ class HFReader:
         return tuple(name for name in names if not name.endswith((SCALE, SCALES)))
 
     def read_shape_and_dtype(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and type of a tensor as it is read; nothing is read but the header of its file.
-        Raises ValueError.
+        """Return the shape and type ("bfloat16") that a tensor has when read, from the header of
+        its file. Raise ValueError for a tensor of an unsupported type.
         """
         problem = self._find_problem(HFTensor(name, shape := self.read_shape(name)))
         if problem is not None:
@@ -101,10 +104,11 @@ class HFReader:
         is_strict: bool = False,
         ignored_names: Collection[str] = (),
     ) -> None:
-        """Raises one ValueError that lists the missing and mis-shaped tensors, and broken files.
+        """Check that the files have all tensors of `table` with the right shapes. Raise one
+        ValueError that lists missing and mis-shaped tensors and broken files.
 
-        Tensors that neither the table nor `ignored_names` knows are a warning, or an error
-        when `is_strict`.
+        Tensors that neither the table nor `ignored_names` has are logged, or are an error when
+        `is_strict`; multi-token prediction tensors are only logged.
         """
         wanted = [hf for rule in table for hf in rule.hf_tensors]
         problems = [problem for hf in wanted if (problem := self._find_problem(hf)) is not None]
@@ -139,18 +143,18 @@ class HFReader:
             )
 
     def get_file_name(self, tensor_name: str) -> str:
-        """Name of the file that has a tensor of `names`."""
+        """Return the name of the file that holds a tensor."""
         return self._file_by_tensor[tensor_name]
 
     def read_shape(self, tensor_name: str) -> tuple[int, ...]:
-        """The shape of a tensor of `names`; nothing is read but the header of its file.
-        Raises ValueError.
+        """Return the shape of a tensor, from the header of its file. Raise ValueError for a broken
+        file.
         """
         return self._read_dequantised_header(tensor_name)[0]
 
     def get_dtype_name(self, rule: WeightRule) -> str:
-        """Return the type of a rule's tensors by reading the headers of their files alone.
-        Raises ValueError.
+        """Return the type ("bfloat16") of a rule's tensors, from the headers of their files. Raise
+        ValueError where a tensor is missing, has another shape, or the types differ.
         """
         for hf in rule.hf_tensors:
             self._raise_if_unfit(hf)
@@ -160,12 +164,17 @@ class HFReader:
         )
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """Views of the mapped file. Raises ValueError naming file, tensor and shapes."""
+        """Return the tensors of a rule: views of the mapped files, or dequantised copies. Raise
+        ValueError that names file, tensor and shapes.
+        """
         for hf in rule.hf_tensors:
             self._raise_if_unfit(hf)
         return tuple(self._read_tensor(hf.stored_name, hf.entry) for hf in rule.hf_tensors)
 
     def _read_tensor(self, name: str, entry: StackedEntry | None) -> Tensor:
+        """Return a stored tensor, or one entry of it, dequantised to bfloat16 if the reader
+        dequantises and the tensor is quantised.
+        """
         if self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor:
             blocks, scales = (
                 self._read_stored_tensor(f"{name}{kind}", entry) for kind in (BLOCKS, SCALES)
@@ -184,7 +193,9 @@ class HFReader:
             ) from error
 
     def _read_stored_tensor(self, name: str, entry: StackedEntry | None = None) -> Tensor:
-        """A tensor of a file, or one entry of it, which alone is read then."""
+        """Return a tensor as it is stored or, with `entry`, only that entry of it; the rest is not
+        read.
+        """
         file = self._open_file(self._file_by_tensor[name])
         found: Tensor = (
             file.get_tensor(name) if entry is None else file.get_slice(name)[entry.index]
@@ -192,7 +203,9 @@ class HFReader:
         return found
 
     def _map_tensors_to_files(self) -> dict[str, str]:
-        """Tensor name -> file name."""
+        """Return the file name of each tensor, from the index or from the only file. Raise
+        ValueError for a broken or missing index and for a directory without safetensors.
+        """
         index = self.directory / INDEX
         if index.is_file():
             weight_map = read_json_object(index).get("weight_map")
@@ -220,6 +233,9 @@ class HFReader:
         return dict.fromkeys(self._open_file(file).keys(), file)
 
     def _open_file(self, file_name: str) -> Any:
+        """Return the mapped file, opened at its first use. Raise ValueError where it is missing or
+        broken.
+        """
         if file_name not in self._open_files:
             path = self.directory / file_name
             if not path.is_file():
@@ -236,8 +252,9 @@ class HFReader:
         return self._open_files[file_name]
 
     def _read_dequantised_header(self, name: str) -> tuple[tuple[int, ...], str]:
-        """Shape and safetensors type name from the header, of a quantised tensor those that it is
-        read as. Raises ValueError.
+        """Return the shape and the safetensors type name ("BF16") that a tensor has after
+        dequantising, from the header. Raise ValueError where the scales of an FP8 tensor are
+        missing.
         """
         if self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor:
             shape, dtype = self._read_stored_header(f"{name}{BLOCKS}")
@@ -252,6 +269,9 @@ class HFReader:
         return shape, dtype
 
     def _read_stored_header(self, name: str) -> tuple[tuple[int, ...], str]:
+        """Return the shape and the safetensors type name that a tensor has in its file. Raise
+        ValueError where the file does not have the tensor.
+        """
         file = self._file_by_tensor[name]
         try:
             view = self._open_file(file).get_slice(name)
@@ -260,6 +280,9 @@ class HFReader:
         return tuple(view.get_shape()), view.get_dtype()
 
     def _raise_if_unfit(self, hf_tensor: HFTensor) -> None:
+        """Raise ValueError if the tensor is missing, broken, or of another shape or type than
+        expected.
+        """
         problem = self._find_problem(hf_tensor)
         if problem is not None:
             raise ValueError(
@@ -267,7 +290,9 @@ class HFReader:
             )
 
     def _find_problem(self, hf_tensor: HFTensor) -> str | None:
-        """Return what is wrong with a tensor, or None."""
+        """Return a message if the tensor is missing, broken, or of another shape or an unsupported
+        type; else None.
+        """
         name = hf_tensor.stored_name
         expected = hf_tensor.stored_shape
         file = self._file_by_tensor.get(name) or (
@@ -290,7 +315,9 @@ class HFReader:
 
 
 def read_json_object(path: Path) -> dict[str, Any]:
-    """A JSON object from a file. Raises ValueError naming the file."""
+    """Return the JSON object that a file holds. Raise ValueError that names the file if its content
+    is anything else.
+    """
     try:
         value = json.loads(path.read_text())
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -301,6 +328,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _join_first_names(names: Iterable[str], separator: str = ", ") -> str:
+    """Return the first few distinct names joined by `separator`, and the number of the rest."""
     unique = list(dict.fromkeys(names))
     more = f"{separator}and {len(unique) - _MAX_LISTED} more" if len(unique) > _MAX_LISTED else ""
     return separator.join(unique[:_MAX_LISTED]) + more

@@ -44,7 +44,9 @@ _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 def plan_weight_files(
     specs: Sequence[TensorSpec], max_shard_bytes: int = MAX_SHARD_BYTES
 ) -> dict[str, tuple[TensorSpec, ...]]:
-    """File name -> its tensors, filled in order. A tensor over the limit gets a file of its own."""
+    """Return the tensors of each file, by file name, filled in order up to `max_shard_bytes`. A
+    tensor over the limit gets a file of its own.
+    """
     shards: list[list[TensorSpec]] = []
     num_bytes = 0
     for spec in specs:
@@ -75,8 +77,8 @@ class HFWriter:
         self._writers: dict[str, SafetensorsWriter] = {}
 
     def write_tensor(self, name: str, tensor: Tensor, index: int | None = None) -> None:
-        """Put one tensor, or entry `index` of it, into its file, which is closed when all of
-        it has arrived.
+        """Write one tensor, or entry `index` of it along the first axis, into its file. Close the
+        file when all of its tensors are complete.
         """
         file = self._file_by_tensor[name]
         if file not in self._writers:
@@ -89,7 +91,8 @@ class HFWriter:
             self._writers.pop(file).close()
 
     def write_index_if_sharded(self) -> None:
-        """Checks that every tensor was written, and writes the index of more than one file."""
+        """Write the index where there is more than one file. Assert that every tensor was written.
+        """
         assert not self._unwritten_files, (
             f"tensors of {sorted(self._unwritten_files)} were never written"
         )
@@ -97,7 +100,7 @@ class HFWriter:
             write_weight_index(self._directory, self._planned_files)
 
     def close_after_error(self) -> None:
-        """Close what is open, after an error."""
+        """Close the open files, incomplete as they are, after an error."""
         for writer in self._writers.values():
             writer.close(is_complete=False)
 
@@ -110,10 +113,12 @@ def open_hf_directory_writer(
     companions_directory: Path | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
 ) -> Iterator[HFWriter]:
-    """`directory` appears, complete, when the block ends. Raises ValueError when it exists
-    and is not empty.
+    """Yield a writer for the tensors `specs`; when the block ends, write index, config.json and
+    copies, and make `directory` appear, complete. Raise ValueError when `directory` exists and is
+    not empty.
 
-    `companions_directory`: directory whose tokenizer and licence files are copied.
+    `companions_directory`: the directory whose tokenizer and licence files are copied. After an
+    error nothing is left.
     """
     with write_directory_atomically(directory) as aside:
         writer = HFWriter(aside, specs, max_shard_bytes)
@@ -129,7 +134,9 @@ def open_hf_directory_writer(
 
 
 def write_weight_index(directory: Path, files: Mapping[str, Sequence[TensorSpec]]) -> None:
-    """The index that maps tensors to files."""
+    """Write the index, which maps tensors to files, into `directory`. `files`: the tensors of each
+    file, by name.
+    """
     index = {
         "metadata": {
             "total_size": sum(spec.num_bytes for specs in files.values() for spec in specs)
@@ -145,8 +152,8 @@ def write_config_and_tokenizer(
     dtypes: set[str],
     companions_directory: Path | None,
 ) -> None:
-    """config.json, naming the type of the weights where they share one (float32 buffers apart), and
-    copies of the tokenizer's files.
+    """Write config.json, with the weights' type where they share one (float32 buffers aside), and
+    copy the tokenizer's files from `companions_directory`.
     """
     config = dict(hf_config)
     kinds = dtypes - {"float32"} or dtypes
@@ -163,7 +170,9 @@ def write_config_and_tokenizer(
 
 
 def find_companion_files(directory: Path) -> list[Path]:
-    """Files of a model directory that go along with its weights, config.json apart."""
+    """Return the files of a model directory that are copied along with its weights: tokenizer, chat
+    template, code and licence, but not config.json.
+    """
     found = {
         path for pattern in _COMPANIONS for path in Path(directory).glob(pattern) if path.is_file()
     }
@@ -180,11 +189,14 @@ class TensorSpec:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the tensor's data."""
         return prod(self.shape) * _DTYPE_BYTES[self.dtype]
 
 
 def get_storable_dtype_name(dtype: torch.dtype) -> str:
-    """torch.bfloat16 -> "bfloat16". Raises ValueError for types that weights are not stored in."""
+    """Return the name of a type: torch.bfloat16 gives "bfloat16". Raise ValueError for types in
+    which weights are not stored.
+    """
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES.values():
         raise ValueError(
@@ -194,7 +206,9 @@ def get_storable_dtype_name(dtype: torch.dtype) -> str:
 
 
 def build_safetensors_header(specs: Sequence[TensorSpec]) -> tuple[bytes, dict[str, int]]:
-    """Return the bytes that a file begins with, and the byte at which each tensor begins."""
+    """Return the bytes at the start of a safetensors file that holds `specs`, and the byte of the
+    file at which each tensor begins.
+    """
     # Wide types first keeps every tensor aligned to its own size, as readers that map
     # the file expect.
     ordered = sorted(specs, key=lambda spec: -_DTYPE_BYTES[spec.dtype])
@@ -224,6 +238,7 @@ class SafetensorsWriter:
     """
 
     def __init__(self, path: Path, specs: Sequence[TensorSpec]) -> None:
+        """Create the file `path`, which must not exist, at full size, and write its header."""
         self.path = path
         begin, offsets = build_safetensors_header(specs)
         self._spec_and_offset = {spec.name: (spec, offsets[spec.name]) for spec in specs}
@@ -236,10 +251,13 @@ class SafetensorsWriter:
 
     @property
     def is_complete(self) -> bool:
+        """Return whether all tensors were written."""
         return not self._unfinished_tensors
 
     def write_tensor(self, name: str, tensor: Tensor, index: int | None = None) -> None:
-        """Put one tensor, or entry `index` of it, into its place."""
+        """Write one tensor, or entry `index` of it along the first axis, into its place. Assert
+        that type and shape are those of the spec.
+        """
         spec, offset = self._spec_and_offset[name]
         shape = spec.shape if index is None else spec.shape[1:]
         assert get_storable_dtype_name(tensor.dtype) == spec.dtype, (
@@ -263,8 +281,8 @@ class SafetensorsWriter:
         self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
 
     def close(self, is_complete: bool = True) -> None:
-        """Flush. `is_complete` False: give the file up (it is incomplete and the
-        caller removes it).
+        """Close the file. Assert that all tensors were written, unless `is_complete` is False: then
+        the caller removes the incomplete file.
         """
         self._file.close()
         assert not is_complete or not self._unfinished_tensors, (

@@ -39,8 +39,8 @@ _PREFIX = "base_model.model."  # of names in peft's files
 def read_peft_adapter(
     directory: Path, lora: LoRAConfig, expected_shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, Tensor]:
-    """The matrices of an adapter that peft wrote, by our names. Raises ValueError for one that is
-    not of this model and these settings.
+    """Return the matrices of an adapter that peft wrote, by our names. Raise ValueError where files
+    are missing, or the adapter's settings or shapes are not those of `lora` and `expected_shapes`.
     """
     if not (directory / CONFIG).is_file() or not (directory / WEIGHTS).is_file():
         raise ValueError(
@@ -94,6 +94,9 @@ class MergedLoraSource:
     lora_scale: float
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        """Return the tensors of a rule, with the adapter's matrices added in float32 where the
+        weight has an adapter.
+        """
         found = self.source.read_hf_tensors(rule)
         stem = get_layer_stem(rule.megatron_name)
         if stem + DOWN not in self.source.names:
@@ -105,26 +108,30 @@ class MergedLoraSource:
         return (merge_lora_weight(found[0], down, up, self.lora_scale),)
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type of the stored weight, without regard to the adapter."""
         return self.source.get_dtype_name(rule)
 
     def read_adapter_matrices(self) -> Iterator[tuple[str, Tensor]]:
-        """The matrices by name, as they train."""
+        """Yield (name, tensor) of each adapter matrix of the checkpoint, not merged; optimizer
+        state is left out.
+        """
         for name in filter(is_lora_matrix, self.source.names):
             if not name.startswith("optimizer."):
                 yield name, self.source.read_hf_tensors(_make_adapter_rule(self.source, name))[0]
 
 
 def _make_adapter_rule(source: TorchDistSource, name: str) -> WeightRule:
+    """Return a rule that reads the tensor `name` of the checkpoint as it is, not split."""
     return make_plain_rule(name, HFTensor(name, source.get_shape(name)), "replicated", None)
 
 
 def write_peft_adapter(
     directory: Path, lora: LoRAConfig, matrices: Iterator[tuple[str, Tensor]], base_model_name: str
 ) -> int:
-    """Write the new directory of an adapter, as peft's `save_pretrained` does, and return the
-    number of tensors.
+    """Write an adapter into a new directory as peft's `save_pretrained` does, in float32, and
+    return the number of tensors.
 
-    `base_model_name`: what peft takes for the name of the model.
+    `base_model_name`: the model name or path that peft's config gives as the base.
     """
     tensors = {_PREFIX + name: tensor.float().contiguous() for name, tensor in matrices}
     directory.mkdir(parents=True)

@@ -29,13 +29,13 @@ class MtpTensors:
     target_dtype: str | None = None  # cast to it; None: as they are
 
     def make_rules(self) -> tuple[WeightRule, ...]:
-        """One a tensor, which no rank has; `target_dtype` is what it is written in. Raises
-        ValueError for a type that is not supported.
+        """Return one rule for each tensor; no rank has these. The rule's `dtype` is the type in
+        which the tensor is written. Raise ValueError for a type that is not supported.
         """
         return tuple(self._make_rule(name) for name in self.tensor_names)
 
     def read_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """One at a time."""
+        """Yield (name, tensor) in the target type, one at a time."""
         for rule in self.make_rules():
             assert self.reader is not None and rule.dtype is not None, rule.megatron_name
             yield (
@@ -44,7 +44,7 @@ class MtpTensors:
             )
 
     def write_file(self, path: Path) -> list[TensorSpec]:
-        """Put all into one new file."""
+        """Write all tensors into one new safetensors file and return their specs."""
         specs = [
             TensorSpec(rule.megatron_name, rule.dtype or "", rule.megatron_shape)
             for rule in self.make_rules()
@@ -56,6 +56,9 @@ class MtpTensors:
         return specs
 
     def _make_rule(self, name: str) -> WeightRule:
+        """Return the rule of one tensor: the target type or, for the routers' bias buffer, the type
+        it is stored in.
+        """
         assert self.reader is not None, name
         shape, own = self.reader.read_shape_and_dtype(name)
         dtype = own if name.endswith(_BUFFER) else self.target_dtype or own
@@ -73,8 +76,9 @@ def find_mtp_tensors(
     dtype: str | None = None,
     fp8_block: tuple[int, int] | None = None,
 ) -> MtpTensors:
-    """Find the kept tensors of a directory in any layout; none where it has no weights, or is None.
-    `fp8_block`: as of `HFReader`.
+    """Find the multi-token prediction tensors of a directory in any layout. The result is empty
+    where `directory` is None or has no weights, or the model has no such layers. `dtype`: cast to
+    it; None: keep the types. `fp8_block`: that of `HFReader`.
     """
     prefixes = find_mtp_prefixes(hf_config)
     if directory is None or not prefixes or not list(Path(directory).glob("*.safetensors")):

@@ -31,8 +31,9 @@ _IN_FP8 = re.compile(r"\.layers\.\d+\..*(_proj|_proj_with_mqa|\.w[123])\.weight$
 
 
 def read_fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int]:
-    """(rows, columns) that share a scale in FP8. Raises ValueError for a quantisation
-    that is not read.
+    """Return the (rows, columns) that share an FP8 scale: `weight_block_size` of the config, or
+    (128, 128) where the config gives none, also for MXFP4 and for a model that is not quantised.
+    Raise ValueError for any other quantisation method and for a malformed block size.
     """
     found = hf_config.get("quantization_config") or {}
     method = found.get("quant_method", "fp8")
@@ -51,10 +52,10 @@ def read_fp8_block_size(hf_config: Mapping[str, Any]) -> tuple[int, int]:
 def dequantise_fp8(
     weight: Tensor, scales: Tensor, block_size: tuple[int, int], dtype: torch.dtype
 ) -> Tensor:
-    """[rows, columns]: float(q[i, j]) * scale[i // block rows, j // block columns]; the last
-    blocks may be short.
+    """Return the weight [rows, columns] in `dtype`: element (i, j) is weight[i, j] * scales[i //
+    block rows, j // block columns]. The last blocks may be short.
 
-    Raises ValueError for a scale of another shape.
+    Raise ValueError for scales of another shape.
     """
     rows, columns = weight.shape
     wanted = (-(-rows // block_size[0]), -(-columns // block_size[1]))
@@ -72,11 +73,11 @@ def dequantise_fp8(
 
 
 def is_stored_in_fp8(tensor_name: str) -> bool:
-    """Return whether FP8 checkpoints have that tensor in FP8: the products of attention,
-    MLP and experts.
+    """Return whether FP8 checkpoints store this tensor in FP8: the matrices of attention, MLP and
+    experts.
 
-    Embeddings, heads, norms, routers and the projection of a multi-token prediction layer
-    keep their type.
+    Embeddings, heads, norms, routers and the projection of a multi-token prediction layer keep
+    their type.
     """
     return _IN_FP8.search(tensor_name) is not None and not tensor_name.endswith(".eh_proj.weight")
 
@@ -84,13 +85,14 @@ def is_stored_in_fp8(tensor_name: str) -> bool:
 def quantise_to_fp8(
     weight: Tensor, block_size: tuple[int, int] = FP8_BLOCK
 ) -> tuple[Tensor, Tensor]:
-    """Return (float8_e4m3fn [rows, columns], float32 scales [blocks of rows, blocks of columns]).
+    """Quantise a weight in blocks. Return (float8_e4m3fn [rows, columns], float32 scales [blocks of
+    rows, blocks of columns]).
 
-    s = max(amax, 1e-12) / 448 of a block, q = weight / s, rounded to nearest even; the last blocks
-    may be short. This is the formula of slime's tools/convert_hf_to_fp8.py. Of a bfloat16 weight,
-    quantising what `dequantise_fp8` makes of the result gives the same bytes again.
+    The scale of a block is s = max(amax, 1e-12) / 448, and q = weight / s, rounded to nearest even;
+    the last blocks may be short. This is the formula of slime's tools/convert_hf_to_fp8.py. For a
+    bfloat16 weight, quantising the output of `dequantise_fp8` again gives the same bytes.
 
-    Raises ValueError for a weight that is not finite.
+    Raise ValueError for a weight that is not finite.
     """
     rows, columns = weight.shape
     shape = (-(-rows // block_size[0]), -(-columns // block_size[1]))
@@ -121,9 +123,10 @@ def quantise_to_fp8(
 
 
 def dequantise_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """[..., out, groups, 16] bytes and [..., out, groups] -> [..., groups * 32, out]: value *
-    2^(scale - 127), as GPT-OSS has its matrices, input first. Raises ValueError for shapes
-    that do not fit.
+    """Return an MXFP4 tensor in `dtype`: value * 2^(scale - 127), two values a byte, transposed to
+    the layout of GPT-OSS, input axis first. `blocks` [..., out, groups, 16] bytes and `scales`
+    [..., out, groups] give [..., groups * 32, out]. Raise ValueError for shapes or a type that do
+    not fit.
     """
     if (
         blocks.dtype != torch.uint8

@@ -99,11 +99,13 @@ _CONFIG = {
 
 
 def read_checkpoint_metadata(path: Path, allows_pickled_objects: bool = False) -> Metadata:
-    """`.metadata` of a torch distributed checkpoint, of what is needed to load tensors.
+    """Return the `.metadata` of a torch distributed checkpoint, as far as loading tensors needs it,
+    without unpickling it.
 
-    `allows_pickled_objects`: pickled objects may stand beside the tensors, as in what others wrote;
-    they are left out, and nobody opens them. The file is read once, so that what was checked is
-    what is used. Raises ValueError (FileNotFoundError for none).
+    `allows_pickled_objects`: accept entries for pickled objects beside the tensors, as other
+    programs write them, and leave them out; else such an entry raises. The file is read once, so
+    that the bytes that were checked are the bytes that are used. Raise ValueError for anything
+    unexpected, FileNotFoundError where there is no file.
     """
     parsed = _replay_pickle(str(path), read_plain_file(path), _METADATA_GLOBALS)
     try:
@@ -115,8 +117,8 @@ def read_checkpoint_metadata(path: Path, allows_pickled_objects: bool = False) -
 
 
 def read_plain_values(file_name: str, data: bytes) -> Any:
-    """Read what `torch.save` wrote, if it is numbers, strings, lists and dicts.
-    Raises ValueError.
+    """Return the numbers, strings, lists and dicts that `torch.save` wrote into `data`. Raise
+    ValueError for any other content. `file_name` is for messages.
     """
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
@@ -138,8 +140,8 @@ def read_plain_values(file_name: str, data: bytes) -> Any:
 
 
 def read_plain_file(path: Path) -> bytes:
-    """A plain file of at most `MAX_BYTES`. Raises ValueError for a link,
-    a device or a larger one.
+    """Return the bytes of a plain file of at most `MAX_BYTES`. Raise ValueError for a link, a
+    device or a larger file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
@@ -166,11 +168,13 @@ class _InertObject:
     state: Any = None
 
     def __new__(cls, *args: Any) -> _InertObject:
+        """Make the stand-in and keep the arguments."""
         made = super().__new__(cls)
         made.args = args
         return made
 
     def __setstate__(self, state: Any) -> None:
+        """Keep the pickled state; nothing is run."""
         self.state = state
 
 
@@ -186,6 +190,9 @@ class _InertUnpickler(pickle.Unpickler):
         self._stand_in_classes = dict[str, type]()
 
     def find_class(self, module: str, name: str) -> type:
+        """Return a stand-in class for an allowed global, never the real one. Raise ValueError for
+        any other global.
+        """
         global_name = f"{module}.{name}"
         if global_name not in self._allowed_globals:
             raise ValueError(
@@ -200,6 +207,7 @@ class _InertUnpickler(pickle.Unpickler):
         return self._stand_in_classes[global_name]
 
     def persistent_load(self, identifier: Any) -> Any:
+        """Raise ValueError: the pickle refers to stored tensors, which are not allowed here."""
         raise ValueError(
             f"{self._file_name} refers to stored tensors ({str(identifier)[:80]}); it must hold"
             " plain values."
@@ -207,6 +215,9 @@ class _InertUnpickler(pickle.Unpickler):
 
 
 def _replay_pickle(file_name: str, data: bytes, allowed_globals: frozenset[str]) -> Any:
+    """Return the pickled value with stand-ins for objects of `allowed_globals`. Raise ValueError
+    for a broken pickle and for any other global.
+    """
     try:
         return _InertUnpickler(file_name, data, allowed_globals).load()
     except ValueError:
@@ -221,6 +232,9 @@ def _replay_pickle(file_name: str, data: bytes, allowed_globals: frozenset[str])
 
 
 def _build_metadata(replayed_metadata: Any, allows_pickled_objects: bool) -> Metadata:
+    """Return torch's Metadata made from the stand-ins; check the type of every field. Pickled
+    objects are dropped where they are allowed. Raise ValueError for a field of another type.
+    """
     fields = _read_object_fields(replayed_metadata, "Metadata")
     entries = _require_exact_type(fields["state_dict_metadata"], dict, "state_dict_metadata")
     storage = _require_exact_type(fields["storage_data"], dict, "storage_data")
@@ -245,6 +259,9 @@ def _build_metadata(replayed_metadata: Any, allows_pickled_objects: bool) -> Met
 
 
 def _build_storage_metadata(key: str, entry: Any) -> TensorStorageMetadata | BytesStorageMetadata:
+    """Return the metadata of one entry: a tensor, or the common state that megatron-core 0.19
+    pickles. Raise ValueError for any other pickled object.
+    """
     if _is_instance_of(entry, "BytesStorageMetadata"):
         if key != COMMON_KEY:
             raise ValueError(f"{key} is a pickled object; only tensors are read")
@@ -259,6 +276,9 @@ def _build_storage_metadata(key: str, entry: Any) -> TensorStorageMetadata | Byt
 
 
 def _build_chunk_metadata(key: str, chunk: Any, tensor_size: torch.Size) -> ChunkStorageMetadata:
+    """Return offsets and sizes of one part of a tensor. Raise ValueError for a part outside of the
+    tensor.
+    """
     fields = _read_object_fields(chunk, "ChunkStorageMetadata")
     offsets = _build_torch_size(fields["offsets"])
     sizes = _build_torch_size(fields["sizes"])
@@ -278,7 +298,9 @@ def _build_chunk_metadata(key: str, chunk: Any, tensor_size: torch.Size) -> Chun
 
 
 def _build_tensor_properties(value: Any) -> TensorProperties:
-    """Layout and memory format are deprecated in torch and always the plain ones here."""
+    """Return the type and flags of a tensor; layout and memory format, deprecated in torch, are
+    left out. Raise ValueError for a type that is not supported.
+    """
     if not _is_instance_of(value, "TensorProperties"):
         raise ValueError("tensor properties of another type")
     dtype, _, requires_grad, _, is_pinned = _require_exact_type(
@@ -295,7 +317,9 @@ def _build_tensor_properties(value: Any) -> TensorProperties:
 
 
 def _build_storage_location(index: Any, info: Any) -> tuple[MetadataIndex, _StorageInfo]:
-    """Check where one part of a tensor lies: a span of a plain file beside `.metadata`."""
+    """Return (index, place) of one part of a tensor: the span of a plain *.distcp file beside
+    `.metadata`. Raise ValueError for a path that leaves the directory and for transformed data.
+    """
     at = _read_object_fields(index, "MetadataIndex")
     stored = _read_object_fields(info, "_StorageInfo")
     file = _require_exact_type(stored["relative_path"], str, "relative_path")
@@ -318,6 +342,7 @@ def _build_storage_location(index: Any, info: Any) -> tuple[MetadataIndex, _Stor
 
 
 def _build_torch_size(value: Any) -> torch.Size:
+    """Return the torch.Size that a stand-in stands for. Raise ValueError for anything else."""
     if not _is_instance_of(value, "Size") or len(value.args) != 1:
         raise ValueError("a shape of another type")
     return torch.Size(
@@ -326,12 +351,14 @@ def _build_torch_size(value: Any) -> torch.Size:
 
 
 def _require_count(value: Any) -> int:
+    """Return the value if it is an int of at least 0 and below 2^62, else raise ValueError."""
     if type(value) is not int or not 0 <= value < 1 << 62:
         raise ValueError(f"{value!r} where a count belongs")
     return value
 
 
 def _read_object_fields(value: Any, class_name: str) -> dict[str, Any]:
+    """Return the fields of a stand-in for `class_name`. Raise ValueError for another class."""
     if not _is_instance_of(value, class_name):
         raise ValueError(
             f"{getattr(value, 'kind', type(value).__name__)} where {class_name} belongs"
@@ -340,10 +367,13 @@ def _read_object_fields(value: Any, class_name: str) -> dict[str, Any]:
 
 
 def _is_instance_of(value: Any, class_name: str) -> bool:
+    """Return whether the value is a stand-in for a class of this name, in any module."""
     return isinstance(value, _InertObject) and value.kind.rpartition(".")[2] == class_name
 
 
 def _require_exact_type(value: Any, expected_type: type[Kind], value_label: str) -> Kind:
+    """Return the value if its type is exactly `expected_type`, no subclass; else raise ValueError.
+    """
     if type(value) is not expected_type:
         raise ValueError(f"{value_label} is {type(value).__name__}, not {expected_type.__name__}")
     return value
@@ -353,10 +383,9 @@ _torch_load_bytes = DefaultLoadPlanner.load_bytes
 
 
 def check_checkpoint_directory(directory: Path) -> None:
-    """Raises ValueError naming the file, unless everything that a load parses in `directory` is of
-    the kind expected.
-
-    `directory`: what megatron's `dist_checkpointing.save` wrote.
+    """Check that everything that a load parses in `directory`, which megatron's
+    `dist_checkpointing.save` wrote, is of the expected kind. Raise ValueError that names the file
+    that is not.
     """
     check_torch_dist_format(directory)
     read_checkpoint_metadata(directory / METADATA)
@@ -365,8 +394,8 @@ def check_checkpoint_directory(directory: Path) -> None:
 
 
 def check_torch_dist_format(directory: Path) -> None:
-    """Raises ValueError where metadata.json names another format: megatron picks its
-    reader by that file.
+    """Raise ValueError unless metadata.json names the format torch_dist in a known version:
+    megatron picks its reader by that file.
     """
     path = directory / CONFIG
     try:
@@ -381,13 +410,18 @@ def check_torch_dist_format(directory: Path) -> None:
 
 
 def patch_checkpoint_readers() -> None:
-    """Replace the readers once in this process. Imports megatron-core."""
+    """Replace torch's and megatron-core's readers by the safe ones, once in this process. Imports
+    megatron-core.
+    """
     if not _state["is_applied"]:
         _state["is_applied"] = True
         apply_needed_patches(PATCHES)
 
 
 def _patched_read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) -> Metadata:
+    """Return the metadata of the checkpoint without unpickling it. Raise ValueError for metadata
+    for each rank.
+    """
     if kwargs.get("rank") is not None:
         raise ValueError(
             f"{self.path} has metadata for each rank; only checkpoints with one"
@@ -399,7 +433,9 @@ def _patched_read_metadata(self: FileSystemReader, *args: Any, **kwargs: Any) ->
 
 
 def _patched_load_bytes(self: DefaultLoadPlanner, read_item: Any, value: Any) -> None:
-    """torch's own reads what was written here: the plain values of the object in the file."""
+    """Check that an object in a checkpoint is plain values, write it anew, and let torch load the
+    rewritten bytes.
+    """
     rewritten = io.BytesIO()
     torch.save(read_plain_values(read_item.dest_index.fqn, value.read()), rewritten)
     rewritten.seek(0)
@@ -407,7 +443,10 @@ def _patched_load_bytes(self: DefaultLoadPlanner, read_item: Any, value: Any) ->
 
 
 def _patched_load_common(self_or_directory: Any, checkpoint_dir: Any = None) -> Any:
-    """A method in 0.16, a function later."""
+    """Return the plain values of common.pt in a checkpoint directory. Raise ValueError where there
+    is no such file. Works as the method of megatron-core 0.16 and as the function of later
+    versions.
+    """
     path = Path(self_or_directory if checkpoint_dir is None else checkpoint_dir) / COMMON
     if not path.exists():
         raise ValueError(
@@ -418,6 +457,7 @@ def _patched_load_common(self_or_directory: Any, checkpoint_dir: Any = None) -> 
 
 
 def _patch_load_common() -> None:
+    """Replace megatron-core's `load_common` wherever the installed version has it."""
     common: Any = importlib.import_module("megatron.core.dist_checkpointing.strategies.common")
     if hasattr(common, "TorchCommonLoadStrategy"):
         replace_symbol(common.TorchCommonLoadStrategy, "load_common", _patched_load_common)

@@ -43,6 +43,9 @@ class PackedCausalLM(nn.Module):
     """
 
     def __init__(self, causal_lm: Any, head: HeadKind) -> None:
+        """Take over the model; with head "value" keep its decoder only and add a linear layer
+        `score` in float32.
+        """
         super().__init__()
         self.hf_config = causal_lm.config
         self.decoder: Any = causal_lm
@@ -68,13 +71,13 @@ class PackedCausalLM(nn.Module):
         row_indices: Tensor,
         **attention_lengths: Any,
     ) -> Any:
-        """Return `process_hidden` of hidden states [1, S, H], by which the head's weight is
-        multiplied (and then capped, where there is a `softcap`), or of logits [1, R, V] of the rows
-        where `returns_logits`.
+        """Return `process_hidden` applied to the hidden states [1, S, H] or, where
+        `returns_logits`, to the logits [1, R, V] of the rows `row_indices`. The caller multiplies
+        hidden states by the output layer's weight, and then caps the logits where there is a
+        `softcap`.
 
-        Both arguments are [1, S]; positions restart with each document.
-
-        `lengths`: the documents' borders, for attention kernels that ask for them.
+        `token_ids` and `position_ids` are [1, S]; positions restart with each document.
+        `attention_lengths`: the documents' borders, for attention kernels that need them.
         """
         if self.find_max_over_ranks is not None:
             hidden = self._run_padded_batches(
@@ -88,7 +91,7 @@ class PackedCausalLM(nn.Module):
     def _run_decoder(
         self, token_ids: Tensor, position_ids: Tensor, **attention_lengths: Any
     ) -> Tensor:
-        """Hidden states, or logits where `returns_logits`."""
+        """Run the decoder and return the hidden states, or the logits where `returns_logits`."""
         # No mask and no cache: only then does transformers tell documents apart by their positions.
         inputs = {
             "input_ids": token_ids,
@@ -111,11 +114,12 @@ class PackedCausalLM(nn.Module):
     def _run_padded_batches(
         self, token_ids: Tensor, position_ids: Tensor, find_max_over_ranks: Callable[[int], int]
     ) -> Tensor:
-        """Compute what `_run_decoder` does with one document a row of padded batches, each of at
-        most as many places as there are tokens.
+        """Return the same as `_run_decoder`, [1, S, H], but run the documents in padded batches,
+        one document a row, each batch of at most as many places as there are tokens. Used where
+        packed documents would see each other.
 
-        What stands behind a document cannot change it. Layers are gathered by all ranks at once:
-        each goes through as many batches as the one that has most.
+        Padding stands behind a document and cannot change its result. All ranks gather a layer's
+        weights at once, so every rank runs as many batches as the rank with the most.
         """
         num_tokens = len(token_ids)
         device = token_ids.device
@@ -146,7 +150,9 @@ class PackedCausalLM(nn.Module):
 
     @property
     def decoder_layers(self) -> list[nn.Module]:
-        """The decoder layers: what is gathered, and recomputed, at once."""
+        """Return the decoder layers: the modules whose weights are gathered, and whose activations
+        are recomputed, together.
+        """
         causal = self.decoder
         num_layers = self.hf_config.get_text_config().num_hidden_layers
         lists = [module for module in causal.modules() if isinstance(module, nn.ModuleList)]
@@ -154,25 +160,27 @@ class PackedCausalLM(nn.Module):
 
     @property
     def output_layer(self) -> Any:
-        """The output layer of a policy."""
+        """Return the output layer of a policy, which maps hidden states to logits."""
         return self.decoder.get_output_embeddings()
 
     @property
     def softcap(self) -> float | None:
-        """The cap on its logits (`final_logit_softcapping`),
-        which `forward` leaves to the caller.
+        """Return the cap on the logits (`final_logit_softcapping`), which the caller of `forward`
+        must apply; None: there is no cap.
         """
         cap: float | None = getattr(self.hf_config.get_text_config(), SOFTCAP, None)
         return cap or None
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
-        """[R] float32; inside of `forward`."""
+        """Return the values [R], float32, of the rows `rows_R`. Call this only inside `forward`,
+        where sharded weights are whole.
+        """
         weight = self.score.weight.float()
         bias = self.score.bias.float()
         return nn.functional.linear(hidden_SH.index_select(0, rows_R).float(), weight, bias)[:, 0]
 
     def collect_tensors(self) -> dict[str, Tensor]:
-        """Parameters, and buffers that files hold, by the names that transformers has for them."""
+        """Return the parameters, and the buffers that files hold, by transformers' names."""
         named = {
             _strip_wrapper_names(name): parameter for name, parameter in self.named_parameters()
         }
@@ -186,8 +194,8 @@ class PackedCausalLM(nn.Module):
 
     @contextmanager
     def _bypass_output_layer(self) -> Iterator[None]:
-        """The owner of the weight multiplies nothing, and nothing is capped: scales of hidden
-        states or logits still happen.
+        """Within the block, make the output layer return its input and switch the cap on logits
+        off, so that the model returns hidden states. The model's other scales still apply.
         """
         head = self.output_layer
         config = self.hf_config.get_text_config()
@@ -204,16 +212,19 @@ class PackedCausalLM(nn.Module):
 
 
 def _strip_wrapper_names(module_path: str) -> str:
+    """Return a parameter's name as transformers has it, without our wrapper's prefix and without
+    LoRA.
+    """
     return module_path.removeprefix("decoder.").replace(".base_layer.", ".")  # as without LoRA
 
 
 def build_causal_lm(
     hf_config: HFConfig, attn_implementation: str, head: HeadKind, dtype: torch.dtype
 ) -> PackedCausalLM:
-    """A model whose parameters have no memory yet ("meta"); what its modules compute at their
-    making stands.
+    """Build transformers' model with its parameters on the meta device; buffers that modules
+    compute when they are made are real.
 
-    Raises ValueError for a config.json that transformers has no causal language model for.
+    Raise ValueError for a config.json for which transformers cannot build a causal language model.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -249,9 +260,15 @@ def build_causal_lm(
 
 @contextmanager
 def _create_parameters_on_meta() -> Iterator[None]:
+    """Within the block, create all module parameters on the meta device, without memory. Buffers
+    stay real.
+    """
     register = nn.Module.register_parameter
 
     def register_parameter_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        """Register the parameter after moving it to the meta device; a parameter that is there
+        already is kept, since it may be tied.
+        """
         if (
             param is not None and not param.is_meta
         ):  # one that is there already stays itself: it may be tied
@@ -315,8 +332,9 @@ def make_causal_lm_table(
 def _make_tensor_conversion(
     name: str, shape: tuple[int, ...], model_type: str
 ) -> tuple[tuple[HFTensor, ...], Callable[..., Tensor], Callable[[Tensor], tuple[Tensor, ...]]]:
-    """Return the names that files have for a tensor, and the two conversions between them. A
-    layer's experts are one tensor in transformers; files have one or two matrices an expert.
+    """Return the Hugging Face tensors that files have for a module's tensor, the function that
+    builds it from these, and the function that takes it apart. A layer's experts are one tensor in
+    transformers; files have one or two matrices for each expert.
     """
     block, gate, up, down = _ON_DISK.get(model_type, _MATRICES)
     found = _FUSED_EXPERTS.fullmatch(name)
@@ -346,8 +364,9 @@ def _make_tensor_conversion(
 
 
 def find_transformers_family(model_type: str) -> ModelFamily | None:
-    """A family that only transformers has: Megatron cannot build it, but its tensors have names.
-    None: unknown.
+    """Return a family for a model_type that only transformers has: it has a weight table, but
+    Megatron cannot build it. Return None where transformers has no causal language model of this
+    type.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -355,11 +374,15 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
         return None
 
     def refuse_megatron_backend(hf_config: HFConfig) -> dict[str, Any]:
+        """Raise ValueError: the Megatron backend does not have this family."""
         raise ValueError(
             f"Megatron's models have no family {model_type!r} here; use actor.backend fsdp."
         )
 
     def make_table(hf_config: HFConfig, padded_vocab_size: int) -> tuple[WeightRule, ...]:
+        """Return the weight table under transformers' names, but with Megatron's name for the
+        output layer.
+        """
         rules = make_transformers_weight_table(hf_config, "vocabulary")
         return tuple(
             replace(rule, megatron_name=rule.megatron_name.replace("lm_head", OUTPUT_LAYER))
@@ -376,8 +399,8 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
 
 
 def make_transformers_weight_table(hf_config: HFConfig, head: HeadKind) -> tuple[WeightRule, ...]:
-    """The weight table of a config.json, made without memory. Raises ValueError
-    as `build_causal_lm`.
+    """Return the weight table of a config.json under transformers' names, without allocating the
+    model. Raise ValueError as `build_causal_lm` does.
     """
     return make_causal_lm_table(
         build_causal_lm(hf_config, "eager", head, torch.float32), hf_config, head

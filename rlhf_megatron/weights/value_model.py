@@ -34,21 +34,26 @@ class ValueModelSource:
     initial_head_source: RandomWeightSource
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        """Return the tensors of a rule: from the initial head where the body lacks them, else from
+        the body.
+        """
         return self._choose_source(rule).read_hf_tensors(rule)
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type of the rule's tensors in the source that has them."""
         return self._choose_source(rule).get_dtype_name(rule)
 
     def _choose_source(self, rule: WeightRule) -> WeightSource:
+        """Return the initial head for a head tensor that the body lacks, else the body."""
         is_lacking = rule.hf_tensors[0].name in {WEIGHT, BIAS} - self.stored_head_names
         return self.initial_head_source if is_lacking else self.body_source
 
 
 def add_value_head(body_source: WeightSource, std: float, seed: int) -> ValueModelSource:
-    """`body_source` with its own value head, or with a first one: weights normal with deviation
-    `std`, bias 0.
+    """Return `body_source` with its own value head or, for head tensors that it lacks, a new one:
+    weights normal with standard deviation `std`, bias 0.
 
-    A head without a bias gets the bias 0. First weights depend on `seed` only, not on the layout.
+    The new weights depend on `seed` only, not on the layout.
     """
     names: tuple[str, ...] = getattr(
         body_source, "names", ()
@@ -59,9 +64,10 @@ def add_value_head(body_source: WeightSource, std: float, seed: int) -> ValueMod
 
 
 def open_value_model(directory: Path, table: Sequence[WeightRule]) -> HFReader:
-    """The weights of a directory with or without a value head, checked against a critic's table.
+    """Open the weights of a directory, with or without a value head, and check them against
+    `table`, a critic's weight table.
 
-    Raises ValueError for missing and mis-shaped tensors, and for a head of more than one label.
+    Raise ValueError for missing and mis-shaped tensors, and for a head of more than one label.
     """
     reader = HFReader(directory)
     own = set(reader.names) & {WEIGHT, BIAS}
@@ -79,9 +85,10 @@ def open_value_model(directory: Path, table: Sequence[WeightRule]) -> HFReader:
 
 
 def open_scoring_model(directory: Path, table: Sequence[WeightRule]) -> ValueModelSource:
-    """The weights of a model that scores: its head is its own, where a critic may get a first one.
+    """Open the weights of a model that scores, which must have a value head in its files. A missing
+    bias of the head becomes 0.
 
-    Raises ValueError as `open_value_model`, and for a directory without a head.
+    Raise ValueError as `open_value_model` does, and for a directory without a head.
     """
     body = open_value_model(directory, table)
     if WEIGHT not in body.names:
@@ -94,16 +101,18 @@ def open_scoring_model(directory: Path, table: Sequence[WeightRule]) -> ValueMod
 
 
 def make_value_model_config(hf_config: HFConfig) -> dict[str, Any]:
-    """config.json of an exported critic: that of its body, as a token classifier of one label."""
+    """Return the config.json of an exported critic: its body's, changed to a token classifier of
+    one label.
+    """
     return _make_one_label_config(hf_config, "ForTokenClassification", "VALUE")
 
 
 def make_reward_model_config(hf_config: HFConfig) -> dict[str, Any]:
-    """config.json of a trained reward model: a sequence classifier of one label, which scores
-    the last token.
+    """Return the config.json of a trained reward model: its body's, changed to a sequence
+    classifier of one label, which scores the last token.
 
-    transformers' classifiers have no bias in the head and leave it out; SGLang's have
-    one, and read it.
+    transformers' classifiers have no bias in the head and leave it out; SGLang's have one, and read
+    it.
     """
     return _make_one_label_config(hf_config, "ForSequenceClassification", "REWARD")
 
@@ -111,6 +120,9 @@ def make_reward_model_config(hf_config: HFConfig) -> dict[str, Any]:
 def _make_one_label_config(
     hf_config: HFConfig, architecture_suffix: str, label: str
 ) -> dict[str, Any]:
+    """Return `hf_config` with one label and with its architectures renamed to end in
+    `architecture_suffix`, without multi-token prediction layers.
+    """
     architectures = [
         f"{name.split('For')[0]}{architecture_suffix}"
         for name in hf_config.get("architectures") or ()

@@ -51,7 +51,7 @@ def require_single_dtype(rule: WeightRule, dtypes: set[str]) -> str:
 
 @dataclass(frozen=True)
 class RandomWeightSource:
-    """A source of weights for `load_model.load_weights`. Matrices have the deviation `std`; norms
+    """A source of weights for `model_weights.load_hf_weights`. Matrices have the deviation `std`; norms
     are 1, biases 0.
     """
 

@@ -52,7 +52,7 @@ def steps(
         if number:
             step(subject, worker, world, range(12, 24))
         export_sharded_model_to_hf(
-            worker.export(),
+            worker.export_shards(),
             world,
             directory=directory,
             hf_config=FAMILIES[family],
@@ -86,7 +86,7 @@ def run(pool: DistPool, axes: Axes, family: str, **arguments: Any) -> int:
     }
     more = {
         "sequence_parallel": axes.sequence_parallel,
-        "first_layers": axes.first_layers,
+        "num_first_stage_layers": axes.first_layers,
         "timeout_s": 300.0,
     }
     ranks = pool.run(steps, **sizes, **more, family=family, megatron=axes.megatron, **arguments)

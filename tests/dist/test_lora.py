@@ -59,7 +59,7 @@ def train_adapters(
         place = actor.backend.export_world
         hf_config = reference.HF_CONFIGS["llama"]
         export_sharded_model_to_hf(
-            actor.export(), place, directory=out / "merged", hf_config=hf_config, dtype=dtype
+            actor.export_shards(), place, directory=out / "merged", hf_config=hf_config, dtype=dtype
         )
     end = actor.log_probs(shard, plan, reference.TEMPERATURE)
     return RankResult(log_probs, updates, grads, last, plan), first, end

@@ -325,7 +325,7 @@ def test_a_group_that_cannot_be_made(
     manifest, raw = a_bucket("never", 0)
     with monkeypatch.context() as patch:
         patch.setattr(
-            process_group_transport, "own_address", lambda url: "192.0.2.1"
+            process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1"
         )  # no address of this host
         with delivering(pair[:1], folder, EngineProcessGroups()) as delivery:
             delivery.open_buffers(1, 1).close()

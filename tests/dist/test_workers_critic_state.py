@@ -189,7 +189,7 @@ def started(
     values = critic.values(shard, plan)
     if exported is not None:
         export_sharded_model_to_hf(
-            critic.export(),
+            critic.export_shards(),
             world,
             directory=exported,
             hf_config=critic.exported_config,

@@ -170,7 +170,7 @@ def before_and_after_a_step(world: World, state: dict[str, Tensor]) -> tuple[int
         before = len(actor.backend.optimizer.list_state_tensors())
         shard, plan = share(world, reference.make_batch(), 40)
         actor.update(shard, plan, reference.TEMPERATURE, "sft")
-        groups = actor.backend.optimizer.megatron.param_groups
+        groups = actor.backend.optimizer.megatron_optimizer.param_groups
         return (
             before,
             len(actor.backend.optimizer.list_state_tensors()),
@@ -205,11 +205,11 @@ CODE = """
 from megatron.core import optimizer
 assert not optimizer.USING_PYTORCH_OPTIMIZER and optimizer.Adam.__module__ == "apex.optimizers"
 import torch
-from rlhf_megatron.weights.parallel_layout import Layout
+from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.ranks.parallel.world import create_world
-from rlhf_megatron.ranks.workers.megatron_optimizer import adam_of_megatron
-world = create_world(Layout(1), torch.device("cpu"))
-assert adam_of_megatron() == "torch", adam_of_megatron()
+from rlhf_megatron.ranks.workers.megatron_optimizer import detect_megatron_adam
+world = create_world(ParallelLayout(1), torch.device("cpu"))
+assert detect_megatron_adam() == "torch", detect_megatron_adam()
 import workers_jobs, workers_reference as reference
 state = {key: value.clone() for key, value in reference.make_model("llama").state_dict().items()}
 result = workers_jobs.train(world, "llama", state, reference.make_batch(), "sft", num_steps=1)

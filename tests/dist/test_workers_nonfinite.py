@@ -38,16 +38,16 @@ def snapshot(worker: Any) -> dict[str, Tensor]:
     """
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
-    worker.backend.sync()
+    worker.backend.gather_parameters()
     optimizer = worker.backend.optimizer
     found = {
         name: parameter.detach().clone()
         for name, parameter in collect_named_parameters(worker.backend.chunks).items()
     }
-    for number, part in enumerate(optimizer.megatron.chained_optimizers):
+    for number, part in enumerate(optimizer.megatron_optimizer.chained_optimizers):
         for index, entry in enumerate(part.optimizer.state.values()):
             found |= {f"{number} {index} {key}": value.clone() for key, value in entry.items()}
-    for index, main in enumerate(optimizer.main_parameters()):
+    for index, main in enumerate(optimizer.list_main_parameters()):
         found[f"main {index}"] = main.detach().clone()
     found["schedule"] = torch.tensor(
         [optimizer.scheduler.num_steps, optimizer.lr], dtype=torch.float64
@@ -150,7 +150,7 @@ def test_a_gradient_of_one_rank_stops_the_step_on_all(
     for number, outcome in enumerate(outcomes):
         (findings,) = outcome.findings
         assert [bad.name for bad in findings.gradients] == ([name] if number == rank else [])
-        assert findings.parameters == () and findings.num_tokens == 0
+        assert findings.parameters == () and findings.num_bad_tokens == 0
     (bad,) = outcomes[rank].findings[0].gradients
     assert (bad.num_nan, bad.num_inf) == ((1, 0) if math.isnan(value) else (0, 1))
 
@@ -199,7 +199,7 @@ def test_a_loss_of_one_replica_stops_the_step_and_keeps_the_weights_once(
         assert [(found.has_weights, found.error) for found in findings] == [(True, ""), (False, "")]
         for found in findings:  # the micro-batch of the sample, on the replica that has it
             assert [not math.isfinite(loss) for loss in found.losses] == in_micro_batch
-            assert found.num_tokens == 0  # the current log-probs are finite
+            assert found.num_bad_tokens == 0  # the current log-probs are finite
     assert sum(any(in_micro_batch) for _, _, in_micro_batch in results) == 1
     assert sorted(path.name for path in (directory / "rng").iterdir()) == [
         "rank0.safetensors",
@@ -210,7 +210,7 @@ def test_a_loss_of_one_replica_stops_the_step_and_keeps_the_weights_once(
     )
     result, findings, is_equal = again
     assert is_equal and result.is_skipped
-    assert findings.first == "loss"
+    assert findings.first_bad_tensor == "loss"
 
 
 def look_again(
@@ -260,19 +260,19 @@ def test_what_is_not_finite_first_is_named(
     dist_pool: DistPool, state: dict[str, Tensor], tmp_path: Path
 ) -> None:
     first, last = dist_pool.run(overflowing, pp=2, state=state, directory=tmp_path, timeout_s=300)
-    assert last[0].first == "output of decoder.layers.2.mlp.linear_fc2"
-    assert set(last[0].tokens) <= last[1] and last[0].num_tokens > 0
-    assert first[0].tokens == () and first[0].losses == ()
+    assert last[0].first_bad_tensor == "output of decoder.layers.2.mlp.linear_fc2"
+    assert set(last[0].bad_tokens) <= last[1] and last[0].num_bad_tokens > 0
+    assert first[0].bad_tokens == () and first[0].losses == ()
 
 
 def export_of(world: World, state: dict[str, Tensor], rank: int) -> None:
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
     actor = make_actor(world, NAME, state)
-    list(actor.export())
+    list(actor.export_shards())
     if world.rank == rank:
         collect_named_parameters(actor.backend.chunks)[NORM].data[3] = math.inf
-    list(actor.export())
+    list(actor.export_shards())
 
 
 @pytest.mark.dist

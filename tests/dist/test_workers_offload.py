@@ -143,7 +143,7 @@ def parts_of(worker: Any) -> dict[str, list[Tensor]]:
     """By walking through Megatron's objects, without what the worker says of itself."""
     chunks = worker.backend.chunks
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    adams = [part.optimizer for part in worker.backend.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in worker.backend.optimizer.megatron_optimizer.chained_optimizers]
     mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
     held = storages_of(parameters)
     states = [value for adam in adams for state in adam.state.values() for value in state.values()]
@@ -206,14 +206,14 @@ def away_and_back(
     }
     # With overlap_param_gather the others' shards arrive with the next pass, or when the
     # parameters are dropped.
-    worker.backend.sync()
+    worker.backend.gather_parameters()
     kept["parameters"] = [tensor.detach().clone() for tensor in held["parameters"]]
     offsets = {part: [tensor.storage_offset() for tensor in held[part]] for part in held}
     for part in ("gradients", "optimizer", "parameters"):
         worker.offload((part,))
         found["steps"].append(sizes(held))
     found["empty"] = (worker.memory_report().held_bytes, worker.memory_report().copied_bytes)
-    mine = {id(piece) for copy in worker.memory._host_copies.values() for piece in copy._pieces}
+    mine = {id(piece) for copy in worker.offloadable_memory._host_copies.values() for piece in copy._pieces}
     host_copies = storages_of(
         t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in mine
     )
@@ -225,7 +225,7 @@ def away_and_back(
     found["refused"] = [
         refusal(lambda: look(worker)),
         refusal(lambda: update(worker)),
-        refusal(worker.export),
+        refusal(worker.export_shards),
         refusal(worker.check_replicas),
         refusal(lambda: worker.begin_save(None)),
         refusal(lambda: worker.save_weights(None)),

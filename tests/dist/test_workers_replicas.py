@@ -63,7 +63,7 @@ def _tensor(actor: Any, name: str) -> Tensor:
         return parameters[name]
     (held,) = [
         h
-        for h in iterate_parameter_states(actor.backend.optimizer.megatron)
+        for h in iterate_parameter_states(actor.backend.optimizer.megatron_optimizer)
         if h.model_param is parameters[name]
     ]
     return held.decode_tensors()[moment]

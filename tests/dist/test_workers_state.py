@@ -381,14 +381,14 @@ def schedules(
             actor.reset_optimizer("rl")
         for _ in range(count):
             result = actor.update(shard, plan, 1.0, "sft")
-            groups = actor.backend.optimizer.megatron.param_groups
+            groups = actor.backend.optimizer.megatron_optimizer.param_groups
             decay = {
                 p.dim() > 1: group["weight_decay"] for group in groups for p in group["params"]
             }
             seen.append((result.lr, decay[True], decay[False]))
     moments = [
         s["step"].item()
-        for s in actor.backend.optimizer.megatron.chained_optimizers[0].optimizer.state.values()
+        for s in actor.backend.optimizer.megatron_optimizer.chained_optimizers[0].optimizer.state.values()
     ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
@@ -430,7 +430,7 @@ def two_references(
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     trained = both()
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
-    actor.backend.sync()
+    actor.backend.gather_parameters()
     frozen.copy_weights_from(actor.backend)
     return before, trained, both()
 
@@ -484,10 +484,10 @@ def masters_and_exports(
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     parameters = collect_named_parameters(actor.backend.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    exported = {rule.megatron_name: tensor for rule, tensor in actor.export() if tensor is not None}
+    exported = {rule.megatron_name: tensor for rule, tensor in actor.export_shards() if tensor is not None}
     held = [
         entry
-        for entry in iterate_parameter_states(actor.backend.optimizer.megatron)
+        for entry in iterate_parameter_states(actor.backend.optimizer.megatron_optimizer)
         if entry.main_param is not None
     ]
     names = {id(parameter): name for name, parameter in parameters.items()}
@@ -510,7 +510,7 @@ def masters_and_exports(
     actor.reset_optimizer("rl")
     fresh = [
         entry
-        for entry in iterate_parameter_states(actor.backend.optimizer.megatron)
+        for entry in iterate_parameter_states(actor.backend.optimizer.megatron_optimizer)
         if entry.main_param is not None
     ]
     result["is_kept"] = all(

@@ -55,7 +55,7 @@ class Hosts:
 class Fleet:
     """The memory verbs of an EngineFleet."""
 
-    live: tuple[InferenceEngine, ...] = ()
+    live_engines: tuple[InferenceEngine, ...] = ()
 
     def __init__(self, log: list[str]) -> None:
         self.log = log

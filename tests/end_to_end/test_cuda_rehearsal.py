@@ -21,22 +21,22 @@ pytestmark = [pytest.mark.dist, NEEDS_CUDA_BUILD]
 ONCE_A_STEP = "the verdict on an optimizer step: whether it is skipped is decided on the host"
 WAITS = {
     "log_probs": {
-        "ranks/workers/sequence_packing.py:unpack": (
+        "ranks/workers/sequence_packing.py:unpack_rows": (
             2,
             "results leave the device once a call: log-probs and entropies",
         ),
     },
     "update": {
         "ranks/workers/nonfinite.py:<listcomp>": (1, ONCE_A_STEP),
-        "ranks/workers/nonfinite.py:agreed_verdict": (1, ONCE_A_STEP),
+        "ranks/workers/nonfinite.py:all_reduce_verdict": (1, ONCE_A_STEP),
         (
-            "ranks/workers/megatron_optimizer.py:judge >"
+            "ranks/workers/megatron_optimizer.py:check_finiteness >"
             " core/optimizer/clip_grads.py:get_grad_norm_fp32"
         ): (
             1,
             "megatron-core's own",
         ),
-        "ranks/workers/trained_model.py:_result": (
+        "ranks/workers/trained_model.py:_make_update_result": (
             1,
             "sums and metrics leave the device once a mini-batch",
         ),

@@ -283,11 +283,11 @@ def test_an_agent_that_hangs_when_another_node_has_ended_is_ended() -> None:
     code = """if True:
         import time
         from torch.distributed import TCPStore
-        from rlhf_megatron.runtime.torchrun import nodes
-        nodes.POLL_S, nodes.GRACE_S, nodes.LIMIT_S = 0.1, 0.2, 0.5
+        from rlhf_megatron.runtime.torchrun import node_watch
+        node_watch.POLL_S, node_watch.GRACE_S, node_watch.LIMIT_S = 0.1, 0.2, 0.5
         server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         say = lambda word: lambda: print(word, flush=True)
-        nodes.OtherNodes("127.0.0.1", server.port, 1, say("end"), say("kill"))
+        node_watch.OtherNodesWatcher("127.0.0.1", server.port, 1, say("end"), say("kill"))
         server.set("rlhf_megatron/ended", "2 17")
         time.sleep(300)
     """

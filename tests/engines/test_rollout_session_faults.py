@@ -301,10 +301,10 @@ def test_a_wrong_request_and_engines_that_are_gone_raise(
     rig.fleet.resync_engines = None
     work = work_of(8)
     with rig.fleet.open_session() as session:
-        session.submit(1, [request((77,), (1,), 2)])
+        session.submit_requests(1, [request((77,), (1,), 2)])
         with pytest.raises(EngineRequestError, match="vocabulary"):
             while True:
-                session.poll()
+                session.poll_finished()
     with rig.fleet.open_session() as session:
         poller = Poller(session, work)
         poller.wait(lambda: len(poller.results) >= 1)

@@ -150,14 +150,14 @@ def send(world: Any, name: str, seed: int, arguments: dict[str, Any], is_fsdp: b
         backend = FSDPBackend(
             config, make_random_source(config, seed), world, torch.float32, FSDPConfig()
         )
-        actor = SimpleNamespace(backend=backend, export=backend.export_shards)
+        actor = SimpleNamespace(backend=backend, export_shards=backend.export_shards)
     else:
         table = make_weight_table(config, world.layout.tp)
         model = build_megatron_model(config, world, torch.float32)
         load_weights_on_rank(model.chunks, table, make_random_source(config, seed), world)
-        place = SimpleNamespace(exporting=world, hf_config=config)
+        place = SimpleNamespace(export_world=world, hf_config=config)
         actor = SimpleNamespace(
-            backend=place, export=lambda: iterate_local_shards(model.chunks, table)
+            backend=place, export_shards=lambda: iterate_local_shards(model.chunks, table)
         )
     role = HostRole(world, actor, None, Path())  # type: ignore[arg-type]
     try:
@@ -176,7 +176,7 @@ class Ranks:
     seed: int = 0
     is_fsdp: bool = False
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
         assert method == "host.send_weights"
         future: Future[list[Any]] = Future()
         of_model = {"name": self.model, "seed": self.seed, "is_fsdp": self.is_fsdp}

@@ -86,11 +86,11 @@ def syncing(
 def weights_of(group: InlineWorkerGroup) -> dict[str, Tensor]:
     """The trainer's, by Hugging Face names: one rank holds all."""
     assert group._host is not None
-    export = group._host._roles["actor"].export()  # type: ignore[attr-defined]
+    export = group._host._roles["actor"].export_shards()  # type: ignore[attr-defined]
     return {
         hf.name: t.clone()
         for rule, whole in export
-        for hf, t in zip(rule.hf, rule.to_hf(whole), strict=True)
+        for hf, t in zip(rule.hf_tensors, rule.to_hf(whole), strict=True)
     }
 
 

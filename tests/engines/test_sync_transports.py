@@ -94,15 +94,15 @@ class DamagedTransport:
         self.transport = transport
         self.damage = damage
         self.directory = directory
-        self.name = transport.engine_name
-        self.num_readers = transport.num_reading_ranks
-        self.open = transport.prepare_sync
+        self.engine_name = transport.engine_name
+        self.num_reading_ranks = transport.num_reading_ranks
+        self.prepare_sync = transport.prepare_sync
 
     @property
-    def memory(self) -> Any:
+    def bucket_memory(self) -> Any:
         return self.transport.bucket_memory
 
-    def deliver(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
+    def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         self.damage.seen.append(manifest)
         if len(self.damage.seen) != self.damage.nth:
             return self.transport.deliver_bucket(manifest, bucket)
@@ -119,7 +119,7 @@ class DamagedTransport:
     def _deliver_flipped(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         """One bit, where the engine takes the bytes from."""
         place = manifest.tensors[0].offset + 5
-        if self.memory == "device_memory":
+        if self.bucket_memory == "device_memory":
             bucket = bucket.clone()
             bucket[place] ^= 8
             return self.transport.deliver_bucket(manifest, bucket)
@@ -173,11 +173,11 @@ class Rig:
     def weights(self) -> dict[str, Tensor]:
         """The trainer's, as Hugging Face tensors: one rank holds all."""
         assert self.group._host is not None
-        export = self.group._host._roles["actor"].export()  # type: ignore[attr-defined]
+        export = self.group._host._roles["actor"].export_shards()  # type: ignore[attr-defined]
         return {
             hf.name: tensor.clone()
             for rule, whole in export
-            for hf, tensor in zip(rule.hf, rule.to_hf(whole), strict=True)
+            for hf, tensor in zip(rule.hf_tensors, rule.to_hf(whole), strict=True)
         }
 
     def check(self, sync: WeightSync) -> None:
@@ -207,19 +207,20 @@ def rig_with(
         def damaged(self: EngineKind, *arguments: Any, real: Any = kind.make_transport) -> Any:
             return DamagedTransport(real(self, *arguments), damage, transfer)
 
-        patch.setattr(kind, "transport", damaged)
+        patch.setattr(kind, "make_transport", damaged)
     real_link = LinkTransport.deliver_bucket
 
     def deliver(self: LinkTransport, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
         whole: Any = SimpleNamespace(
-            name=self.engine_name,
-            memory=self.bucket_memory,
-            open=self.prepare_sync,
-            deliver=partial(real_link, self),
+            engine_name=self.engine_name,
+            bucket_memory=self.bucket_memory,
+            num_reading_ranks=self.num_reading_ranks,
+            prepare_sync=self.prepare_sync,
+            deliver_bucket=partial(real_link, self),
         )
         return DamagedTransport(whole, damage, transfer).deliver(manifest, bucket)
 
-    patch.setattr(LinkTransport, "deliver", deliver)
+    patch.setattr(LinkTransport, "deliver_bucket", deliver)
     return Rig(group, servers, transfer, model, damage)
 
 
@@ -351,7 +352,7 @@ def test_a_port_that_is_refused(
     sync = rig.syncing(transport)
     rig.group._host._roles["host"]._groups.close()  # type: ignore[union-attr, attr-defined]
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(process_group_transport, "own_address", lambda url: "192.0.2.1")
+        patched.setattr(process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1")
         rig.sync(sync)
     assert sync.fleet.live_engines == () and "cannot listen on 192.0.2.1" in caplog.text
     rig.sync(sync)

@@ -380,7 +380,7 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
             shard, plan = share(batch)
             updates = [actor.update(shard, plan, 1.0) for _ in range(2)]
             assert not any(update.is_skipped for update in updates)
-            weights = [tensor.detach().cpu().clone() for _, tensor in actor.export()]
+            weights = [tensor.detach().cpu().clone() for _, tensor in actor.export_shards()]
             return [*weights, actor.log_probs(shard, plan, 1.0, with_entropy=True).log_probs]
 
     with deterministic():

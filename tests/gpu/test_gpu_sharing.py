@@ -21,10 +21,10 @@ from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 
 READER = """
 import msgspec, sys
-from rlhf_megatron.device import SharedMemory, open_shared
-from rlhf_megatron.weights.tensor_digest import as_hex, digest
+from rlhf_megatron.device import SharedDeviceMemory, open_shared_memory
+from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 for line in sys.stdin:
-    print(as_hex(digest(open_shared(msgspec.json.decode(line, type=SharedMemory)))), flush=True)
+    print(format_digest(digest_tensor(open_shared_memory(msgspec.json.decode(line, type=SharedDeviceMemory)))), flush=True)
 """
 MEMBER = """
 import sys, torch, torch.distributed as dist

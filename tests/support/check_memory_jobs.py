@@ -85,7 +85,7 @@ def held(world: World, case: Case) -> dict[str, int]:
         data_parallel.DDP_BUCKET_SIZE = None
     parameters = [parameter for chunk in trained.chunks for parameter in chunk.parameters()]
     model_storages = {parameter.untyped_storage().data_ptr() for parameter in parameters}
-    adams = [part.optimizer for part in trained.optimizer.megatron.chained_optimizers]
+    adams = [part.optimizer for part in trained.optimizer.megatron_optimizer.chained_optimizers]
     trained = [
         parameter for adam in adams for group in adam.param_groups for parameter in group["params"]
     ]

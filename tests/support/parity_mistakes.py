@@ -83,8 +83,8 @@ def labels_shifted_after_the_cut(patch: pytest.MonkeyPatch) -> None:
             micro_batches=tuple(_with_next_of_share(micro) for micro in packed.micro_batches),
         )
 
-    patch.setattr(actor, "pack", shifted)
-    patch.setattr(forward_passes, "pack", shifted)
+    patch.setattr(actor, "pack_batch", shifted)
+    patch.setattr(forward_passes, "pack_batch", shifted)
 
 
 def _with_next_of_share(micro: Any) -> Any:
@@ -113,7 +113,7 @@ def one_step_count_for_all(patch: pytest.MonkeyPatch) -> None:
 
     def sharing(self: Any, *args: Any) -> None:
         load(self, *args)
-        for part in self.megatron.chained_optimizers:
+        for part in self.megatron_optimizer.chained_optimizers:
             states = [state for state in part.optimizer.state.values() if "step" in state]
             for state in states:
                 state["step"] = states[0]["step"]
@@ -140,8 +140,8 @@ def values_of_the_next_row(patch: pytest.MonkeyPatch) -> None:
             packed, micro_batches=tuple(_with_next_rows(micro) for micro in packed.micro_batches)
         )
 
-    patch.setattr(critic, "pack", shifted)
-    patch.setattr(forward_passes, "pack", shifted)
+    patch.setattr(critic, "pack_batch", shifted)
+    patch.setattr(forward_passes, "pack_batch", shifted)
 
 
 def _with_next_rows(micro: Any) -> Any:
@@ -177,7 +177,7 @@ def head_gathers_with_summed_gradient(patch: pytest.MonkeyPatch) -> None:
             hidden, tensor_parallel_output_grad=True, group=tp_group
         )
 
-    patch.setattr(output_heads, "whole_sequence", gather)
+    patch.setattr(output_heads, "gather_sequence_parts", gather)
 
 
 def values_not_held(patch: pytest.MonkeyPatch) -> None:
@@ -187,7 +187,7 @@ def values_not_held(patch: pytest.MonkeyPatch) -> None:
 
     patch.setattr(
         critic,
-        "value_sums",
+        "compute_value_loss_sums",
         lambda values, columns, cliprange: compute_value_loss_sums(values, columns, 0.0),
     )
 
@@ -225,15 +225,15 @@ def _mark_experts(patch: pytest.MonkeyPatch, name: str, value: bool) -> None:
             if is_expert_parameter(parameter_name):
                 setattr(parameter, name, value)
 
-    patch.setattr(megatron_model_builder, "mark_experts", wrong)
+    patch.setattr(megatron_model_builder, "mark_expert_parameters", wrong)
 
 
 def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     """An expert's first matrix has the rows of up before those of gate."""
     from rlhf_megatron.weights.families import expert_layers
 
-    patch.setattr(expert_layers, "concatenate", lambda gate, up: torch.cat([up, gate]))
-    patch.setattr(expert_layers, "halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
+    patch.setattr(expert_layers, "concatenate_tensors", lambda gate, up: torch.cat([up, gate]))
+    patch.setattr(expert_layers, "split_into_halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
 
 
 def expert_bias_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -280,7 +280,7 @@ def experts_off_by_one(patch: pytest.MonkeyPatch) -> None:
             *map(lambda rule, hf: replace(rule, hf_tensors=hf), rules, tensors[2:] + tensors[:2]),
         ]
 
-    patch.setattr(decoder_family, "expert_rules", shifted)
+    patch.setattr(decoder_family, "make_expert_rules", shifted)
 
 
 def position_keys_not_summed(patch: pytest.MonkeyPatch) -> None:
@@ -352,9 +352,9 @@ def gate_and_up_taken_as_halves(patch: pytest.MonkeyPatch) -> None:
     """
     from rlhf_megatron.weights.families import gpt_oss
 
-    patch.setattr(gpt_oss, "_apart", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)
+    patch.setattr(gpt_oss, "_separate_gate_and_up", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)
     patch.setattr(
-        gpt_oss, "_by_turns", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,)
+        gpt_oss, "_interleave_gate_and_up", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,)
     )
 
 

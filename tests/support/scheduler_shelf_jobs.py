@@ -48,7 +48,7 @@ class LockstepGroup:
         self.world = world
         self.layouts = {ACTOR: self.layout}
 
-    def scatter(
+    def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
         plans = plan_scattered_call(batch, self.layout, token_budget)
@@ -62,7 +62,7 @@ class LockstepGroup:
         future.set_result(join_replica_results(method, held, plans, batch.offsets))
         return future
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
         raise AssertionError(f"{method}: nothing was to be skipped")
 
 

@@ -105,31 +105,31 @@ class SleepingEngine:
         with self._changed:
             assert self._changed.wait_for(lambda: all(row.is_over for row in rows), 600)
 
-    def abort(self, names: Collection[str] = ()) -> None:
+    def abort_calls(self, call_names: Collection[str] = ()) -> None:
         with self._changed:
             for row in [*self._running, *self._waiting]:
-                row.is_over |= not names or row.name in names
+                row.is_over |= not call_names or row.name in call_names
             self._waiting = deque(row for row in self._waiting if not row.is_over)
             self._running = [row for row in self._running if not row.is_over]
             self._changed.notify_all()
 
-    def max_running(self) -> int | None:
+    def get_max_running_samples(self) -> int | None:
         return len(self._pace) - 1
 
-    def begin_update(self, version: int, full_resync: bool = False) -> None:
+    def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
         with self._changed:
             self._is_paused = True
 
-    def commit_update(self, version: int) -> None:
+    def commit_weight_update(self, version: int) -> None:
         with self._changed:
             self._served = version
             self._is_paused = False
             self._changed.notify_all()
 
-    def version(self) -> int | None:
+    def get_served_version(self) -> int | None:
         return self._served
 
-    def health(self, timeout_s: float) -> None:
+    def check_health(self, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:
@@ -198,57 +198,57 @@ class SleepingStages:
         )
         sources = [PromptSource("s", 1.0, items)]
         self.stream = PromptStream(sources, plan.batch_size, shuffle=False, seed=0)
-        self.version = self.trained_version = 1
+        self.policy_version = self.trained_version = 1
         self.on_generated: Any = lambda numbers: None
 
     @property
-    def num_drawn(self) -> int:
+    def num_prompts_drawn(self) -> int:
         return self.stream.num_drawn
 
-    def next_prompts(self, step: int) -> PromptBatch:
+    def draw_prompts(self, step: int) -> PromptBatch:
         return self.stream.draw_step_prompts(step)
 
-    def requests(self, prompts: PromptBatch) -> list[GenerateRequest]:
+    def make_requests(self, prompts: PromptBatch) -> list[GenerateRequest]:
         longest = SamplingParams(10**6)
-        return build_generate_requests(prompts, self.plan.group_size, longest, 1, self.version)
+        return build_generate_requests(prompts, self.plan.group_size, longest, 1, self.policy_version)
 
-    def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+    def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
             self.on_generated(prompts.group_ids[first : first + len(groups)])
 
         return collect_rollout_batch(
-            prompts, self.fleet.generate(self.requests(prompts), on_groups), TOKENIZER
+            prompts, self.fleet.generate(self.make_requests(prompts), on_groups), TOKENIZER
         )
 
-    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+    def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
         return make_scored_batch(rollout, self.scorer(make_reward_samples(rollout)), None, [])
 
     def scorer(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         time.sleep(self.plan.compute_score_seconds(len(samples)))
         return [RewardResult(1.0) for _ in samples]
 
-    def annotate(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
+    def annotate_step(self, step: int, scored: ScoredBatch) -> AnnotatedBatch:
         if isinstance(scored, AnnotatedBatch):
             return scored
         time.sleep(self.plan.compute_annotate_seconds(scored.num_tokens))
         return add_columns(AnnotatedBatch, scored)
 
-    def advantages(self, step: int, batch: AnnotatedBatch) -> AnnotatedBatch:
+    def compute_advantages(self, step: int, batch: AnnotatedBatch) -> AnnotatedBatch:
         time.sleep(self.plan.advantages_s)
         return batch
 
-    def update(self, step: int, batch: AnnotatedBatch) -> tuple[AnnotatedBatch, dict[str, float]]:
+    def update_models(self, step: int, batch: AnnotatedBatch) -> tuple[AnnotatedBatch, dict[str, float]]:
         time.sleep(self.plan.compute_update_seconds(batch.num_tokens))
         return batch, {}
 
-    def sync(self) -> dict[str, float]:
-        self.fleet.begin_weight_update(self.version + 1)
+    def sync_weights(self) -> dict[str, float]:
+        self.fleet.begin_weight_update(self.policy_version + 1)
         time.sleep(self.plan.sync_s)
-        self.fleet.commit_weight_update(self.version + 1)
-        self.version += 1
+        self.fleet.commit_weight_update(self.policy_version + 1)
+        self.policy_version += 1
         return {}
 
-    def evaluate(self, is_final: bool = True) -> None:
+    def evaluate_held_out(self, is_final: bool = True) -> None:
         return None
 
 
@@ -260,14 +260,14 @@ class Stopwatch:
         self.ends: list[float] = []
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def track_step(self, step: int) -> Iterator[None]:
         yield
         self.ends.append(time.monotonic() - self.begin)
 
-    def batch(self, *of_step: object) -> None:
+    def set_step_batch(self, *of_step: object) -> None:
         pass
 
-    def evaluation(self, step: int, result: None) -> None:
+    def log_evaluation(self, step: int, result: None) -> None:
         pass
 
 
@@ -297,16 +297,16 @@ def sleep_through(
         session = fleet.open_session()
 
         def make_requests(prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
-            return [[request] for request in stages.requests(prompts)]
+            return [[request] for request in stages.make_requests(prompts)]
 
         score = GroupScorer(TOKENIZER, stages.scorer, FilterGroupsConfig())
         supply = BackgroundSupply(
             flow,
             schedule,
             SupplyServices(
-                session, stages.stream.fetch_prompts, make_requests, score, stages.annotate
+                session, stages.stream.fetch_prompts, make_requests, score, stages.annotate_step
             ),
-            get_policy_version=lambda: stages.version,
+            get_policy_version=lambda: stages.policy_version,
             mini_batch_size=plan.min_annotated_samples,
             pause_session=fleet.hold_exclusively,
             on_events=events.extend,
@@ -323,5 +323,5 @@ def sleep_through(
     return Slept(watch.ends, [str(event) for event in events])
 
 
-def _no_guard(name: str, is_begun: bool = False) -> Any:
+def _no_guard(name: str, is_continuation: bool = False) -> Any:
     return nullcontext()

@@ -64,7 +64,7 @@ class HeldSession:
     def num_running(self) -> int:
         return len(self._running)
 
-    def submit(self, key: int, requests: Sequence[GenerateRequest]) -> None:
+    def submit_requests(self, key: int, requests: Sequence[GenerateRequest]) -> None:
         with self._condition:
             assert key not in self._running, f"{key} runs already"
             self._running[key] = (self.version, requests)
@@ -73,7 +73,7 @@ class HeldSession:
                 self._ended.append(key)
             self._condition.notify_all()
 
-    def poll(self) -> list[tuple[int, list[list[GeneratedSample]]]]:
+    def poll_finished(self) -> list[tuple[int, list[list[GeneratedSample]]]]:
         with self._condition:
             if self.error is not None:
                 raise self.error
@@ -82,13 +82,13 @@ class HeldSession:
             self._ended = []
             return [(key, self._samples(key)) for key in ended if key in self._running]
 
-    def abort(self, keys: Sequence[int]) -> None:
+    def abort_keys(self, keys: Sequence[int]) -> None:
         with self._condition:
             for key in keys:
                 del self._running[key]
                 self.aborted.append(key)
 
-    def mend(self) -> None:
+    def mend_engines(self) -> None:
         self.num_mended += 1
 
     def close(self) -> None:
@@ -206,7 +206,7 @@ class Bench:
             annotate_samples=self._annotate,
         )
         batch_size = settings.pop("batch_size", 2)
-        found = settings.get("found")
+        found = settings.get("resumed_groups")
         steps_done = settings.pop("steps_done", 0)
         last_step = settings.pop("last_step", 5)
         num_drawn = settings.pop("num_drawn", 0 if found is None else found.num_drawn)

@@ -63,7 +63,7 @@ def change_weights(group: InlineWorkerGroup, seed: int) -> None:
     assert group._host is not None
     actor = group._host._roles["actor"]
     with torch.no_grad():
-        for _, tensor in actor.export():  # type: ignore[attr-defined]
+        for _, tensor in actor.export_shards():  # type: ignore[attr-defined]
             tensor.add_(0.05 * torch.randn_like(tensor))
 
 

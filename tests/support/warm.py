@@ -67,19 +67,27 @@ SCRIPTS = (
 PRELOADED = (
     *(
         f"rlhf_megatron.{name}"
-        for name in ("cli.main", "cli.train", "cli.check", "proof.preflight", "proof.replay")
+        for name in ("cli.main", "cli.train_command", "cli.check_command", "controller.preflight")
     ),
     *(
         f"rlhf_megatron.{name}"
-        for name in ("scheduler.run", "runtime.inline", "runtime.roles", "parallel.world")
+        for name in ("controller.scheduler.run_replay", "controller.scheduler.training_run")
     ),
     *(
         f"rlhf_megatron.{name}"
-        for name in ("rollout.local.generator", "workers.actor", "workers.critic")
+        for name in ("runtime.inline_worker_group", "runtime.rank_roles", "ranks.parallel.world")
     ),
     *(
         f"rlhf_megatron.{name}"
-        for name in ("models.build", "checkpoint.dist_checkpoint", "observe.report.build")
+        for name in ("rollout.local.batch_generator", "ranks.workers.actor", "ranks.workers.critic")
+    ),
+    *(
+        f"rlhf_megatron.{name}"
+        for name in (
+            "ranks.models.megatron_model_builder",
+            "ranks.checkpoint.sharded_checkpoint",
+            "controller.observe.report.report_writer",
+        )
     ),
     *(
         "transformers.models.qwen3.modeling_qwen3",

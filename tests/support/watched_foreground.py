@@ -28,7 +28,7 @@ class WatchedForeground(ForegroundSupply):
         self._flow = flow
         self._schedule = schedule
         self._on_events = on_events
-        self._next_number = stages.num_drawn
+        self._next_number = stages.num_prompts_drawn
         stages.on_generated = self._generated
 
     @contextmanager
@@ -76,12 +76,12 @@ class _Told:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stages, name)
 
-    def next_prompts(self, step: int) -> PromptBatch:
+    def draw_prompts(self, step: int) -> PromptBatch:
         prompts: PromptBatch = self._stages.draw_prompts(step)
         self._watched.begin(prompts.group_ids)
         return prompts
 
-    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
-        scored: ScoredBatch = self._stages.score(step, rollout)
+    def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        scored: ScoredBatch = self._stages.score_rollout(step, rollout)
         self._watched.end(scored.group_ids.unique_consecutive().tolist())
         return scored

@@ -149,7 +149,7 @@ def head_not_summed_over_cp(patch: pytest.MonkeyPatch) -> None:
         is_first = torch.distributed.get_rank() == 0
         return result if is_first else values(_Frozen(self), hidden_SH, rows_R)
 
-    patch.setattr(ValueHead, "values", of_the_first)
+    patch.setattr(ValueHead, "compute_values", of_the_first)
 
 
 class _Frozen:
@@ -169,7 +169,7 @@ def value_after_the_token(patch: pytest.MonkeyPatch) -> None:
         moved = ValueMiniBatch(**{**vars(batch), "returns": batch.returns.roll(1)})
         return pack(moved, *arguments)
 
-    patch.setattr(critic, "pack", shifted)
+    patch.setattr(critic, "pack_batch", shifted)
 
 
 MISTAKES = {

@@ -135,9 +135,9 @@ def way(kind: str) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         if kind == "autograd":
-            patch.setattr(log_prob_head, "sink_of", lambda weight: None)
+            patch.setattr(log_prob_head, "make_main_grad_sink", lambda weight: None)
         if kind == "poisoned":
-            patch.setattr(main_grad.MainGradSink, "gradient", poisoned)
+            patch.setattr(main_grad.MainGradSink, "make_autograd_gradient", poisoned)
         yield
 
 
@@ -232,7 +232,7 @@ def run_checked(
         if mistake is not None and world.coordinates.tp == on_tp_rank:
             patch.setattr(log_prob, "TorchTileOps", mistake)
         if is_triton_taken:
-            patch.setattr(head_backend, "try_triton", lambda device: "")
+            patch.setattr(head_backend, "try_triton_kernel", lambda device: "")
         actor = make_actor(world, name, state, config)
         shard, plan = share(world, batch, 40)
         log_probs = actor.log_probs(shard, plan, reference.TEMPERATURE, with_entropy=True)

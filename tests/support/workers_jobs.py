@@ -61,7 +61,7 @@ class StateSource:
     def names(self) -> tuple[str, ...]:
         return tuple(self.state)
 
-    def hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+    def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
         return tuple(self.state[tensor.name] for tensor in rule.hf_tensors)
 
 
@@ -145,7 +145,7 @@ def shards(
     if not hasattr(worker.backend, "chunks"):  # fsdp
         weights = {
             rule.megatron_name: piece.clone()
-            for rule, piece in worker.export()
+            for rule, piece in worker.export_shards()
             if piece is not None
         }
         return {
@@ -159,11 +159,11 @@ def shards(
         for own, rule in zip(worker.backend.table, table, strict=True)
     }
     weights = {
-        rule.megatron_name: shard.clone() for rule, shard in worker.export() if shard is not None
+        rule.megatron_name: shard.clone() for rule, shard in worker.export_shards() if shard is not None
     }
     parameters = collect_named_parameters(worker.backend.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}
-    for held in iterate_parameter_states(worker.backend.optimizer.megatron):
+    for held in iterate_parameter_states(worker.backend.optimizer.megatron_optimizer):
         if held.element_range is not None:
             whole = torch.zeros_like(grads[id(held.model_param)]).flatten()
             if held.main_param is not None and held.main_param.grad is not None:

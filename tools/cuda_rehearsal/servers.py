@@ -85,10 +85,10 @@ def weights(group: InlineWorkerGroup) -> dict[str, str]:
     """Digests of the actor's weights under their Hugging Face names."""
     actor: Any = group._host._roles["actor"]  # type: ignore[union-attr]
     found = {}
-    for rule, whole in actor.export():
+    for rule, whole in actor.export_shards():
         found |= {
             hf.name: format_digest(digest_tensor(one.cpu()))
-            for hf, one in zip(rule.hf, rule.to_hf(whole), strict=True)
+            for hf, one in zip(rule.hf_tensors, rule.to_hf(whole), strict=True)
         }
     return found
 
@@ -97,7 +97,7 @@ def change(group: InlineWorkerGroup) -> None:
     """As an update would."""
     actor: Any = group._host._roles["actor"]  # type: ignore[union-attr]
     with torch.no_grad():
-        for _, tensor in actor.export():
+        for _, tensor in actor.export_shards():
             tensor.add_(0.05 * torch.randn_like(tensor))
 
 

@@ -114,7 +114,7 @@ class CorrectionRows:
 
     log_probs_N: Tensor  # trainer's, float32
     rollout_log_probs_N: Tensor
-    log_ratio_N: Tensor  # float64, of `log_mismatch`
+    log_ratio_N: Tensor  # float64, of `compute_log_mismatch`
     sequences: RowSequences
     counts_S: Tensor  # rows of each
 

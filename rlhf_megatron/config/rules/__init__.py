@@ -31,7 +31,7 @@ NAME_RULE = (
 
 @dataclass(frozen=True)
 class PreflightCheck:
-    """A look at what a configuration points to, beyond the rules: files, this machine,
+    """A check of the things that a configuration points to, beyond the rules: files, this machine,
     running servers.
     """
 
@@ -43,37 +43,42 @@ class PreflightCheck:
 
 
 def is_valid_name(text: str) -> bool:
-    """Whether `NAME_RULE` holds."""
+    """Return whether a name satisfies `NAME_RULE`: not blank, printable, and at most 200 bytes."""
     return bool(text.strip()) and text.isprintable() and len(text.encode()) <= 200
 
 
 def make_problem_if(
     condition: object, text: str, keys: tuple[str, ...] = ()
 ) -> ConfigProblem | None:
-    """The problem that there is where `condition`."""
+    """Return a ConfigProblem with this text and these keys if `condition` is true, else None."""
     return ConfigProblem(text, keys) if condition else None
 
 
 def drop_none(problems: OptionalProblems) -> Iterator[ConfigProblem]:
-    """Drop the findings that are no problem."""
+    """Yield the problems of a rule without the None that stand for "no problem"."""
     return (problem for problem in problems if problem is not None)
 
 
 def register_rule(rule_function: R) -> R:
-    """Register a generator of contradictions. It touches no file;
-    `rules.files` has those that do.
+    """Add a rule to `RULES` for every job, and return the rule unchanged. A rule yields the
+    contradictions of a configuration and touches no file; checks that read files are in
+    `file_rules.py`.
     """
     RULES.append(rule_function)
     return rule_function
 
 
 def register_rl_rule(rule_function: R) -> R:
-    """Register a rule of the job train: other jobs leave its sections at their defaults."""
+    """Add a rule to `RULES` for the job "train" alone, and return the rule unchanged; other jobs
+    leave the rule's sections at their defaults.
+    """
     RULES.append(lambda loaded: rule_function(loaded) if loaded.config.job == "train" else iter(()))
     return rule_function
 
 
 def register_idle_rule(rule_function: I) -> I:
-    """Register a table of settings that would be ignored."""
+    """Add a function to `IDLE_RULES` and return the function unchanged. The function lists
+    `IdleSettings`: settings, and whether a configuration would ignore them.
+    """
     IDLE_RULES.append(rule_function)
     return rule_function

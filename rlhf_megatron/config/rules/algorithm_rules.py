@@ -61,6 +61,9 @@ SIZES = tuple(
 
 @register_idle_rule
 def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
+    """Return an entry for each group of settings of the KL controller, the group filter and PF-PPO;
+    the first value of an entry says whether the configuration ignores that group.
+    """
     algorithm = config.algorithm
     draws = config.algorithm.pf_ppo
     has_kl = algorithm.use_kl_in_reward
@@ -85,8 +88,8 @@ def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
 
 @register_rl_rule
 def check_kl_weight(loaded: LoadedConfig) -> OptionalProblems:
-    """A weight of 0 costs a forward pass of the reference and does nothing; the adaptive one
-    would stay there.
+    """Yield a problem if the KL term is in the reward with a weight of 0: the weight costs a
+    forward pass of the reference and does nothing, and the adaptive controller would stay at 0.
     """
     algorithm = loaded.config.algorithm
     yield make_problem_if(
@@ -101,7 +104,9 @@ def check_kl_weight(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_kl_horizon(loaded: LoadedConfig) -> OptionalProblems:
-    """coef *= 1 +- 0.2 samples / horizon must keep its sign."""
+    """Yield a problem if the horizon of the adaptive KL controller is so short that a step, coef *=
+    1 +- 0.2 samples / horizon, can change the sign of the coefficient.
+    """
     c = loaded.config
     control = c.algorithm.kl_ctrl
     samples = c.data.train_batch_size * c.rollout.n
@@ -120,8 +125,8 @@ def check_kl_horizon(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_group_filter(loaded: LoadedConfig) -> OptionalProblems:
-    """A group of one has no spread; a metric that no reward of the run has would
-    filter by nothing.
+    """Yield a problem if the group filter is on and a group has one sample, which has no spread, or
+    if the filter's metric is no reward of this run.
     """
     c = loaded.config
     chosen = c.algorithm.filter_groups
@@ -147,8 +152,9 @@ def check_group_filter(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
-    """An estimator of reward parts reads those that its parameters name: what is only in the reward
-    trains nothing.
+    """For an advantage estimator that reads reward parts only, yield a problem for each setting
+    that the estimator would ignore: the KL term in the reward, a part name that the run does not
+    have, and reward terms or weights that the estimator does not use.
     """
     c = loaded.config
     name = loaded.config.algorithm.adv_estimator
@@ -197,7 +203,11 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
 def _find_ignored_reward_terms(
     config: RunConfig, setting: str, used_parts: set[str], weights_parameter: str
 ) -> OptionalProblems:
-    """`weights_parameter`: the parameter that weighs the parts; "" where it is given."""
+    """Yield a problem for each reward term whose weight an estimator of reward parts would ignore:
+    a term that `setting` does not name but has a weight, or a used term whose own weight is not 1
+    although the estimator weighs the parts itself. `weights_parameter` is the estimator's parameter
+    for these weights, or "" where the configuration gives the parameter.
+    """
     name = config.algorithm.adv_estimator
     for i, (part, term) in enumerate(
         zip(name_reward_term_parts(config), config.reward.terms, strict=True)
@@ -222,7 +232,9 @@ def _find_ignored_reward_terms(
 
 
 def list_reward_parts(config: RunConfig) -> list[str]:
-    """Names under which the scores of a run's rewards are parts of a sample's reward."""
+    """Return the sorted names of all parts that the reward of a sample can have in this run: the
+    main reward, the rewards by source, the reward terms, and the reward model if there is one.
+    """
     r = config.reward
     of_model = [MODEL_PART] if config.reward_model.path is not None else []
     return sorted(
@@ -236,8 +248,8 @@ def list_reward_parts(config: RunConfig) -> list[str]:
 
 
 def name_reward_term_parts(config: RunConfig) -> list[str]:
-    """Return the part name of each reward term, in order. A name that is taken gets a number
-    (rewards/service/reward_components.py).
+    """Return the part name of each entry of `reward.terms`, in order. A term whose name is taken
+    gets a number, as in `reward_2`; rewards/service/reward_components.py names the parts alike.
     """
     r = config.reward
     taken = {r.name, *(one.name for one in r.by_source.values())}
@@ -255,6 +267,9 @@ def name_reward_term_parts(config: RunConfig) -> list[str]:
 
 @register_idle_rule
 def list_idle_loss_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield exactly one entry. Its first value says whether actor.loss_scale_factor has no effect,
+    because no aggregation mode of the actor or the critic uses the factor.
+    """
     modes = [
         config.actor.loss_agg_mode,
         config.critic.loss_agg_mode if has_critic(config) else None,
@@ -267,8 +282,9 @@ def list_idle_loss_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_loss_aggregation(loaded: LoadedConfig) -> OptionalProblems:
-    """A mode that nobody chose would train another objective than the loss is known for; one that
-    is written stands.
+    """Yield a problem if the aggregation mode is the default, nobody wrote it into the
+    configuration, and the chosen policy loss is defined with another mode. A mode that the
+    configuration states is accepted.
     """
     name = loaded.config.actor.policy_loss.loss_mode
     mode = loaded.config.actor.loss_agg_mode
@@ -286,6 +302,10 @@ def check_loss_aggregation(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_idle_rule
 def list_idle_critic_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield two entries. The first says whether all settings of the critic are ignored, because the
+    estimator needs no values; the second says whether critic.megatron is ignored, because the
+    critic shares the actor's ranks.
+    """
     is_there = has_critic(config)
     estimator = "algorithm.adv_estimator"
     known = load_registry("advantage estimator")
@@ -302,8 +322,9 @@ def list_idle_critic_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_separate_pools(loaded: LoadedConfig) -> OptionalProblems:
-    """Whole replicas of a critic or reward model on its ranks. What is left for the actor,
-    `rules.layout` looks at.
+    """Yield problems for a critic, reward model or reference with ranks of its own: the inline
+    runtime has only one process, and the ranks must be a multiple of the pool's model-parallel
+    size. The layout rules check the ranks that remain for the actor.
     """
     c = loaded.config
     for section, m, num_ranks in list_pool_layouts(c):
@@ -340,8 +361,9 @@ def check_separate_pools(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_critic_batches(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the critic's mini-batch. A size of null is the actor's,
-    which `rules.batches` checks.
+    """Yield problems if the critic's mini-batch does not divide the samples of a step, or does not
+    give each critic replica a sample. A mini-batch size of null means the actor's size, which
+    `check_actor_batches` checks.
     """
     c = loaded.config
     if not has_critic(c):
@@ -358,8 +380,9 @@ def check_critic_batches(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_critic_token_budget(loaded: LoadedConfig) -> OptionalProblems:
-    """Samples are padded as the layout of the critic's pool demands, also where the budget
-    is the actor's.
+    """Yield a problem if the critic's tokens per micro-batch cannot hold the longest sample, padded
+    as the layout of the critic's pool demands. This also applies where the critic takes the actor's
+    budget.
     """
     c = loaded.config
     budget = c.critic.ppo_max_token_len_per_gpu
@@ -374,6 +397,9 @@ def check_critic_token_budget(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_critic_steps(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems if trainer.critic_warmup leaves no step in which the policy trains, or if the
+    critic's learning rate schedule does not fit its number of optimizer steps.
+    """
     c = loaded.config
     if not has_critic(c):
         return
@@ -401,7 +427,9 @@ def check_critic_steps(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _count_critic_replicas(config: RunConfig) -> int:
-    """Count the critic's replicas; 0 where other rules find its sizes impossible."""
+    """Return the number of the critic's data-parallel replicas, on its own ranks or on the actor's;
+    0 where the sizes are impossible, which other rules report.
+    """
     if count_critic_ranks(config) > 0:
         return count_critic_ranks(config) // max(
             1, compute_model_parallel_size(config.critic.megatron)

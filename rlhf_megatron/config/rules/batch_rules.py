@@ -32,6 +32,10 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 @register_rl_rule
 def check_actor_batches(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems if the actor's mini-batch does not divide the samples of a step, or if a
+    mini-batch or a warmup batch has fewer samples than there are replicas. Yield nothing for sizes
+    below 1, which other rules report.
+    """
     c = loaded.config
     mini = c.actor.mini_batch_size
     samples = c.data.train_batch_size * c.rollout.n
@@ -52,7 +56,10 @@ def check_actor_batches(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def check_divides_samples(config: RunConfig, key: str, batch_size: int) -> OptionalProblems:
-    """`batch_size`: samples of a mini-batch."""
+    """Yield a problem, with the nearest divisors, if `batch_size` samples do not divide the samples
+    of a step (train_batch_size x n). `key` is the setting of the batch size. Yield nothing for
+    sizes below 1, which other rules report.
+    """
     samples = config.data.train_batch_size * config.rollout.n
     if batch_size < 1 or samples < 1 or samples % batch_size == 0:
         return
@@ -71,7 +78,9 @@ def check_divides_samples(config: RunConfig, key: str, batch_size: int) -> Optio
 
 
 def list_divisors(number: int) -> list[int]:
-    """Ascending, in the time of the number's root."""
+    """Return the divisors of a positive number in ascending order; the time grows with the number's
+    square root.
+    """
     small = [d for d in range(1, isqrt(number) + 1) if number % d == 0]
     return sorted({*small, *(number // d for d in small)})
 
@@ -79,8 +88,9 @@ def list_divisors(number: int) -> list[int]:
 def check_occupies_all_replicas(
     key: str, batch_size: int, num_replicas: int, replica_keys: tuple[str, ...]
 ) -> OptionalProblems:
-    """`batch_size`: samples of a batch; `replica_keys`:
-    settings that make so many `num_replicas`.
+    """Yield a problem if a batch of `batch_size` samples has fewer samples than there are
+    data-parallel replicas. `key` is the setting of the batch size; `replica_keys` are the settings
+    that determine `num_replicas`.
     """
     yield make_problem_if(
         1 <= batch_size < num_replicas,
@@ -95,7 +105,9 @@ def check_occupies_all_replicas(
 
 @register_rule
 def check_token_budgets(loaded: LoadedConfig) -> OptionalProblems:
-    """A sample is never cut over micro-batches, and is padded as the layout demands."""
+    """Yield a problem for each token budget (engine, actor, reference) that cannot hold the longest
+    sample, padded as the layout demands: a sample is never cut over micro-batches.
+    """
     c = loaded.config
     m = loaded.config.actor.megatron
     if c.job == "train" and has_engine_setting(c.rollout, "rollout.max_num_batched_tokens"):
@@ -119,8 +131,8 @@ def check_token_budgets(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def compute_packing_multiple(megatron: MegatronConfig) -> int:
-    """`ParallelLayout.packed_multiple`: what the tokens of a micro-batch are padded to
-    a multiple of.
+    """Return the number whose multiple the tokens of a micro-batch are padded to in this layout, as
+    `ParallelLayout.packed_multiple` does.
     """
     cp = megatron.context_parallel_size
     return (2 * cp if cp > 1 else 1) * (
@@ -136,9 +148,11 @@ def check_holds_longest_sample(
     megatron: MegatronConfig,
     num_trailing_places: int = 0,
 ) -> OptionalProblems:
-    """`budget`: tokens of one rank in the layout `megatron` of `section`; context-parallel ranks
-    pool theirs. `num_trailing_places`:
-    places behind a sample, which are forwarded with it.
+    """Yield a problem if a token budget cannot hold the longest sample, padded for the layout.
+
+    `budget` is the number of tokens of one rank, set by `key`, in the layout `megatron` of the
+    section `section`; context-parallel ranks add up their budgets. `num_trailing_places` is the
+    number of places that are forwarded behind a sample.
     """
     cp = megatron.context_parallel_size
     multiple = compute_packing_multiple(megatron)
@@ -166,8 +180,8 @@ def check_holds_longest_sample(
 
 
 def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...]]:
-    """Return the tokens of the longest sample, a text that says how they add up (its bracket still
-    open), and the settings behind them.
+    """Return the number of tokens of the longest sample that the job trains on, a text that says
+    how the number adds up (its bracket still open), and the keys of the settings behind the number.
     """
     if config.job == "reward-model":  # a document and the place behind it
         return (

@@ -41,9 +41,15 @@ OF_PROCESSES = ("reward.num_workers", "reward.timeout_s")
 
 @register_idle_rule
 def list_idle_data_settings(config: RunConfig) -> Iterable[IdleSettings]:
+    """Return an entry for each group of settings of the section `data`; the first value of an entry
+    says whether the configuration ignores that group.
+    """
     d = config.data
 
     def is_set_in_all_sources(setting: str) -> bool:
+        """Return whether there are data sources and each of them sets this setting, so that the
+        section's own value has no effect.
+        """
         return bool(d.sources) and all(getattr(source, setting) is not None for source in d.sources)
 
     details = ("data.few_shot.template", "data.few_shot.seed")
@@ -79,7 +85,9 @@ def list_idle_data_settings(config: RunConfig) -> Iterable[IdleSettings]:
 
 @register_rule
 def check_data_sources(loaded: LoadedConfig) -> OptionalProblems:
-    """Entries against the section, against each other, and each for itself."""
+    """Yield problems of data.sources: the list excludes data.task, train_files and val_files, and
+    each entry needs a valid unique name and consistent content.
+    """
     d = loaded.config.data
     for name, value in (
         ("task", d.task),
@@ -103,6 +111,9 @@ def check_data_sources(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_source_entries(data: DataConfig) -> OptionalProblems:
+    """Yield problems of the entries of data.sources: an invalid name, a name that an earlier entry
+    has, or inconsistent content.
+    """
     names = [source.name for source in data.sources]
     for index, source in enumerate(data.sources):
         where = f"{SOURCES}[{index}]"
@@ -126,6 +137,9 @@ def _check_source_entries(data: DataConfig) -> OptionalProblems:
 
 
 def _check_source_content(entry_key: str, source: DataSourceConfig) -> OptionalProblems:
+    """Yield problems of the content of one entry of data.sources: a task together with files,
+    neither a task nor training files, or task parameters without a task.
+    """
     files = [*source.train_files, *source.val_files]
     name = f"{entry_key} ({source.name})"
     yield make_problem_if(
@@ -150,7 +164,9 @@ def _check_source_content(entry_key: str, source: DataSourceConfig) -> OptionalP
 
 @register_rule
 def check_templates(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the templates and few-shot prefixes of the section and of each source."""
+    """Yield problems of the prompt templates and few-shot settings of the section `data` and of
+    each of its sources.
+    """
     d = loaded.config.data
     yield from _check_prompt_template("data.prompt_template", d.prompt_template)
     yield from _check_few_shot_template("data.few_shot", d.few_shot)
@@ -170,6 +186,7 @@ def check_templates(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_prompt_template(key: str, value: str) -> OptionalProblems:
+    """Yield a problem if the template does not contain {prompt} exactly once."""
     yield make_problem_if(
         value.count("{prompt}") != 1,
         (
@@ -181,6 +198,7 @@ def _check_prompt_template(key: str, value: str) -> OptionalProblems:
 
 
 def _check_few_shot_template(key: str, shots: FewShotConfig) -> OptionalProblems:
+    """Yield a problem if few-shot rows are wanted and their template lacks {prompt} or {label}."""
     missing = [field for field in ("{prompt}", "{label}") if field not in shots.template]
     yield make_problem_if(
         shots.num_shots > 0 and missing,
@@ -195,6 +213,10 @@ def _check_few_shot_template(key: str, shots: FewShotConfig) -> OptionalProblems
 def _check_few_shot_with_task(
     key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]
 ) -> OptionalProblems:
+    """Yield a problem if num_shots is above 0 and the task with these parameters already puts
+    solved examples of its own into the prompt. Other combinations of a task and few-shot rows are
+    accepted.
+    """
     yield make_problem_if(
         task is not None
         and shots.num_shots > 0
@@ -209,7 +231,9 @@ def _check_few_shot_with_task(
 
 @register_rl_rule
 def check_chat_truncation(loaded: LoadedConfig) -> OptionalProblems:
-    """A chat keeps its end, where the answer begins."""
+    """Yield a problem if prompts of a chat template are truncated on the right, which would cut off
+    the end of the chat, where the answer begins.
+    """
     d = loaded.config.data
     yield make_problem_if(
         d.apply_chat_template and d.truncation == "right" and not d.filter_overlong_prompts,
@@ -224,6 +248,7 @@ def check_chat_truncation(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rule
 def check_row_keys(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems if data.prompt_key or data.label_key is empty, or if both are the same key."""
     d = loaded.config.data
     for name, value in (("prompt_key", d.prompt_key), ("label_key", d.label_key)):
         yield make_problem_if(
@@ -240,7 +265,9 @@ def check_row_keys(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _point_to_source_list(loaded: LoadedConfig, problem: ConfigProblem) -> ConfigProblem:
-    """Point a problem of a key that no source spells out at the list of sources."""
+    """Return the problem with its keys replaced by data.sources if nobody wrote one of its keys
+    into the configuration; else return the problem unchanged.
+    """
     if all(key in loaded.provenance for key in problem.keys):
         return problem
     return replace(problem, keys=(SOURCES,))
@@ -248,6 +275,10 @@ def _point_to_source_list(loaded: LoadedConfig, problem: ConfigProblem) -> Confi
 
 @register_idle_rule
 def list_idle_reward_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield two entries. The first says whether the settings of reward processes are ignored,
+    because no reward of the run needs a process; the second says whether reward.name and its
+    parameters are ignored, because each data source has a reward of its own.
+    """
     r = config.reward
     named = [
         (r.name, r.params),
@@ -276,6 +307,8 @@ def list_idle_reward_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_reward_actors(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem if there are more Ray reward actors than reward workers to share among them.
+    """
     num_actors = loaded.config.ray.reward_actors
     num_workers = loaded.config.reward.num_workers
     yield make_problem_if(
@@ -290,7 +323,8 @@ def check_reward_actors(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_reward_source_names(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the names in `reward.by_source`. Sources named in files and tasks are known only when
+    """Yield a problem for each entry of reward.by_source that names no entry of data.sources.
+    Without data.sources yield nothing: source names that are in files and tasks are known only when
     those are read.
     """
     names = [source.name for source in loaded.config.data.sources]
@@ -301,7 +335,9 @@ def check_reward_source_names(loaded: LoadedConfig) -> OptionalProblems:
 def find_unknown_reward_sources(
     source_rewards: dict[str, Any], known_sources: list[str]
 ) -> Iterator[ConfigProblem]:
-    """`known_sources`: names of all data sources of the run."""
+    """Yield a problem, with the nearest name, for each key of `source_rewards` (reward.by_source)
+    that is not in `known_sources`, the names of all data sources of the run.
+    """
     for name in source_rewards:
         if name not in known_sources:
             near = difflib.get_close_matches(name, known_sources, n=1)
@@ -315,7 +351,9 @@ def find_unknown_reward_sources(
 
 @register_rl_rule
 def check_reward_timeouts(loaded: LoadedConfig) -> OptionalProblems:
-    """Limits of a reward's own against that of the processes, which would come first."""
+    """Yield a problem for each reward whose own time limit for a test (`needs_s`, in seconds) is
+    longer than reward.timeout_s, which would end the sample first.
+    """
     r = loaded.config.reward
     named = [
         (r.name, r.params),
@@ -335,7 +373,9 @@ def check_reward_timeouts(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_reward_lengths(loaded: LoadedConfig) -> OptionalProblems:
-    """Terms that act on long responses against the longest that is generated."""
+    """Yield a problem for each reward term that acts only on responses from a length on that no
+    response of the run can exceed.
+    """
     longest = loaded.config.data.max_response_length
     for i, term in enumerate(loaded.config.reward.terms):
         acts_from = getattr(try_build_params("reward", term.name, term.params), "acts_from", 0)

@@ -33,7 +33,9 @@ TRANSPORT = "rollout.weight_transport"
 
 
 def list_engine_part_names(rollout: RolloutConfig) -> list[str]:
-    """Name the parts of the engines that a run starts: engine0, engine0-part1, engine1, ..."""
+    """Return the names of all parts of the engines that the run starts, in order: engine0,
+    engine0-part1, engine1, ... An engine has one part on each of its machines.
+    """
     parts = range(count_machines_per_engine(rollout))
     return [
         format_engine_part_name(index, part)
@@ -43,12 +45,13 @@ def list_engine_part_names(rollout: RolloutConfig) -> list[str]:
 
 
 def format_engine_part_name(engine_index: int, part_index: int = 0) -> str:
+    """Return the name of a part of an engine: "engine0" for part 0, "engine0-part1" for part 1."""
     return f"engine{engine_index}-part{part_index}" if part_index else f"engine{engine_index}"
 
 
 def assign_part_machines(config: RunConfig) -> list[int]:
-    """Return the machine of each of `list_engine_part_names`; all are on 0 where nobody
-    deals them out.
+    """Return the machine number of each engine part, in the order of `list_engine_part_names`. All
+    are 0 where the run does not distribute engines over numbered machines.
     """
     count = len(list_engine_part_names(config.rollout))
     if not _are_engines_dealt(config):
@@ -58,8 +61,8 @@ def assign_part_machines(config: RunConfig) -> list[int]:
 
 
 def _are_engines_dealt(config: RunConfig) -> bool:
-    """Return whether engines are dealt to numbered machines. Under Ray only those that take turns
-    with ranks are.
+    """Return whether the run assigns engines to numbered machines: under torchrun, and under Ray if
+    engines are colocated with ranks, but never if rollout.endpoints names running servers.
     """
     is_dealt = config.trainer.runtime == "torchrun" or (
         config.trainer.runtime == "ray" and config.rollout.colocated
@@ -68,7 +71,10 @@ def _are_engines_dealt(config: RunConfig) -> bool:
 
 
 def _list_usable_machines(config: RunConfig) -> Sequence[int]:
-    """Return the machines that engines are dealt to."""
+    """Return the numbers of the machines that engines may be assigned to: rollout.engine_machines,
+    else the machines of the trainer, but under torchrun with weight_transport tensor only those
+    that hold the whole actor; (0,) if there is none.
+    """
     is_rays = config.trainer.runtime == "ray"
     is_limited = config.rollout.weight_transport == "tensor" and not is_rays
     reached = (
@@ -78,15 +84,18 @@ def _list_usable_machines(config: RunConfig) -> Sequence[int]:
 
 
 def assign_reward_server_machines(config: RunConfig) -> list[int]:
-    """Return the machine of each server of the reward model."""
+    """Return the machine number of each server of a served reward model, in turns over
+    reward_model.served.machines; an empty list without a served model.
+    """
     machines = config.reward_model.served.machines or (0,)
     count = config.reward_model.served.num_servers if has_served_model(config) else 0
     return [machines[index % len(machines)] for index in range(count)]
 
 
 def find_machines_with_actor_copies(config: RunConfig) -> list[int]:
-    """Return the machines whose ranks hold the actor whole: only there can weights go
-    through memory.
+    """Return the numbers of the machines whose own ranks hold the whole actor: only there can
+    weights reach an engine through memory. Several machines with pipeline stages, or with another
+    backend than megatron, have none.
     """
     megatron = config.actor.megatron
     each = config.trainer.n_gpus_per_node
@@ -111,7 +120,9 @@ def find_machines_with_actor_copies(config: RunConfig) -> list[int]:
 
 
 def describe_engine_placement(config: RunConfig) -> str:
-    """Return a line for the log: the engines of each machine. Empty: all are on one."""
+    """Return a text for the log that says on which machine the engines and reward servers are;
+    empty where all are on one machine or the run attaches to running servers.
+    """
     if config.rollout.endpoints:
         return ""
     if not _are_engines_dealt(config) and config.trainer.nnodes > 1:
@@ -131,7 +142,9 @@ def describe_engine_placement(config: RunConfig) -> str:
 
 
 def _can_engines_be_anywhere(config: RunConfig) -> bool:
-    """Return whether weights reach engines over a network."""
+    """Return whether the engines can be on machines without ranks, because weights reach this kind
+    of engine over a network.
+    """
     kind = find_registered_part("engine", config.rollout.engine)
     return (
         kind is not None
@@ -142,6 +155,9 @@ def _can_engines_be_anywhere(config: RunConfig) -> bool:
 
 @register_idle_rule
 def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield two entries for rollout.engine_machines. They say whether the setting is ignored
+    because of rollout.endpoints, and because the runtime is not torchrun.
+    """
     yield (
         bool(config.rollout.endpoints),
         (MACHINES,),
@@ -158,6 +174,10 @@ def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems for engines that span several machines (nnodes of SGLang): a bad number of
+    machines, transport tensor, ranks that the machines do not divide, or fewer machines than an
+    engine needs.
+    """
     c = loaded.config
     key = "rollout.sglang.args.nnodes"
     parts = count_machines_per_engine(c.rollout)
@@ -209,6 +229,10 @@ def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_engine_machines(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of the machines of the engines: a machine that is named twice or negative,
+    machines that weight_transport tensor does not reach, and colocated machines without an engine.
+    Yield nothing where the run does not distribute the engines.
+    """
     c = loaded.config
     if not _are_engines_dealt(c):
         return

@@ -38,6 +38,10 @@ _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 @register_rl_rule
 def check_engines(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of the section `rollout` on engines: capabilities of the engine kind, min_p
+    with seeds, endpoints and their number, router, quantization with transport disk, SGLang
+    arguments with leading dashes, and a dtype wider than the model's.
+    """
     c = loaded.config
     yield from _check_engine_capabilities(c)
     yield from _check_min_p_with_seeds(c)
@@ -79,8 +83,8 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_engine_arguments(loaded: LoadedConfig) -> OptionalProblems:
-    """Pass on what the kind of engine refuses. Running servers say it themselves when
-    a run attaches.
+    """Yield a problem for each setting that the kind of engine refuses. Where the run attaches to
+    running servers yield nothing: the servers report refused settings at the start of the run.
     """
     c = loaded.config
     entry = find_registered_part("engine", loaded.config.rollout.engine)
@@ -91,6 +95,9 @@ def check_engine_arguments(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_idle_rule
 def list_idle_engine_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield an entry for each group of settings of engine servers; its first value says whether the
+    group is ignored, because the run attaches to running servers or starts its own ones.
+    """
     is_attached = bool(config.rollout.endpoints)
     balancer = find_registered_part("balancer", config.rollout.router)
     of_balancer = balancer.build.setting_keys if balancer is not None else ()
@@ -108,7 +115,10 @@ def list_idle_engine_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 
 def _check_endpoints(config: RunConfig) -> OptionalProblems:
-    """Check the addresses of servers that the run does not start."""
+    """Yield problems of rollout.endpoints: an address that is no plain http(s)://HOST:PORT, a
+    server that is named twice, another machine with transport tensor, and settings for servers that
+    the run starts itself. Also refuse the variable of the transfer directory in rollout.sglang.env.
+    """
     key = "rollout.endpoints"
     seen = dict[tuple[str, int], str]()
     for url in config.rollout.endpoints:
@@ -161,6 +171,7 @@ def _check_endpoints(config: RunConfig) -> OptionalProblems:
 
 
 def _check_router(config: RunConfig) -> OptionalProblems:
+    """Yield a problem if the router needs more engines than the run has."""
     balancer = find_registered_part("balancer", config.rollout.router)
     yield make_problem_if(
         balancer is not None and balancer.build.min_engines > count_engines(config),
@@ -173,13 +184,16 @@ def _check_router(config: RunConfig) -> OptionalProblems:
 
 
 def count_engines(config: RunConfig) -> int:
-    """Started or attached."""
+    """Return the number of engines of the run, which are the endpoints it attaches to, or else the
+    engines it starts.
+    """
     return len(config.rollout.endpoints) or config.rollout.num_engines
 
 
 def parse_endpoint_address(url: str) -> tuple[str, int] | None:
-    """(host, port), the same for one server however it is written; None where that is no plain
-    address of a server.
+    """Return (host, port) of a server's URL, the same for one server however the URL is written: a
+    loopback host becomes 127.0.0.1, and a missing port the default of the scheme. Return None where
+    the URL is not a plain http or https address of a server.
     """
     try:
         parts = urlsplit(url)
@@ -198,7 +212,9 @@ def parse_endpoint_address(url: str) -> tuple[str, int] | None:
 
 
 def is_local_host(host: str) -> bool:
-    """Whether a host is this machine, judged by its address alone."""
+    """Return whether a host is this machine, judged by its text alone: a loopback address or
+    "localhost".
+    """
     try:
         return ip_address(host).is_loopback
     except ValueError:
@@ -206,6 +222,11 @@ def is_local_host(host: str) -> bool:
 
 
 def _check_engine_capabilities(config: RunConfig) -> OptionalProblems:
+    """Yield a problem for each of endpoints, router, weight transport and quantization that the
+    chosen engine does not support, with the engines that do; and for transport process_group on
+    several machines if the engine must run beside the trainer. Yield nothing for an unknown engine
+    or router.
+    """
     engine = find_registered_part("engine", config.rollout.engine)
     balancer = find_registered_part("balancer", config.rollout.router)
     if engine is None or balancer is None:
@@ -251,7 +272,9 @@ def _check_engine_capabilities(config: RunConfig) -> OptionalProblems:
 
 
 def _check_min_p_with_seeds(config: RunConfig) -> OptionalProblems:
-    """A server that has not this draw would end in the first evaluation."""
+    """Yield a problem if evaluation uses min_p while SGLang draws with seeds: the server does not
+    support that draw and would stop in the first evaluation.
+    """
     min_p = config.rollout.val_kwargs.min_p
     argument = "enable_deterministic_inference"
     if (
@@ -276,6 +299,10 @@ def _check_min_p_with_seeds(config: RunConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_colocation(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of rollout.colocated: transport process_group, a router that does not work
+    with colocated engines, and a reference on the actor's ranks that keeps its parameters in device
+    memory.
+    """
     c = loaded.config
     if not c.rollout.colocated:
         return
@@ -308,6 +335,9 @@ def check_colocation(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_ray_engine_devices(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem for each setting that names devices for an SGLang server (base_gpu_id,
+    CUDA_VISIBLE_DEVICES) under the runtime ray, where Ray chooses the devices.
+    """
     c = loaded.config
     if (
         c.trainer.runtime != "ray"
@@ -333,6 +363,9 @@ def check_ray_engine_devices(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_idle_rule
 def list_idle_ray_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield an entry for each group of settings of the section `ray`; its first value says whether
+    the configuration ignores that group.
+    """
     is_ray = config.trainer.runtime == "ray"
     yield not is_ray, ("ray",), RUNTIME, "set that to ray"
     has_engines = not config.rollout.endpoints
@@ -355,14 +388,16 @@ def list_idle_ray_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rule
 def check_ray_address(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem if ray.address is set and is not HOST:PORT or auto."""
     value = loaded.config.ray.address
     if value is not None and (problem := describe_ray_address_problem(ADDRESS, value)):
         yield ConfigProblem(problem, (ADDRESS,))
 
 
 def describe_ray_address_problem(name: str, value: str) -> str:
-    """Empty: it is right. Ray Client (ray://) runs the driver's calls elsewhere, where the run
-    directory is not.
+    """Return why `value` is no usable address of a Ray cluster, as a sentence that begins with the
+    setting's `name`; "" if it is HOST:PORT or auto. Ray Client (ray://) is refused, because it runs
+    the driver's calls elsewhere, where the run directory is not.
     """
     if value == "auto" or _HOST_AND_PORT.fullmatch(value):
         return ""

@@ -30,15 +30,18 @@ LayoutProblem = tuple[str, tuple[str, ...]]
 
 
 def read_num_experts(hf_config: Mapping[str, Any]) -> int:
-    """Experts of a layer; 0 of a dense model."""
+    """Return the number of experts in a layer of a Hugging Face config, or 0 for a dense model."""
     return next((int(hf_config[key]) for key in KEYS if isinstance(hf_config.get(key), int)), 0)
 
 
 def find_expert_layout_problems(
     num_experts: int, expert_width: int, num_stage_ranks: int, megatron: MegatronConfig
 ) -> Iterator[LayoutProblem]:
-    """Yield the problems of a layout for `num_experts` experts a layer, each with `expert_width`
-    columns. `num_stage_ranks`: ranks of a pipeline stage, over all replicas.
+    """Yield the problems of a layout for a model with experts.
+
+    A layer has `num_experts` experts, each with `expert_width` columns; `num_stage_ranks` is the
+    number of ranks of a pipeline stage over all replicas. Yield nothing for parallel sizes below 1,
+    which other rules report.
     """
     tp = megatron.tensor_model_parallel_size
     ep = megatron.expert_model_parallel_size
@@ -112,7 +115,9 @@ def find_expert_layout_problems(
 
 
 def find_expert_bias_problems(megatron: MegatronConfig) -> Iterator[LayoutProblem]:
-    """Yield the problems of a layout for experts that have biases."""
+    """Yield a problem if the layout splits experts over tensor-parallel ranks; call it for a model
+    whose experts have biases, which megatron-core does not split.
+    """
     etp = megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
     if etp > 1:
         yield (
@@ -128,7 +133,7 @@ def find_expert_bias_problems(megatron: MegatronConfig) -> Iterator[LayoutProble
 def find_shared_expert_problems(
     megatron: MegatronConfig, has_shared_experts: bool
 ) -> Iterator[LayoutProblem]:
-    """Yield what needs experts that every token meets."""
+    """Yield a problem if moe_shared_expert_overlap is on and the model has no shared experts."""
     if megatron.moe_shared_expert_overlap and not has_shared_experts:
         yield (
             f"{OVERLAP} (true) would be ignored: the model has no shared experts; set it to false.",
@@ -137,7 +142,9 @@ def find_shared_expert_problems(
 
 
 def find_router_replay_problems(config: RunConfig, hf_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield what keeps `actor.router_replay` from being what it is."""
+    """Yield a text for each reason why `actor.router_replay` cannot work with this configuration
+    and model, and one if rollout.routes_gb is set without replay mode r3.
+    """
     mode = config.actor.router_replay
     engine = config.rollout.engine
     if mode != "r3" and config.rollout.routes_gb:
@@ -182,6 +189,9 @@ def find_router_replay_problems(config: RunConfig, hf_config: Mapping[str, Any])
 
 
 def _find_router_loss_problems(megatron: MegatronConfig) -> Iterator[LayoutProblem]:
+    """Yield the problems of the routers' losses: a balancing type without a coefficient, a
+    coefficient without a balancing type, and losses or bias updates together with share_prompts.
+    """
     is_balanced = megatron.moe_router_load_balancing_type != "none"
     if is_balanced and megatron.moe_aux_loss_coeff == 0:
         yield (
@@ -212,7 +222,9 @@ def _find_router_loss_problems(megatron: MegatronConfig) -> Iterator[LayoutProbl
 
 
 def find_ignored_expert_settings(megatron: MegatronConfig) -> Iterator[LayoutProblem]:
-    """Yield the settings of experts that a model without experts would ignore."""
+    """Yield a problem for each setting of experts that differs from its default; call it for a
+    model without experts, which would ignore such settings.
+    """
     given = {
         EP: megatron.expert_model_parallel_size > 1,
         ETP: megatron.expert_tensor_parallel_size is not None,

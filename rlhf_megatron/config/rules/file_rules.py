@@ -43,8 +43,9 @@ SAME_IN_REFERENCE = (
 
 
 def find_file_problems(config: RunConfig) -> Iterator[ConfigProblem]:
-    """Find files that are missing or do not fit. It reads small files only, and looks for weights
-    without opening them.
+    """Yield a problem for each file or directory of the configuration that is missing or does not
+    fit: models, tokenizer, data files, transfer directory and API key files. Only small files are
+    read; weights are looked for but not opened.
     """
     hf_config = None
     if config.model.path:
@@ -77,6 +78,7 @@ def find_file_problems(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _check_key_files(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem for each API key file of the SGLang servers that cannot be read."""
     for name in ("api_key_file", "admin_api_key_file"):
         key = f"rollout.sglang.{name}"
         try:
@@ -88,7 +90,9 @@ def _check_key_files(config: RunConfig) -> Iterator[ConfigProblem]:
 def _check_model_dir(
     key: str, path: str, with_weights: bool
 ) -> Generator[ConfigProblem, None, dict[str, Any] | None]:
-    """Yields what is missing; returns the parsed config.json."""
+    """Yield a problem for what a model directory lacks: the directory, weights (if `with_weights`),
+    or a readable config.json. Return the parsed config.json, or None where it cannot be read.
+    """
     if not isdir(path):
         hub = (
             f" (`rlhf-megatron fetch {path}` brings the model of a hub, as `train` does)"
@@ -130,6 +134,9 @@ def _check_model_dir(
 
 
 def _read_json_object(file: Path) -> dict[str, Any]:
+    """Return the JSON object in a file. Raise ValueError if the file cannot be read as JSON, or
+    holds something other than an object.
+    """
     try:
         with file.open(encoding="utf-8") as opened:
             parsed = json.loads(opened.read(MAX_JSON))
@@ -143,6 +150,9 @@ def _read_json_object(file: Path) -> dict[str, Any]:
 
 
 def _check_data_files(data: DataConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem for each data file that does not exist, and for each parquet file or saved
+    dataset if pyarrow is not installed. A saved dataset is a directory with a state.json.
+    """
     files = [
         ("data.train_files", "data.train_files", data.train_files),
         ("data.val_files", "data.val_files", data.val_files),
@@ -169,6 +179,9 @@ def _check_data_files(data: DataConfig) -> Iterator[ConfigProblem]:
 
 
 def _suggest_data_file_fix(file: str) -> str:
+    """Return advice on a data file that does not exist: fetch the hub's data set, correct the path,
+    or name a split of a data set of the hub.
+    """
     if DatasetSplit.from_name(file) is not None:
         return f"`rlhf-megatron fetch {file}` brings it from the hub, as `train` and `sft` do"
     name = "/".join(Path(file).parts[-2:])
@@ -182,6 +195,9 @@ def _suggest_data_file_fix(file: str) -> str:
 
 
 def _check_tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
+    """Yield a problem if the tokenizer directory has no tokenizer.json, or has no chat template
+    although data.apply_chat_template is on.
+    """
     key = "model.path" if config.model.tokenizer_path is None else "model.tokenizer_path"
     path = config.model.tokenizer_path or config.model.path
     if path and (key != "model.path" or isdir(path)) and not isfile(Path(path) / "tokenizer.json"):
@@ -209,6 +225,9 @@ def _check_tokenizer(config: RunConfig) -> Iterator[ConfigProblem]:
 
 
 def _has_chat_template(directory: Path) -> bool:
+    """Return whether a tokenizer directory has a chat template, in chat_template.jinja or in a
+    readable tokenizer_config.json.
+    """
     settings = directory / "tokenizer_config.json"
     found = isfile(directory / "chat_template.jinja")
     with suppress(ValueError):
@@ -219,8 +238,8 @@ def _has_chat_template(directory: Path) -> bool:
 
 
 def _check_served_model_dir(config: RunConfig, path: str) -> Iterator[ConfigProblem]:
-    """A model with one label gives numbers; one that writes gives verdicts, and needs a
-    chat template.
+    """Yield problems of the directory of a served reward model. Without a judge the model must have
+    one label and give a score; with a judge it must generate text and have a chat template.
     """
     key = "reward_model.path"
     judge = "reward_model.served.judge"
@@ -264,7 +283,9 @@ def _check_served_model_dir(config: RunConfig, path: str) -> Iterator[ConfigProb
 def _check_reference_dir(
     config: RunConfig, path: str, hf_config: dict[str, Any] | None
 ) -> Iterator[ConfigProblem]:
-    """A teacher may be another model, which reads and tells the same tokens."""
+    """Yield problems of the reference's model directory: a reference must have the policy's
+    architecture. A teacher may be another model, but must read and generate the same tokens.
+    """
     key = "reference.path"
     found = yield from _check_model_dir(key, path, with_weights=True)
     if found is not None and (has_teacher(config) or config.reference.num_ranks):
@@ -287,7 +308,9 @@ def _check_reference_dir(
 def _check_critic_dir(
     config: RunConfig, path: str, hf_config: dict[str, Any] | None
 ) -> Iterator[ConfigProblem]:
-    """Check the critic's model: it may differ from the policy, but must read the same token ids."""
+    """Yield problems of the critic's model directory: the critic may differ from the policy, but
+    must read the same token ids.
+    """
     key = "critic.path"
     found = yield from _check_model_dir(key, path, with_weights=True)
     if found is not None:
@@ -298,8 +321,9 @@ def _check_critic_dir(
 def _check_reward_model_dir(
     config: RunConfig, path: str, hf_config: dict[str, Any] | None
 ) -> Iterator[ConfigProblem]:
-    """Check the reward model as the critic is checked, and refuse a run directory that is named in
-    place of its export.
+    """Yield problems of the reward model's directory: the model must have a supported architecture
+    and read the policy's token ids, and `path` must not be a run directory in place of the model
+    that the run exported.
     """
     key = "reward_model.path"
     of_run = os.path.join(path, "hf")
@@ -318,6 +342,9 @@ def _check_reward_model_dir(
 def _check_same_vocabulary(
     key: str, role: str, other_config: dict[str, Any], hf_config: dict[str, Any] | None
 ) -> Iterator[ConfigProblem]:
+    """Yield a problem if the vocabulary sizes of the two Hugging Face configs differ; `role` names
+    the other model in the text. Yield nothing where the policy's config is not known.
+    """
     if hf_config is not None and other_config.get("vocab_size") != hf_config.get("vocab_size"):
         yield ConfigProblem(
             (

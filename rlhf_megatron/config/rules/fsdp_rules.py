@@ -22,6 +22,9 @@ BACKEND = "actor.backend"
 
 @register_idle_rule
 def list_idle_backend_settings(config: RunConfig) -> Iterable[IdleSettings]:
+    """Return an entry for each group of settings that only one trainer backend (megatron or fsdp)
+    reads; its first value says whether the configuration ignores that group.
+    """
     is_fsdp = config.actor.backend == "fsdp"
     of_lora = tuple(f"actor.lora.{name}" for name in ("alpha", "target_modules", "path"))
     return (
@@ -55,7 +58,7 @@ def list_idle_backend_settings(config: RunConfig) -> Iterable[IdleSettings]:
 
 
 def _list_changed_settings(section: str, megatron: MegatronConfig) -> tuple[str, ...]:
-    """Settings that are not as without a word."""
+    """Return the keys of a megatron section whose values differ from the defaults."""
     plain = MegatronConfig()
     names = [field.name for field in fields(MegatronConfig)]
     return tuple(
@@ -65,7 +68,9 @@ def _list_changed_settings(section: str, megatron: MegatronConfig) -> tuple[str,
 
 @register_rule
 def check_fsdp_backend(loaded: LoadedConfig) -> OptionalProblems:
-    """Refuse, under FSDP2, what only Megatron's workers do."""
+    """Yield a problem for each feature that the backend fsdp does not support but the configuration
+    uses: model parallelism, router replay, colocated engines. Also check the LoRA settings.
+    """
     config = loaded.config
     is_fsdp = config.actor.backend == "fsdp"
     for section, megatron, _ in list_pool_layouts(config):

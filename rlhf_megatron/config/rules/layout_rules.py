@@ -20,7 +20,9 @@ FIRST_LAST = ("num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
 
 @register_rule
 def check_pool_layouts(loaded: LoadedConfig) -> OptionalProblems:
-    """The rules on each pool's layout."""
+    """Yield the problems of each pool's megatron section: parallel axes, overlap of parameter
+    gathers, recomputation, and precision of the optimizer states.
+    """
     for section, megatron, _ in list_pool_layouts(loaded.config):
         for check in (_check_parallel_axes, _check_param_gather_overlap, _check_recompute):
             yield from check(section, megatron)
@@ -28,6 +30,10 @@ def check_pool_layouts(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    """Yield problems of parallel sizes that contradict each other: virtual stages without pipeline
+    stages, sequence parallelism without tensor parallelism, shared prompts with context
+    parallelism, uneven first and last stages, and the written pipeline layout.
+    """
     vpp = f"{section}.virtual_pipeline_model_parallel_size"
     sequence_parallel = f"{section}.sequence_parallel"
     yield make_problem_if(
@@ -73,7 +79,10 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
 
 
 def _check_pipeline_layout(section: str, megatron: MegatronConfig) -> OptionalProblems:
-    """megatron-core reads it, with assertions in place of messages."""
+    """Yield problems of the text pipeline_model_parallel_layout: bad syntax, a wrong number of
+    chunks, or settings for the first and last stage beside it. megatron-core reads the text too,
+    but fails with assertions instead of messages.
+    """
     if (text := megatron.pipeline_model_parallel_layout) is None:
         return
     key = f"{section}.pipeline_model_parallel_layout"
@@ -104,8 +113,9 @@ def _check_pipeline_layout(section: str, megatron: MegatronConfig) -> OptionalPr
 
 
 def _check_param_gather_overlap(section: str, megatron: MegatronConfig) -> OptionalProblems:
-    """megatron-core gathers in the background only what its distributed optimizer holds in
-    several buckets.
+    """Yield a problem if overlap_param_gather is on without use_distributed_optimizer and
+    overlap_grad_reduce: megatron-core gathers in the background only parameters that its
+    distributed optimizer holds in several buckets.
     """
     key = f"{section}.overlap_param_gather"
     needed = {
@@ -128,7 +138,9 @@ def _check_param_gather_overlap(section: str, megatron: MegatronConfig) -> Optio
 def _check_optimizer_precision(
     section: str, megatron: MegatronConfig, dtype: str
 ) -> OptionalProblems:
-    """Check what an optimizer keeps in fewer bits."""
+    """Yield a problem if optimizer states are to be bfloat16 without use_precision_aware_optimizer,
+    or if that option has no effect on a float32 model.
+    """
     key = f"{section}.use_precision_aware_optimizer"
     names = ("exp_avg_dtype", "exp_avg_sq_dtype")
     short = [name for name in names if getattr(megatron, name) != "float32"]
@@ -151,6 +163,9 @@ def _check_optimizer_precision(
 
 
 def _check_recompute(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    """Yield the problems of activation recomputation for the granularity that is set; nothing
+    without recomputation.
+    """
     if megatron.recompute_granularity == "full":
         yield from _check_full_recompute(section, megatron)
     elif megatron.recompute_granularity == "selective":
@@ -158,6 +173,7 @@ def _check_recompute(section: str, megatron: MegatronConfig) -> OptionalProblems
 
 
 def _check_full_recompute(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    """Yield a problem if full recomputation lacks its method or its number of layers."""
     given = {
         "recompute_method": megatron.recompute_method,
         "recompute_num_layers": megatron.recompute_num_layers,
@@ -175,6 +191,9 @@ def _check_full_recompute(section: str, megatron: MegatronConfig) -> OptionalPro
 
 
 def _check_selective_recompute(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    """Yield a problem if selective recomputation names no module, a module twice, or layernorm
+    under transformer_engine, where that does nothing.
+    """
     key = f"{section}.recompute_modules"
     modules = megatron.recompute_modules
     yield make_problem_if(
@@ -199,8 +218,9 @@ def _check_selective_recompute(section: str, megatron: MegatronConfig) -> Option
 def check_recompute_layer_count(
     section: str, megatron: MegatronConfig, num_layers: int
 ) -> OptionalProblems:
-    """Full recomputation counts the layers of one model chunk; megatron-core does not look whether
-    they are there.
+    """Yield a problem if recompute_num_layers, for full recomputation, does not fit the layers of a
+    model chunk: a divisor for method uniform, at most the layers for method block. megatron-core
+    does not check this.
     """
     num = count_model_chunks(megatron)
     text = megatron.pipeline_model_parallel_layout

@@ -55,8 +55,8 @@ LARGEST_SIZE = 1 << 30  # of a model that some machine can hold
 def find_policy_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why this model cannot be the policy; nor the critic, where that starts
-    as the policy.
+    """Yield each reason why the model with this Hugging Face config cannot be the policy, nor the
+    critic if the critic starts from the policy's model.
     """
     pools = [
         pool
@@ -70,8 +70,8 @@ def find_policy_model_problems(
 def find_critic_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why the model of critic.path cannot be the critic, in the last pool of
-    those that learn.
+    """Yield each reason why the model of critic.path cannot be the critic in the critic's layout.
+    critic.path must be set.
     """
     assert config.critic.path is not None
     pools = [*list_learning_pool_layouts(config)][-1:]
@@ -83,8 +83,8 @@ def find_critic_model_problems(
 def find_reward_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why the model of reward_model.path cannot score,
-    in its own pool or the actor's.
+    """Yield each reason why the model of reward_model.path cannot score, in the layout of its own
+    ranks or of the actor's. reward_model.path must be set.
     """
     assert config.reward_model.path is not None
     sections = [*list_pool_layouts(config)]
@@ -97,7 +97,9 @@ def find_reward_model_problems(
 def find_teacher_model_problems(
     config: RunConfig, hf_config: Mapping[str, Any]
 ) -> Iterator[ConfigProblem]:
-    """Every reason why the model of reference.path cannot teach, in its own pool or the actor's."""
+    """Yield each reason why the model of reference.path cannot be the reference or teacher, in the
+    layout of its own ranks or of the actor's. reference.path must be set.
+    """
     assert config.reference.path is not None
     sections = [*list_pool_layouts(config)]
     pools = sections[-1:] if count_reference_ranks(config) else sections[:1]
@@ -113,6 +115,9 @@ def _find_problems_of_model_at(
     path: str,
     pools: Sequence[tuple[str, MegatronConfig, int]],
 ) -> Iterator[ConfigProblem]:
+    """Yield each reason why the model at `path`, which the setting `key` names, cannot run in the
+    layouts of `pools`. The texts begin with the path of its config.json.
+    """
     for problem in drop_none(_check_model_config(config, hf_config, pools)):
         keys = tuple(key if name == "model.path" else name for name in problem.keys)
         yield replace(problem, text=f"{Path(path) / 'config.json'}: {problem.text}", keys=keys)
@@ -123,6 +128,10 @@ def _check_model_config(
     hf_config: Mapping[str, Any],
     pools: Sequence[tuple[str, MegatronConfig, int]],
 ) -> OptionalProblems:
+    """Yield each reason why a model cannot be used here: a model_type without a registered family
+    (backend fsdp accepts more), unsupported settings, bad sizes, and layouts of `pools` that do not
+    fit. A pool is (key of its megatron section, the section, number of ranks).
+    """
     families = load_registry("model family")
     name = str(hf_config.get("model_type"))
     family = families.find(name)
@@ -166,7 +175,9 @@ def _check_model_config(
 def _check_attention_sinks(
     rollout: RolloutConfig, dtype: str, hf_config: Mapping[str, Any]
 ) -> OptionalProblems:
-    """Find what stock SGLang cannot do with GPT-OSS."""
+    """Yield a problem for each setting with which stock SGLang cannot run a model with attention
+    sinks, such as GPT-OSS.
+    """
     is_on_cpu = (
         rollout.sglang.args.get("device") == "cpu"
         or rollout.sglang.env.get("SGLANG_USE_CPU_ENGINE") == "1"
@@ -211,8 +222,9 @@ def _check_attention_sinks(
 
 
 def _check_transformers_model(config: RunConfig, hf_config: Mapping[str, Any]) -> OptionalProblems:
-    """A family that only transformers has; that it has it is seen when its
-    tensors are looked for.
+    """Yield the problems of a model whose family only transformers implements, for the backend
+    fsdp: bad sizes, experts, or an impossible shape. Whether transformers implements the family
+    shows only later, when its tensors are looked for.
     """
     sizes = _read_model_sizes(hf_config)
     for key, value in sizes.items():
@@ -240,6 +252,9 @@ def _check_family_model(
     pools: Sequence[tuple[str, MegatronConfig, int]],
     unsupported_settings: Iterator[str],
 ) -> OptionalProblems:
+    """Yield the problems of a model of a registered family: the `unsupported_settings`, bad sizes,
+    layouts that do not divide the model or its experts, router replay, and SGLang's DP attention.
+    """
     yield from map(_make_model_problem, unsupported_settings)
     sizes = _read_model_sizes(hf_config)
     for key, value in sizes.items():
@@ -279,8 +294,9 @@ def _check_family_model(
 def describe_dp_attention_problem(
     hf_config: Mapping[str, Any], server_arguments: Mapping[str, object]
 ) -> str | None:
-    """Says why SGLang's DP attention cannot be; None: it is not asked for, or it can.
-    `server_arguments`: of the server, by name, with dashes or underscores.
+    """Return why SGLang's DP attention cannot run this model, as a text without a full stop; None
+    where the arguments do not ask for DP attention or the model can run with it. `server_arguments`
+    holds the server's arguments by name, with dashes or underscores.
     """
     given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
     if not given.get("enable-dp-attention"):
@@ -306,6 +322,10 @@ def _check_experts(
     num_ranks: int,
     hf_config: Mapping[str, Any],
 ) -> OptionalProblems:
+    """Yield the problems of a layout for the experts of a model, or settings of experts if the
+    model has none. Also refuse a bias update rate for routers without a bias, and layers with and
+    without experts mixed under SGLang.
+    """
     num = read_num_experts(hf_config)
     pp = megatron.pipeline_model_parallel_size
     if pp < 1:
@@ -346,6 +366,9 @@ def _check_experts(
 
 
 def _check_recompute_with_biases(section: str, megatron: MegatronConfig) -> OptionalProblems:
+    """Yield a problem if the layout recomputes the MLP selectively; call this for a model whose
+    MLPs have biases, with which megatron-core's backward pass would hang.
+    """
     if megatron.recompute_granularity == "selective" and "mlp" in megatron.recompute_modules:
         prefix = f"{section}.recompute_"
         yield _make_model_problem(
@@ -359,12 +382,14 @@ def _check_recompute_with_biases(section: str, megatron: MegatronConfig) -> Opti
 
 
 def _make_model_problem(text: str, *keys: str) -> ConfigProblem:
+    """Return a problem about model.path and the other `keys`."""
     return ConfigProblem(text, ("model.path", *keys))
 
 
 def _read_model_sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
-    """Checked sizes; None where one is missing or is no positive integer. Optional ones
-    may be absent.
+    """Return the sizes of a Hugging Face config by name. A size is None where it is missing or is
+    not a positive integer of a possible magnitude; optional sizes may be absent from the result,
+    but num_key_value_heads defaults to the attention heads.
     """
     sizes: dict[str, int | None] = {}
     for key in (*SIZES, *OPTIONAL_SIZES):
@@ -380,6 +405,10 @@ def _read_model_sizes(hf_config: Mapping[str, Any]) -> dict[str, int | None]:
 def _check_layout_divides_model(
     section: str, megatron: MegatronConfig, sizes: Mapping[str, int]
 ) -> OptionalProblems:
+    """Yield a problem for each size of the model that the section's parallel sizes do not divide:
+    heads, key-value heads, MLP columns, and layers over pipeline stages and virtual stages. Also
+    check recompute_num_layers.
+    """
     tp = megatron.tensor_model_parallel_size
     pp = megatron.pipeline_model_parallel_size
     tp_key = f"{section}.tensor_model_parallel_size"
@@ -449,6 +478,9 @@ def _check_layout_divides_model(
 def _check_layout_layer_count(
     section: str, megatron: MegatronConfig, sizes: Mapping[str, int]
 ) -> OptionalProblems:
+    """Yield a problem if the written pipeline layout has another number of layers than the model.
+    Yield nothing without such a layout, or where the layout cannot be parsed.
+    """
     if megatron.pipeline_model_parallel_layout is None or "num_hidden_layers" not in sizes:
         return
     try:
@@ -469,6 +501,10 @@ def _check_layout_layer_count(
 def _check_model_shape(
     config: RunConfig, sizes: Mapping[str, int], is_latent: bool
 ) -> OptionalProblems:
+    """Yield a problem if the heads do not divide by the key-value heads, the hidden size does not
+    divide by the heads (except with latent attention or a given head_dim), or the longest sample
+    exceeds the model's positions.
+    """
     heads = sizes.get("num_attention_heads")
     kv_heads = sizes.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:

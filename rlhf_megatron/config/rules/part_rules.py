@@ -45,8 +45,9 @@ MODEL_PART = "reward_model"
 
 @dataclass(frozen=True)
 class NamedPart:
-    """A part, where a configuration names it. `section_path`: of its section, which has `field` for
-    the parameters.
+    """A registered part that a configuration names: its kind, its name, and its parameters.
+    `section_path` is the path of the section that names the part, and `field` is the key of the
+    parameters in that section.
     """
 
     kind: str
@@ -58,7 +59,10 @@ class NamedPart:
 
 
 def list_named_parts(config: RunConfig) -> Iterator[NamedPart]:
-    """All of them, in the order of the loop."""
+    """Yield a NamedPart for each registered part that the configuration names, in the order of the
+    loop: tasks, rewards and judge, estimator, losses, aggregations, loggers, engine, balancer and
+    schedule.
+    """
     tasks = [("data", config.data.task, config.data.task_params)]
     tasks += [
         (f"data.sources[{i}]", source.task, source.task_params)
@@ -127,7 +131,10 @@ def list_named_parts(config: RunConfig) -> Iterator[NamedPart]:
 
 @register_rule
 def check_named_parts(loaded: LoadedConfig) -> OptionalProblems:
-    """Unknown names, wrong parameters, and needs that no run can meet."""
+    """Yield a problem for each part that the configuration names and that is not registered, has
+    wrong parameters, or needs columns that no run computes. Skip unknown names while a plugin is
+    not loaded, since the plugin may register them.
+    """
     c = loaded.config
     for one in list_named_parts(c):
         registry = load_registry(one.kind)
@@ -141,7 +148,9 @@ def check_named_parts(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def list_unchecked_parts(config: RunConfig) -> list[NamedPart]:
-    """Parts that only a plugin which was not run can have."""
+    """Return the parts that the configuration names and that are not registered, if a plugin was
+    not loaded and may register them; else an empty list.
+    """
     return [
         one
         for one in list_named_parts(config)
@@ -152,7 +161,9 @@ def list_unchecked_parts(config: RunConfig) -> list[NamedPart]:
 def _find_missing_columns(
     config: RunConfig, part: NamedPart, entry: RegistryEntry[Any]
 ) -> Iterator[str]:
-    """Columns that an estimator or a loss needs and this run does not compute."""
+    """Yield a text for the columns that an advantage estimator or a policy loss needs and that this
+    run does not compute. Other kinds of parts have no such needs.
+    """
     if part.key == ESTIMATOR:
         provided = OF_ESTIMATORS
         usable = load_registry(part.kind)
@@ -171,13 +182,15 @@ def _find_missing_columns(
 
 
 def find_registered_part(kind: str, name: str) -> RegistryEntry[Any] | None:
-    """Find a registered part; None for an unknown name, which `check_named_parts` reports."""
+    """Return the registry entry of a part, or None for an unknown name, which `check_named_parts`
+    reports.
+    """
     return load_registry(kind).find(name)
 
 
 def try_build_params(kind: str, name: str, params: Mapping[str, Any]) -> Any:
-    """The parameters of a part as its dataclass, for rules that read them; None where that
-    is not possible.
+    """Return the parameters of a part as an instance of its dataclass, for rules that read them;
+    None where the part is unknown, has no parameters, or the parameters are wrong.
     """
     entry = find_registered_part(kind, name)
     try:
@@ -191,14 +204,17 @@ def try_build_params(kind: str, name: str, params: Mapping[str, Any]) -> Any:
 
 
 def has_engine_setting(rollout: RolloutConfig, setting: str) -> bool:
-    """Whether the run's engine has a setting that not every engine has."""
+    """Return whether the engine that the run uses reads this setting; each kind of engine lists the
+    settings of its own.
+    """
     entry = find_registered_part("engine", rollout.engine)
     return entry is not None and setting in entry.build.setting_keys
 
 
 def parse_server_number(server_arguments: Mapping[str, Any], argument_names: Sequence[str]) -> int:
-    """Return a whole number from the arguments of a server, by any of its names with dashes; 1:
-    there is none, or something else, which the server's own check tells.
+    """Return a whole number from the arguments of a server, given under any of `argument_names`
+    (with dashes). Return 1 where the number is absent or is no positive whole number; the server's
+    own check reports that.
     """
     given = {name.replace("_", "-"): value for name, value in server_arguments.items()}
     value = next((given[name] for name in argument_names if given.get(name) is not None), 1)
@@ -206,7 +222,7 @@ def parse_server_number(server_arguments: Mapping[str, Any], argument_names: Seq
 
 
 def count_ranks_per_engine(rollout: RolloutConfig) -> int:
-    """Return the number of ranks of an engine."""
+    """Return the number of tensor-parallel ranks of one engine; 1 for engines other than SGLang."""
     return (
         parse_server_number(rollout.sglang.args, TP_NAMES)
         if has_engine_setting(rollout, "rollout.sglang")
@@ -215,7 +231,9 @@ def count_ranks_per_engine(rollout: RolloutConfig) -> int:
 
 
 def count_machines_per_engine(rollout: RolloutConfig) -> int:
-    """Return the number of machines that an engine of the run spans: of its parts."""
+    """Return the number of machines that one engine spans, which is the number of its parts; 1 for
+    engines other than SGLang.
+    """
     return (
         parse_server_number(rollout.sglang.args, ("nnodes",))
         if has_engine_setting(rollout, "rollout.sglang")
@@ -224,7 +242,9 @@ def count_machines_per_engine(rollout: RolloutConfig) -> int:
 
 
 def build_schedule(section: ScheduleConfig) -> Any:
-    """The schedule as an object; None where it cannot be made."""
+    """Return the schedule that the section names, as an object; None where the name is unknown or
+    its parameters are wrong.
+    """
     entry = find_registered_part("schedule", section.name)
     if entry is None or entry.params is not None:
         return try_build_params(

@@ -10,19 +10,19 @@ MOST_LAYERS = 10_000  # of a model that some machine can hold
 
 
 def count_model_chunks(megatron: MegatronConfig) -> int:
-    """Return the model chunks of all stages: stages x virtual stages."""
+    """Return the number of model chunks over all pipeline stages: stages x virtual stages."""
     return megatron.pipeline_model_parallel_size * (
         megatron.virtual_pipeline_model_parallel_size or 1
     )
 
 
 def parse_pipeline_layout(text: str) -> tuple[int, ...]:
-    """Return the layers of each model chunk of a `pipeline_model_parallel_layout` in
+    """Return the number of layers of each model chunk, from a `pipeline_model_parallel_layout` in
     megatron-core's language.
 
     "Et*3|(tt|)*2t*3L": `|` ends a chunk, E is the embedding, t a layer, L the loss, x*n and (x)*n
-    repeat. Raises ValueError for another text, and for what is not built here: layers for further
-    tokens (m), and chunks without a layer.
+    repeat. Raise ValueError for another text, and for forms that are not supported here: layers for
+    further tokens (m), and chunks without a layer.
     """
     plain = re.sub(r"[, ]", "", text)
     for pattern in (r"\(([^()]*)\)\*(\d{1,5})", r"([Et|L])\*(\d{1,5})"):
@@ -37,8 +37,8 @@ def parse_pipeline_layout(text: str) -> tuple[int, ...]:
 
 
 def _expand_repetition(match: re.Match[str]) -> str:
-    """Expand a repeated group of letters. A result longer than any layout becomes "?", which
-    no layout has.
+    """Return the matched letters repeated as often as the match says. A result longer than any
+    layout becomes "?", which no layout contains.
     """
     is_long = len(match[1]) * int(match[2]) > 3 * MOST_LAYERS
     return "?" if is_long else match[1] * int(match[2])

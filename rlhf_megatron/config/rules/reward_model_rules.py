@@ -50,6 +50,9 @@ METRIC = "algorithm.filter_groups.metric"
 
 @register_idle_rule
 def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield an entry for each group of settings of the section `reward_model`; its first value says
+    whether the configuration ignores that group.
+    """
     chosen = config.reward_model
     is_served = has_served_model(config)
     yield (
@@ -93,8 +96,9 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
 
 @register_rl_rule
 def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
-    """Check the reward model. It scores after the stage of rules, so parts that read rewards during
-    that stage would miss its score.
+    """Yield the problems of a reward model that a run serves or keeps on ranks. A model on ranks
+    scores after the reward stage, so the group filter and estimators with greedy samples, which
+    read rewards in that stage, would miss its score.
     """
     c = loaded.config
     if has_served_model(c):
@@ -149,6 +153,9 @@ def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_reward_name_clash(config: RunConfig) -> ConfigProblem | None:
+    """Return a problem if a reward of the run is named "reward_model", the name under which the
+    scores of the reward model are logged; else None.
+    """
     names = {
         config.reward.name,
         *(one.name for one in (*config.reward.by_source.values(), *config.reward.terms)),
@@ -161,7 +168,10 @@ def _check_reward_name_clash(config: RunConfig) -> ConfigProblem | None:
 
 
 def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
-    """A term of the reward, so that all that reads rewards has it."""
+    """Yield the problems of a reward model on servers: a name clash, deterministic mode, server
+    settings in the judge's parameters, and a machine that is named twice. Its score is a term of
+    the reward, so all parts that read rewards see the score.
+    """
     yield _check_reward_name_clash(config)
     yield make_problem_if(
         config.trainer.deterministic,

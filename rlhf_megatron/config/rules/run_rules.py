@@ -48,12 +48,14 @@ STAGE_TIMEOUTS = "trainer.stage_timeouts_s"
 
 
 def compute_world_size(config: RunConfig) -> int:
-    """All ranks of the job."""
+    """Return the number of ranks of the job, over all nodes and pools."""
     return config.trainer.nnodes * config.trainer.n_gpus_per_node
 
 
 def count_actor_ranks(config: RunConfig) -> int:
-    """Ranks of the actor's pool, the first of the job."""
+    """Return the number of ranks of the actor's pool, the first of the job: all ranks less those of
+    the other pools. The number can be 0 or negative where the settings contradict each other.
+    """
     return (
         compute_world_size(config)
         - count_critic_ranks(config)
@@ -63,33 +65,39 @@ def count_actor_ranks(config: RunConfig) -> int:
 
 
 def count_critic_ranks(config: RunConfig) -> int:
-    """Ranks of the critic's pool, behind the actor's; 0 where there is no critic, or it is in
-    the actor's pool.
+    """Return the number of ranks of the critic's own pool, which follows the actor's; 0 where there
+    is no critic or it shares the actor's pool.
     """
     return config.critic.num_ranks if has_critic(config) else 0
 
 
 def count_reward_model_ranks(config: RunConfig) -> int:
-    """Ranks of the reward model's pool, behind the critic's; 0 where there is none."""
+    """Return the number of ranks of the reward model's own pool, which follows the critic's; 0
+    where there is no reward model on ranks or it shares the actor's pool.
+    """
     return config.reward_model.num_ranks if has_reward_model(config) else 0
 
 
 def count_reference_ranks(config: RunConfig) -> int:
-    """Ranks of the pool of the reference, or teacher, the last of the job; 0 where it is
-    in the actor's.
+    """Return the number of ranks of the own pool of the reference or teacher, the last of the job;
+    0 where there is none or it shares the actor's pool.
     """
     return config.reference.num_ranks if needs_reference(config) else 0
 
 
 def list_learning_pool_layouts(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
-    """(key, section, ranks) of the layout of each pool whose model learns."""
+    """Yield (key of the megatron section, the section, number of ranks) for each pool whose model
+    learns: the actor's, and the critic's if it has ranks of its own.
+    """
     yield "actor.megatron", config.actor.megatron, count_actor_ranks(config)
     if count_critic_ranks(config) > 0:
         yield "critic.megatron", config.critic.megatron, count_critic_ranks(config)
 
 
 def list_pool_layouts(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, int]]:
-    """(key, section, ranks) of each pool's layout."""
+    """Yield (key of the megatron section, the section, number of ranks) for each pool of the job,
+    the actor's first. Models that share the actor's ranks have no entry.
+    """
     yield from list_learning_pool_layouts(config)
     if count_reward_model_ranks(config) > 0:
         yield (
@@ -102,13 +110,15 @@ def list_pool_layouts(config: RunConfig) -> Iterator[tuple[str, MegatronConfig, 
 
 
 def has_critic(config: RunConfig) -> bool:
-    """Whether the estimator asks for values."""
+    """Return whether the run has a critic, because the advantage estimator needs values."""
     entry = find_registered_part("advantage estimator", config.algorithm.adv_estimator)
     return entry is not None and "values" in entry.needs
 
 
 def has_reward_model(config: RunConfig) -> bool:
-    """Whether a frozen model on ranks scores the samples of a step."""
+    """Return whether a frozen reward model on the job's own ranks scores the samples of a step. A
+    model that servers run does not count.
+    """
     return (
         config.job == "train"
         and config.reward_model.path is not None
@@ -117,19 +127,22 @@ def has_reward_model(config: RunConfig) -> bool:
 
 
 def has_served_model(config: RunConfig) -> bool:
-    """Whether servers that the run starts score samples, as a term of the reward."""
+    """Return whether servers that the run starts score samples with a reward model, as a term of
+    the reward.
+    """
     chosen = config.reward_model
     return config.job == "train" and chosen.path is not None and chosen.served.num_servers > 0
 
 
 def learns_from_pairs(config: RunConfig) -> bool:
-    """Whether the job learns from pairs of answers."""
+    """Return whether the job is supervised and learns from pairs of a chosen and a rejected answer.
+    """
     return config.job != "train" and config.sft.loss_mode != "sft" and not has_teacher(config)
 
 
 def has_teacher(config: RunConfig) -> bool:
-    """Whether the job learns from the distributions of a teacher, which stands where a
-    reference does.
+    """Return whether the job learns from the distributions of a teacher model, which takes the
+    place of the reference.
     """
     if config.job == "train":
         return config.actor.distillation.loss_mode is not None
@@ -137,19 +150,25 @@ def has_teacher(config: RunConfig) -> bool:
 
 
 def get_teacher_term(config: RunConfig) -> tuple[str, TeacherTermConfig]:
-    """(section that says how the job learns from its teacher, what it says)"""
+    """Return the key of the section that configures the distillation loss, and that configuration:
+    actor.distillation for the job "train", else one made of the section `sft`.
+    """
     if config.job == "train":
         return "actor.distillation", config.actor.distillation
     return "sft", TeacherTermConfig(config.sft.loss_mode, params=config.sft.params)
 
 
 def uses_reference_kl(config: RunConfig) -> bool:
-    """Whether a step of RL asks for the reference's log-probs of what was sampled."""
+    """Return whether the run computes the reference's log-probs of the sampled tokens, for a KL
+    loss or a KL term in the reward.
+    """
     return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
 
 
 def needs_reference(config: RunConfig) -> bool:
-    """Whether a KL term, a preference loss or a student asks for a frozen policy."""
+    """Return whether the job runs a frozen reference or teacher model: for a KL term, a preference
+    loss that compares with it, or distillation from a model.
+    """
     if config.job != "train":
         entry = (
             find_registered_part("preference loss", config.sft.loss_mode)
@@ -162,7 +181,9 @@ def needs_reference(config: RunConfig) -> bool:
 
 
 def compute_model_parallel_size(megatron: MegatronConfig) -> int:
-    """Ranks that hold one copy of a model and share its samples."""
+    """Return the number of ranks that hold one copy of a model and share its samples: tensor x
+    pipeline x context size.
+    """
     return (
         megatron.tensor_model_parallel_size
         * megatron.pipeline_model_parallel_size
@@ -172,6 +193,10 @@ def compute_model_parallel_size(megatron: MegatronConfig) -> int:
 
 @register_idle_rule
 def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield an entry for each group of settings that a switch elsewhere in the configuration can
+    make useless (losses, reference, engines, data, warmup, checks, recomputation, saving); its
+    first value says whether the configuration ignores that group.
+    """
     of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
     yield not config.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
     teacher = "actor.distillation.loss_mode"
@@ -281,6 +306,9 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rule
 def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems if the inline runtime is to have more than one rank, if other pools leave too
+    few ranks for the actor, or if the actor's ranks are not a multiple of its model-parallel size.
+    """
     c = loaded.config
     m = loaded.config.actor.megatron
     world = count_actor_ranks(c)
@@ -296,7 +324,7 @@ def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
         ("trainer.runtime", GPUS, NODES),
     )
     if count_actor_ranks(c) < compute_world_size(c):
-        if c.trainer.runtime != "inline":  # else `own_pool` says it
+        if c.trainer.runtime != "inline":  # else `check_separate_pools` says it
             yield from _check_actor_pool_size(c)
         return
     if world % ranks:
@@ -317,7 +345,9 @@ def check_actor_layout(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _check_actor_pool_size(config: RunConfig) -> OptionalProblems:
-    """Check that the other pools leave enough ranks for the actor's."""
+    """Yield a problem if the ranks that the other pools leave for the actor are not a positive
+    multiple of its model-parallel size.
+    """
     pools = {
         "critic.num_ranks": count_critic_ranks(config),
         "reward_model.num_ranks": count_reward_model_ranks(config),
@@ -342,6 +372,10 @@ def _check_actor_pool_size(config: RunConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of the sampling settings: evaluation that is too cold or greedy with settings
+    that greedy ignores, a top_k of 0, bad stop strings, and one sample a group for an estimator
+    that compares within groups.
+    """
     r = loaded.config.rollout
     coldest = 0.01
     yield make_problem_if(
@@ -398,6 +432,9 @@ def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_term_weights(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem if a KL loss or a distillation loss is on with a weight of 0: the reference
+    or teacher would run for nothing.
+    """
     actor = loaded.config.actor
     yield make_problem_if(
         actor.use_kl_loss and actor.kl_loss_coef == 0,
@@ -420,6 +457,9 @@ def check_term_weights(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rule
 def check_teacher(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem if the job learns from a teacher without reference.path, or if a reference
+    without a path is to have ranks of its own.
+    """
     c = loaded.config
     section, term = get_teacher_term(c)
     key = f"{section}.loss_mode"
@@ -440,6 +480,9 @@ def check_teacher(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rule
 def check_data_is_named(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems if the data files are named together with a task, or if neither a task,
+    sources nor files give training rows and, for RL, evaluation rows.
+    """
     d = loaded.config.data
     for name, files in (("train_files", d.train_files), ("val_files", d.val_files)):
         key = f"data.{name}"
@@ -465,6 +508,9 @@ def check_data_is_named(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_optimizer_schedules(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield the problems of the learning rate schedules of the actor and of the warmup phase, and a
+    problem if the warmup's accuracy would never be tested.
+    """
     c = loaded.config
     steps = 0
     if c.actor.mini_batch_size > 0:
@@ -495,8 +541,9 @@ def check_optimizer_schedules(loaded: LoadedConfig) -> OptionalProblems:
 def check_lr_schedule(
     section: str, optim: OptimConfig, num_steps: int, length_key: str
 ) -> OptionalProblems:
-    """Rules of megatron-core's OptimizerParamScheduler. `num_steps`: optimizer steps that
-    the phase makes.
+    """Yield a problem for each rule of megatron-core's OptimizerParamScheduler that the section
+    `section` breaks. `num_steps` is the number of optimizer steps of the phase, and `length_key`
+    the setting that determines this number.
     """
     yield make_problem_if(
         optim.min_lr > optim.lr,
@@ -528,6 +575,9 @@ def check_lr_schedule(
 
 @register_rule
 def check_output_names(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield problems of the names of a run: an experiment name that is no plain directory name, bad
+    project names, a logger that is named twice, and an empty model.path.
+    """
     trainer = loaded.config.trainer
     name = PurePath(trainer.experiment_name)
     yield make_problem_if(
@@ -560,13 +610,16 @@ def check_output_names(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def format_near_multiples(value: int, factor: int) -> str:
-    """ "4 or 6": the multiples of `factor` around a value that is none."""
+    """Return the multiples of `factor` just below and above `value`, as in "4 or 6"; only the one
+    above if the other would be 0. `value` must not be a multiple itself.
+    """
     below = value // factor * factor
     return f"{below} or {below + factor}" if below else str(factor)
 
 
 @register_rule
 def check_resume_settings(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem if the resume mode is resume_path and no path is set."""
     trainer = loaded.config.trainer
     yield make_problem_if(
         trainer.resume_mode == "resume_path" and trainer.resume_from_path is None,
@@ -578,6 +631,7 @@ def check_resume_settings(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rule
 def check_stage_deadlines(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem for each name in trainer.stage_timeouts_s that is no stage of the loop."""
     for stage in sorted(loaded.config.trainer.stage_timeouts_s.keys() - set(STAGES)):
         yield ConfigProblem(
             f"{STAGE_TIMEOUTS}: there is no stage {stage!r}; the stages are {', '.join(STAGES)}.",

@@ -21,22 +21,24 @@ STEPS = "trainer.total_training_steps"
 
 
 def may_policy_lag(config: RunConfig) -> bool:
-    """Whether a step may train on tokens of an older policy than it trains. Of an unknown schedule
-    nothing is said:
-    whoever looks it up says that there is none of that name.
+    """Return whether the schedule may train a step on tokens that an older policy sampled. Return
+    False for an unknown schedule, which another rule reports.
     """
     return getattr(build_schedule(config.schedule), "max_lag", 0) > 0
 
 
 def does_schedule_take_turns(section: ScheduleConfig) -> bool:
-    """Whether engines and trainer never work at the same time; also where the
-    schedule is not known.
+    """Return whether engines and trainer never work at the same time in this schedule. Return True
+    for an unknown schedule too.
     """
     schedule = build_schedule(section)
     return schedule is None or getattr(schedule, "takes_turns", False)
 
 
 def list_turn_taking_schedules() -> str:
+    """Return the names of the registered schedules in which engines and trainer take turns, joined
+    by " or ".
+    """
     known = load_registry("schedule")
     return " or ".join(
         name for name in known if getattr(known.get(name).build, "takes_turns", False)
@@ -45,7 +47,9 @@ def list_turn_taking_schedules() -> str:
 
 @register_rl_rule
 def check_shared_devices(loaded: LoadedConfig) -> OptionalProblems:
-    """Refuse shared devices where engines generate while the trainer works."""
+    """Yield a problem if engines share devices with the trainer in a schedule where both work at
+    the same time.
+    """
     c = loaded.config
     yield make_problem_if(
         c.rollout.colocated and not does_schedule_take_turns(c.schedule),
@@ -60,7 +64,9 @@ def check_shared_devices(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_determinism(loaded: LoadedConfig) -> OptionalProblems:
-    """Refuse deterministic mode where a step trains on the groups that finished first."""
+    """Yield a problem if deterministic mode is on in a schedule where a step trains on the groups
+    that finished first.
+    """
     c = loaded.config
     yield make_problem_if(
         c.trainer.deterministic and not does_schedule_take_turns(c.schedule),
@@ -75,11 +81,13 @@ def check_determinism(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_stale_tokens(loaded: LoadedConfig) -> OptionalProblems:
-    """Nobody gets the bias of old tokens without having chosen it.
+    """Yield a problem if the schedule may train on tokens of older policies and the configuration
+    does not set a rollout correction.
 
-    Without a setting the old policy of the loss is the trainer's before the update. Of a token of
-    an older policy it knows nothing: the importance ratio starts at 1, and the clip bounds the way
-    from here, not from where it was sampled.
+    Nobody gets the bias of old tokens without having chosen it. Without a setting the old policy of
+    the loss is the trainer's policy before the update, which knows nothing of the older policy that
+    sampled a token: the importance ratio starts at 1, and the clip bounds the distance from the
+    present policy, not from the one that sampled.
     """
     c = loaded.config
     if not may_policy_lag(c) or loaded.is_set(CORRECTION):
@@ -98,7 +106,8 @@ def check_stale_tokens(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_lag_bound(loaded: LoadedConfig) -> OptionalProblems:
-    """A bound that no step can reach."""
+    """Yield a problem if the schedule's max_lag is so large that no step of the run can reach it.
+    """
     c = loaded.config
     max_lag = _get_number_or_none(c.schedule.params.get("max_lag"))
     if max_lag is not None and max_lag >= c.trainer.total_training_steps > 1:
@@ -114,8 +123,8 @@ def check_lag_bound(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_spare_groups(loaded: LoadedConfig) -> OptionalProblems:
-    """Groups beyond a batch, of a schedule that trains on all that it starts: only the filter makes
-    room for them.
+    """Yield a problem if the schedule starts more groups than a batch trains on and the group
+    filter is off: only the filter uses the spare groups.
     """
     c = loaded.config
     yield make_problem_if(
@@ -130,5 +139,5 @@ def check_spare_groups(loaded: LoadedConfig) -> OptionalProblems:
 
 
 def _get_number_or_none(value: Any) -> float | None:
-    """A parameter, as far as its schedule will take it for a number."""
+    """Return the value if it is a number (an int or float, but no bool), else None."""
     return value if isinstance(value, int | float) and not isinstance(value, bool) else None

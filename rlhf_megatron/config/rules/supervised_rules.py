@@ -69,6 +69,10 @@ OF_RL = (
 
 @register_idle_rule
 def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
+    """Yield an entry for each group of settings that only some jobs or losses read: the section
+    `sft`, the settings of RL, pairs, conversations and teachers. Its first value says whether the
+    configuration ignores that group.
+    """
     yield config.job == "train", ("sft",), "job", "set job: sft or reward-model"
     if config.job == "train":
         return
@@ -103,6 +107,10 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rule
 def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield the problems of a supervised job (sft or reward-model): learning rate schedule, batch
+    size, a loss of the other job, and data that the loss or the conversations cannot read. Yield
+    nothing for the job train.
+    """
     c = loaded.config
     if c.job == "train":
         return

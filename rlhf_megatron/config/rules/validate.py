@@ -56,8 +56,8 @@ _REGISTERED = (
 
 
 def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
-    """One problem for each setting that somebody wrote and nothing will read. null
-    asks for nothing.
+    """Yield a problem for each setting that somebody wrote and that nothing reads. Skip a setting
+    whose value is null, and a setting that a later layer than its own switched off.
     """
     for is_idle, keys, switch, fix in chain.from_iterable(
         find(loaded.config) for find in IDLE_RULES
@@ -86,7 +86,9 @@ def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
 def _find_useless_sharing_settings(
     loaded: LoadedConfig, section: str, megatron: MegatronConfig, num_ranks: int
 ) -> Iterator[ConfigProblem]:
-    """Optimizer shards, and gradients to be reduced, where one rank alone trains each parameter."""
+    """Yield a problem for each setting that shards an optimizer or overlaps gradient reduction in a
+    pool where each parameter is on one rank only, so that nothing is shared.
+    """
     c = loaded.config
     if (
         num_ranks != megatron.tensor_model_parallel_size * megatron.pipeline_model_parallel_size
@@ -123,6 +125,8 @@ def _find_useless_sharing_settings(
 
 
 def _format_value(value: object) -> str:
+    """Return a value as a configuration file would write it; a list of sections only as its length.
+    """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, tuple) and any(map(is_dataclass, value)):
@@ -140,8 +144,9 @@ __all__ = [
 
 
 def validate_config(source: RunConfig | LoadedConfig) -> list[str]:
-    """List settings that contradict each other, lie out of range or would be ignored. Given a
-    Loaded, each problem says where the setting was written.
+    """Return the problems of a configuration as texts: settings that contradict each other, are out
+    of range, or would be ignored. For a LoadedConfig each text also says where the setting was
+    written.
     """
     return [str(problem) for problem in find_config_problems(_wrap_config(source))]
 
@@ -149,7 +154,9 @@ def validate_config(source: RunConfig | LoadedConfig) -> list[str]:
 def validate_model_config(
     source: RunConfig | LoadedConfig, hf_config: Mapping[str, Any]
 ) -> list[str]:
-    """The configuration against the model's parsed config.json."""
+    """Return the reasons why a model with this parsed config.json cannot be the policy of this
+    configuration, as texts.
+    """
     loaded = _wrap_config(source)
     return [
         str(_add_location(loaded, problem))
@@ -158,7 +165,9 @@ def validate_model_config(
 
 
 def check_world_size(config: RunConfig, num_processes: int) -> list[str]:
-    """`num_processes`: the number of processes that the launcher started (WORLD_SIZE)."""
+    """Return a list with one problem if the launcher started another number of processes
+    (WORLD_SIZE) than the configuration needs; else an empty list.
+    """
     expected = compute_world_size(config)
     if num_processes == expected:
         return []
@@ -172,7 +181,9 @@ def check_world_size(config: RunConfig, num_processes: int) -> list[str]:
 
 
 def find_numbers_out_of_range(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
-    """Every number, also in a list or an entry of one, against its interval in the schema."""
+    """Yield a problem for each number of the configuration that is outside of its interval in the
+    schema, also for numbers in lists and in the entries of lists.
+    """
     for key, setting, number, bounds in _list_bounded_numbers(RunConfig, loaded.config):
         if number not in bounds:
             default = (
@@ -188,7 +199,10 @@ def find_numbers_out_of_range(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
 def _list_bounded_numbers(
     cls: type, section: Any, path: str = "", setting: str = ""
 ) -> Iterator[tuple[str, str, float, Interval]]:
-    """(key of a number, the setting that it is or stands in, the number, where it must lie)"""
+    """Yield (key of the number, key of the setting that is or contains the number, the number, the
+    interval in which it must be) for each number of a section of type `cls`, without the parameters
+    of parts.
+    """
     for leaf in list_setting_leaves(cls):
         key = join_key_path(path, leaf.key)
         value = get_config_value(section, leaf.key)
@@ -211,10 +225,9 @@ def _list_bounded_numbers(
 
 
 def find_config_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
-    """Apply all rules that need no file; a problem names the place where the value was written.
-
-    What is out of range is not complained about twice: the other rules see the
-    default in its place.
+    """Apply all rules that need no file, and return their problems with the places where the values
+    were written. A number that is out of range is reported once: the other rules see the default in
+    its place.
     """
     found = list(find_numbers_out_of_range(loaded))
     impossible = {key for problem in found for key in problem.keys}
@@ -227,7 +240,9 @@ def find_config_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
 
 
 def _replace_by_defaults(section: Any, default: Any, path: str, keys: Collection[str]) -> Any:
-    """The section with `default`'s values for those keys that are numbers."""
+    """Return a copy of the section in which the settings named in `keys` have the values of
+    `default`. Settings that are dicts or tuples keep their values.
+    """
     changed = {}
     for f in fields(section):
         key = join_key_path(path, f.name)
@@ -240,16 +255,21 @@ def _replace_by_defaults(section: Any, default: Any, path: str, keys: Collection
 
 
 def list_file_problems(loaded: LoadedConfig) -> list[ConfigProblem]:
-    """List problems of the model, tokenizer and data on disk."""
+    """Return the problems of the model, tokenizer and data on disk, with the places where the
+    settings were written.
+    """
     return [_add_location(loaded, problem) for problem in find_file_problems(loaded.config)]
 
 
 def _wrap_config(source: RunConfig | LoadedConfig) -> LoadedConfig:
+    """Return a LoadedConfig as it is, and a RunConfig as a LoadedConfig without places."""
     return source if isinstance(source, LoadedConfig) else LoadedConfig.from_config(source)
 
 
 def _add_location(loaded: LoadedConfig, problem: ConfigProblem) -> ConfigProblem:
-    """The problem with the origins of its keys, as far as somebody wrote them."""
+    """Return the problem with the places where its keys were written; unchanged if the problem has
+    a place already, or if nobody wrote its keys.
+    """
     origins = {key: loaded.find_origin(key) for key in problem.keys}
     written = [
         (key, origin)

@@ -341,7 +341,9 @@ class RunConfig:
 
     @property
     def is_float32_throughout(self) -> bool:
-        """Trainer and engines compute with the same float32 weights."""
+        """Return whether trainers and engines compute with the same float32 weights, without
+        quantization.
+        """
         is_float32 = self.model.dtype == "float32" and self.rollout.dtype in (None, "float32")
         return is_float32 and self.rollout.quantization is None
 

@@ -10,8 +10,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Interval:
-    """[low, high], or open at an end. `high_reason`: the reason of an end that is no rule of
-    mathematics, for messages.
+    """The numbers from `low` to `high`, without an end that is open. `low_reason` and `high_reason`
+    say in messages why an end is no rule of mathematics.
     """
 
     low: float = 0
@@ -22,15 +22,21 @@ class Interval:
     is_high_open: bool = False
 
     def __contains__(self, value: float) -> bool:
+        """Return whether the value is in the interval; NaN is not."""
         return not self._is_below(value) and (
             value < self.high if self.is_high_open else value <= self.high
         )
 
     def __str__(self) -> str:
+        """Return the interval in words, such as "at least 0 and at most 1"; the number alone if
+        there is only one.
+        """
         return str(self.low) if self.low == self.high else f"{self._low_text} and {self._high_text}"
 
     def violation_message(self, value: float) -> str:
-        """The rule that a number outside breaks, and its reason."""
+        """Return the rule that a value outside of the interval breaks, with its reason where there
+        is one.
+        """
         if not self.high_reason:
             return str(self)
         end, why = (
@@ -41,14 +47,17 @@ class Interval:
         return f"{self if self.low == self.high else end}{': ' if why else ''}{why}"
 
     def _is_below(self, value: float) -> bool:
+        """Return whether the value is below the interval; True for NaN."""
         return not (value > self.low if self.is_low_open else value >= self.low)
 
     @property
     def _low_text(self) -> str:
+        """Return the lower end in words: "at least LOW", or "above LOW" if the end is open."""
         return f"{'above' if self.is_low_open else 'at least'} {self.low}"
 
     @property
     def _high_text(self) -> str:
+        """Return the upper end in words: "at most HIGH", or "below HIGH" if the end is open."""
         return f"{'below' if self.is_high_open else 'at most'} {self.high}"
 
 
@@ -85,15 +94,16 @@ BELOW_ONE = Interval(0, 1, is_high_open=True)
 
 
 def make_exact_interval(value: float, reason: str) -> Interval:
-    """Only that value."""
+    """Return the interval that contains only `value`, with a reason for messages."""
     return Interval(value, value, reason, reason)
 
 
 def declare_setting(
     description: str, default: Any = ..., bounds: Interval = NOT_NEGATIVE, factory: Any = None
 ) -> Any:
-    """A dataclass field. `description` is shown by `config show` and `config reference`; every
-    number must lie in `bounds`.
+    """Return a dataclass field for a setting: required without a default or a factory. `config
+    show` and `config reference` print the description; every number in the setting must lie in
+    `bounds`.
     """
     metadata = {"doc": description, "bounds": bounds}
     if factory is not None:

@@ -49,7 +49,7 @@ class SetResult:
     best: tuple[
         tuple[int, float], ...
     ]  # (k, best@k) for k = 1, 2, 4 .. N: expected best of k samples of an item
-    low: float | None  # 95 % interval of `mean`, see `intervals.interval_over_items`
+    low: float | None  # 95 % interval of `mean`, see `confidence_intervals.compute_item_interval`
     high: float | None
     mean_response_length: float  # tokens
     majority_accuracy: float  # of always giving the most common label

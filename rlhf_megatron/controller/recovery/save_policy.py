@@ -28,7 +28,7 @@ class SavePolicy:
     """Saves the state of a run through a checkpointer; without one it saves nothing.
 
     `capture(step)` returns the state after that step. `save_weights` writes those that the hosts
-    have. `check_lock` raises when the run directory is not the run's any more.
+    have. `check_run_dir_lock` raises when the run directory is not the run's any more.
     """
 
     def __init__(

@@ -32,12 +32,13 @@ KL_BLOCK_TOKENS = 65536  # tokens
 def compute_correction_columns(
     batch: AnnotatedBatch, is_valid: Tensor, correction_params: CorrectionParams, is_bypass: bool
 ) -> tuple[dict[str, Tensor | None], dict[str, float]]:
-    """(columns of a TrainBatch, metrics `rollout_corr/*`). Nothing where the trainer's log-probs
-    were not computed.
+    """Return (columns to add to a TrainBatch, metrics `rollout_corr/*`), both empty where the
+    trainer's log-probs were not computed.
 
     In bypass mode the loss makes weights and rejection from the policy as it moves, so that here
     they are for metrics only. The mean that a batch normalisation divides by cannot be known there
-    before all micro-batches are done: it is that of the policy before the update, in both modes.
+    before all micro-batches are done: in both modes it is the mean for the policy before the
+    update.
     """
     if batch.old_log_probs is None:
         return {}, {}
@@ -67,6 +68,7 @@ class AdvantageStage:
     """
 
     def __init__(self, config: AlgorithmConfig, setup: AlgorithmSetup) -> None:
+        """Make the stage, with a new KL controller where `config` uses KL in the reward."""
         control = config.kl_ctrl
         self.setup = setup
         self.kl_penalty = config.kl_penalty
@@ -77,6 +79,9 @@ class AdvantageStage:
             )
 
     def __call__(self, batch: AnnotatedBatch) -> tuple[TrainBatch, dict[str, float]]:
+        """Return (the batch with advantages, returns and correction columns, the metrics of all
+        three).
+        """
         is_valid = make_valid_sample_mask(batch)
         outputs, metrics = self.estimate_advantages(batch, is_valid)
         columns, corrected = compute_correction_columns(
@@ -90,8 +95,10 @@ class AdvantageStage:
     def estimate_advantages(
         self, batch: AnnotatedBatch, is_valid: Tensor
     ) -> tuple[AdvantageOutputs, dict[str, float]]:
-        """(what the estimator makes of the rewards, metrics of what it was given).
-        `is_valid`: [B] bool.
+        """Return (the output of the estimator, metrics of its inputs), and update the KL controller
+        with the KL of this step where there is one. `is_valid`: [B] bool.
+
+        Raise ValueError where the estimator needs greedy rewards and a recorded batch has none.
         """
         kl = None
         metrics = {}
@@ -152,7 +159,9 @@ class AdvantageStage:
 def _compute_step_kl(
     log_probs_T: Tensor, ref_log_probs_T: Tensor, penalty_type: KLPenaltyType
 ) -> Tensor:
-    """[T], block by block: memory that stays in a cache is several times faster."""
+    """Return the KL estimate of each token, [T]. Computed block by block: memory that stays in a
+    cache is several times faster.
+    """
     kl_T = torch.empty_like(log_probs_T)
     for start in range(0, kl_T.numel(), KL_BLOCK_TOKENS):
         block = slice(start, start + KL_BLOCK_TOKENS)

@@ -64,8 +64,8 @@ class AlgorithmSetup:
 
 
 def load_algorithm_setup(config: RunConfig) -> AlgorithmSetup:
-    """Runs the plugins of the run. Raises ConfigError with all unknown names, wrong parameters
-    and unmet needs.
+    """Load the plugins of the run, and return the registered parts that its configuration names,
+    with what they need. Raise ConfigError with all unknown names, wrong parameters and unmet needs.
     """
     load_plugins(config.plugins)
     problems = list(drop_none(check_named_parts(LoadedConfig.from_config(config))))
@@ -108,9 +108,10 @@ class RunData:
 def load_run_prompts(
     model_config: ModelConfig, data_config: DataConfig, spells_labels: bool = False
 ) -> tuple[PromptSets, Tokenizer]:
-    """Prompts and tokenizer of a run; `spells_labels`: it warms up on labels.
+    """Return (prompt sets, tokenizer) of a run. `spells_labels`: whether the run warms up on
+    labels.
 
-    Raises ValueError for what a user can fix; starts nothing.
+    Raise ValueError for what a user can fix. No process is started.
     """
     tokenizer = load_tokenizer(model_config.tokenizer_path or model_config.path, model_config.path)
     return load_prompt_sets(data_config, tokenizer, spells_labels), tokenizer
@@ -123,10 +124,11 @@ def make_run_data(
     prompt_sets: PromptSets,
     tokenizer: Tokenizer,
 ) -> RunData:
-    """Collect what the controller of a run reads. `seed`: of the order where `data_config` has
-    none. `stop_strings`: strings that end answers.
+    """Return the prompt stream, held-out sets, tokenizer and stop tokens of the controller. `seed`
+    shuffles the prompts where `data_config` has no seed. `stop_strings` are the strings that end
+    answers.
 
-    Raises ValueError for a stop string that is not one token.
+    Raise ValueError for a stop string that is not one token.
     """
     return RunData(
         stream=PromptStream(
@@ -142,7 +144,9 @@ def make_run_data(
 
 
 def _make_evaluation_sets(prompt_sets: PromptSets) -> Iterator[EvaluationSet]:
-    """Group ids count over all sets, so that no two prompts share the seeds of their samples."""
+    """Yield an evaluation set for each held-out set. Group ids count over all sets, so that no two
+    prompts share the seeds of their samples.
+    """
     first = 0
     for held_out in prompt_sets.held_out_sets:
         yield EvaluationSet(held_out.name, make_prompt_batch(held_out.items, first))

@@ -14,9 +14,10 @@ _TRAINER_LOG_PROB_NEEDS = {"log_probs", "old_log_probs", "sum_squares"}
 
 
 def needs_log_probs_pass(algorithm: AlgorithmConfig, estimator_needs: Collection[str]) -> bool:
-    """Whether the trainer's log-probs are needed. The loss needs them unless a correction puts the
-    engine's in their place; a KL in the reward, an estimator or a mean of weights over the step may
-    need them even then. `estimator_needs`: of the estimator.
+    """Return whether the trainer's log-probs are needed. The loss needs them unless a correction
+    puts the engine's log-probs in their place; a KL in the reward, an estimator or a mean of
+    weights over the step may need them even then. `estimator_needs` holds the names of the columns
+    that the estimator needs.
     """
     correction = resolve_rollout_correction(algorithm.rollout_correction)
     is_mean = correction.rollout_is is not None and bool(correction.rollout_is_batch_normalize)
@@ -34,9 +35,9 @@ def update_returns_old_log_probs(
     num_samples: int,
     estimator_needs: Collection[str],
 ) -> bool:
-    """Whether a step is one optimizer step of all its `num_samples`, and nothing reads the
-    trainer's log-probs before it: the update tells them, no pass of their own is needed, and the
-    importance ratio is 1 to the bit.
+    """Return whether a step is one optimizer step over all its `num_samples`, and nothing reads the
+    trainer's log-probs before that optimizer step. Then the update returns the log-probs, the step
+    needs no pass for them, and the importance ratio is 1 to the bit.
     """
     correction = resolve_rollout_correction(algorithm.rollout_correction)
     is_one = actor.ppo_epochs == 1 and actor.mini_batch_size == num_samples

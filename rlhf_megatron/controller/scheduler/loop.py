@@ -32,6 +32,9 @@ class LoopPlan:
     has_start_evaluation: bool = False  # the evaluation after `num_steps_done` stands
 
     def is_evaluation_due(self, step: int) -> bool:
+        """Return whether to evaluate after `step`: at step 0 with `val_before_train`, at every
+        `test_freq`-th step, and always after the last step.
+        """
         if step == 0:
             return self.val_before_train
         return step == self.last_step or bool(self.test_freq and step % self.test_freq == 0)
@@ -45,11 +48,11 @@ def run_training_loop(
     save_policy: SavePolicy,
     plan: LoopPlan,
 ) -> None:
-    """The steps after `plan.steps_done`. The engines serve the current weights when it is called
-    and when it returns.
+    """Run the steps after `plan.num_steps_done`, with their saves and evaluations. The engines
+    serve the current weights when this function is called and when it returns.
 
-    Raises RunStopped between two stages when the run was asked to stop: always before an update, or
-    after its sync.
+    Raise RunStopped between two stages when the run was asked to stop: always before an update, or
+    after the weight sync that follows it.
     """
     if plan.is_evaluation_due(plan.num_steps_done) and not plan.has_start_evaluation:
         _run_evaluation_stage(stages, tracker, stage_guard, plan, plan.num_steps_done)
@@ -81,7 +84,9 @@ def run_training_loop(
 def _run_evaluation_stage(
     stages: StepStages, tracker: RunTracker, stage_guard: StageGuard, plan: LoopPlan, step: int
 ) -> None:
-    """Evaluate, on all held-out items before the first step and after the last."""
+    """Evaluate and log the result: all held-out items at step 0 and after the last step, else
+    `test_samples` of each set.
+    """
     faults.reach_fault_point("evaluate.before")
     with stage_guard("evaluate"):
         result = stages.evaluate_held_out(is_final=step in (0, plan.last_step))

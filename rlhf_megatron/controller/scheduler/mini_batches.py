@@ -27,8 +27,8 @@ from rlhf_megatron.data.seeds import derive_seed
 def compute_token_weights(
     batch: TokenBatch, loss_agg_mode: str, scale_factor: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """(loss weights [T], metric weights [T]); the counts are those of `batch`, which is a
-    whole mini-batch.
+    """Return (loss weights [T], metric weights [T]). The counts in the denominators are the counts
+    of `batch`, which must be a whole mini-batch.
     """
     num_tokens = int(batch.response_mask.sum())
     weights = compute_loss_weights(
@@ -40,8 +40,9 @@ def compute_token_weights(
 def iterate_mini_batch_indices(
     num_samples: int, num_epochs: int, mini_batch_size: int, use_shuffle: bool, seed: int, step: int
 ) -> Iterator[list[int]]:
-    """The samples of each mini-batch of a step, over all epochs: in an order of
-    (seed, step, epoch).
+    """Yield the sample indices of each mini-batch of a step, epoch after epoch. With `use_shuffle`
+    the order of an epoch depends on (seed, step, epoch) only, else the samples keep their order.
+    The last mini-batch of an epoch may be smaller.
     """
     for epoch in range(num_epochs):
         order = list(range(num_samples))
@@ -61,8 +62,10 @@ def make_token_selection_mask(
     step: int,
     mini_batch_number: int,
 ) -> Tensor | None:
-    """[T] bool: what `loss_config` chooses of mini-batch `mini_batch_number` of a step; None for a
-    loss that chooses nothing.
+    """Return [T] bool: the tokens that the policy loss of `loss_config` selects in mini-batch
+    `mini_batch_number` of a step, or None for a loss that selects no tokens. The random numbers of
+    the selection depend on (seed, step, mini_batch_number) and on the sample ids, not on the order
+    of the samples.
     """
     if loss_config.loss_mode not in PICKS:
         return None
@@ -99,11 +102,12 @@ def make_actor_mini_batch(
     is_picked: Tensor | None = None,
     is_bypass: bool = False,
 ) -> MiniBatch:
-    """`samples` as a mini-batch of the actor. `is_picked`: see `make_token_selection_mask`;
-    `is_bypass`: the engine's log-probs are the old ones.
+    """Return `samples` as a mini-batch of the actor. `is_picked` is the mask that
+    `make_token_selection_mask` returns. With `is_bypass` the engine's log-probs take the place of
+    the old log-probs.
 
-    What is rejected, and samples of masked status, have loss weight 0 in every term; they count in
-    the denominators, and in metrics, as any token.
+    Rejected tokens and samples of masked status have loss weight 0 in every term; they count in the
+    denominators, and in metrics, as any token.
     """
     weights, for_metrics = compute_token_weights(samples, loss_agg_mode, scale_factor)
     weights.mul_(make_valid_token_mask(samples))
@@ -131,9 +135,9 @@ def make_actor_mini_batch(
 def make_critic_mini_batch(
     samples: TrainBatch, loss_agg_mode: str, scale_factor: float | None = None
 ) -> ValueMiniBatch:
-    """`samples` as a mini-batch of the critic.
+    """Return `samples`, which must have values and returns, as a mini-batch of the critic.
 
-    A sample of masked status has no return to learn: its weights are 0. It counts in the
+    A sample of masked status has no return to learn: its weights are 0. The sample counts in the
     denominator of the loss, as it does in the actor's.
     """
     assert samples.values is not None and samples.returns is not None, (
@@ -158,9 +162,9 @@ def make_supervised_mini_batch(
     scale_factor: float | None = None,
     sample_weights: Tensor | None = None,
 ) -> MiniBatch:
-    """A mini-batch for the loss "sft" over what trains in `batch`. `sample_weights`: [B], 1 each
-    where None; they multiply the loss of a sample and leave the denominators, which count tokens
-    and samples, as they are.
+    """Return a mini-batch for the loss "sft" over the tokens of `batch` that train.
+    `sample_weights` ([B], 1 for each sample where None) multiply the loss of a sample; the
+    denominators, which count tokens and samples, do not change.
     """
     weights, for_metrics = compute_token_weights(batch, loss_agg_mode, scale_factor)
     if sample_weights is not None:

@@ -46,7 +46,9 @@ class ModelRewardScorer:
     def request_scores(
         self, reward_model: RewardModelProxy, batch: ScoredBatch
     ) -> PendingScores | None:
-        """Have the hosts score a batch; None where it has its scores, from a record."""
+        """Start to score a batch on the hosts, and return the pending scores without waiting for
+        them. Return None where the batch already has the model's scores, from a record.
+        """
         if MODEL_PART in batch.reward_parts:
             return None
         is_scored_T = self.mask_scored_tokens(batch)
@@ -63,8 +65,8 @@ class ModelRewardScorer:
     def add_model_scores(
         self, reward_model: RewardModelProxy, rollout: RolloutBatch, results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """`results` of the samples of `rollout`, with the model's scores;
-        masked ones as they are.
+        """Score the samples of `rollout` with the reward model, wait, and return `results` with the
+        model's scores added to their scores. Results of masked status stay as they are.
         """
         asked = self.request_scores(reward_model, make_scored_batch(rollout, results))
         assert asked is not None
@@ -75,8 +77,9 @@ class ModelRewardScorer:
         ]
 
     def mask_scored_tokens(self, batch: ScoredBatch) -> Tensor:
-        """[T] bool: the tokens that are scored, of each sample one at least (the last, where it
-        has no response).
+        """Return [T] bool: the tokens whose scores count, at least one for each sample (the last
+        token of the response, or of the sample where there is no response). Granularity "token"
+        marks all response tokens, "step" also the last token of each step.
         """
         if self.config.granularity == "token":
             is_scored_T = batch.response_mask.clone()
@@ -98,10 +101,11 @@ class ModelRewardScorer:
     def add_scores_to_rewards(
         self, batch: ScoredBatch, is_scored_T: Tensor, scores_T: Tensor
     ) -> ScoredBatch:
-        """`batch` with the model's scores in its rewards, and as the part `reward_model`
-        before their weight.
+        """Return `batch` with the model's scores, normalised and weighted, added to its rewards,
+        and with the unweighted scores as the reward part `reward_model`. For granularities other
+        than "response" also set `process_rewards`, the weighted score of each token.
 
-        `scores_T`: [T], as the model gave them at `is_scored_T`.
+        `scores_T`: [T], the scores of the model at the tokens of `is_scored_T`.
         """
         chosen = self.config
         scores_T = (scores_T.double() - chosen.mean) / chosen.std
@@ -120,6 +124,7 @@ class ModelRewardScorer:
         )
 
     def _decode_token(self, token_id: int) -> str:
+        """Return the text of one token, decoded once and then cached."""
         if token_id not in self._token_texts:
             self._token_texts[token_id] = self.decode_tokens([token_id])
         return self._token_texts[token_id]
@@ -135,7 +140,7 @@ class PendingScores:
     values_future: Future[CriticValues]
 
     def await_scored_batch(self) -> ScoredBatch:
-        """Wait for the scores, and return the batch with them."""
+        """Wait for the scores, and return the batch with the scores added to its rewards."""
         scores_T = torch.zeros(self.batch.num_tokens)
         behind_N = find_next_state_positions(self.batch.offsets, self.is_scored_T)
         scores_T[self.is_scored_T] = self.values_future.result().values[behind_N]
@@ -143,8 +148,8 @@ class PendingScores:
 
 
 def find_step_ends(token_texts: Sequence[str], separator: str) -> list[int]:
-    """Return the places of the pieces that complete a separator; of overlapping ones
-    the first counts.
+    """Return the indices of the token texts that complete a separator; of overlapping separators
+    only the first counts.
     """
     found = []
     rest = ""

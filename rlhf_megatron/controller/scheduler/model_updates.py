@@ -65,7 +65,7 @@ class RoleUpdate:
     select_samples: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
 
     def remake_mini_batch(self, mini_batch_number: int) -> TokenBatch:
-        """Made anew."""
+        """Make the mini-batch of this number again, and all mini-batches before it."""
         return next(islice(self.make_mini_batches(), mini_batch_number, None))
 
 
@@ -83,6 +83,9 @@ class UpdateSettings:
 
     @classmethod
     def from_run_config(cls, config: RunConfig) -> UpdateSettings:
+        """Read the settings from `config`: where the loss scale factor is null, use the largest
+        response length; where the reference has no token budget, use the actor's.
+        """
         factor = config.actor.loss_scale_factor
         budget = config.actor.ppo_max_token_len_per_gpu
         return cls(
@@ -97,13 +100,18 @@ class UpdateSettings:
 
     @property
     def critic_token_budget(self) -> int:
+        """Return the tokens of a micro-batch of the critic; the actor's where the critic has no
+        setting of its own.
+        """
         return self.critic.ppo_max_token_len_per_gpu or self.actor.ppo_max_token_len_per_gpu
 
 
 def plan_actor_update(
     workers: RoleProxies, settings: UpdateSettings, step: int, batch: TrainBatch
 ) -> RoleUpdate:
-    """The policy's update of a step."""
+    """Plan the policy's update of a step over `batch`, without sending anything. The mini-batches
+    are made when they are iterated.
+    """
     actor = settings.actor
     seed = settings.seed
     iterate_indices = partial(
@@ -120,6 +128,9 @@ def plan_actor_update(
     )
 
     def make_mini_batch(mini_batch_number: int, sample_indices: list[int]) -> MiniBatch:
+        """Return the samples of these indices as mini-batch `mini_batch_number`, with the tokens
+        that the loss selects.
+        """
         part = select_samples(read, sample_indices)
         is_picked = make_token_selection_mask(
             part, actor.policy_loss, seed, step, mini_batch_number
@@ -147,8 +158,9 @@ def plan_actor_update(
 def attach_old_log_probs(
     batch: TrainBatch, settings: UpdateSettings, step: int, old_log_probs: TokenLogProbs
 ) -> TrainBatch:
-    """`batch` with what the update of its one mini-batch told,
-    in the order of that one's samples.
+    """Return `batch` with the old log-probs and entropies that the update of its only mini-batch
+    returned. `old_log_probs` are in the order of that mini-batch, and are put back in the order of
+    `batch`.
     """
     actor = settings.actor
     sample_indices = next(
@@ -168,7 +180,9 @@ def attach_old_log_probs(
 def plan_critic_update(
     workers: RoleProxies, settings: UpdateSettings, step: int, batch: TrainBatch
 ) -> RoleUpdate:
-    """The critic's update of a step; its order of samples is the actor's."""
+    """Plan the critic's update of a step over `batch`, without sending anything. The samples come
+    in the same order as in the actor's update.
+    """
     actor = settings.actor
     critic = settings.critic
     num_epochs = critic.ppo_epochs or actor.ppo_epochs
@@ -215,13 +229,13 @@ def request_annotations(
     record_routes: bool = False,
     reward_scorer: ModelRewardScorer | None = None,
 ) -> AnnotatedBatch:
-    """Columns of the actor (without `use_actor` none) and, where estimator and loss need them, of
-    the critic and the reference. `record_routes`: ranks keep the experts that the samples meet in
-    the actor, where routing is replayed. `reward_scorer`: what a reward model on the hosts adds to
-    the samples' rewards.
+    """Return `scored_batch` with the columns of the actor (none without `use_actor`) and, where
+    estimator and loss need them, of the critic, the reference and the teacher. With `record_routes`
+    the ranks keep the experts that the samples meet in the actor, where routing is replayed.
+    `reward_scorer` adds the scores of a reward model on the hosts to the samples' rewards.
 
-    All calls are made before the first result is awaited: pools of their own work at the same time.
-    In one pool they run in the order actor, critic, reference, reward model.
+    All calls are made before the first result is awaited: models in different pools work at the
+    same time. In one pool they run in the order actor, critic, reference, reward model.
     """
     tokens = _make_token_batch(scored_batch, record_routes)
     budget = settings.actor.ppo_max_token_len_per_gpu
@@ -265,8 +279,8 @@ def request_annotations(
 
 
 def record_actor_routes(workers: RoleProxies, settings: UpdateSettings, batch: ScoredBatch) -> None:
-    """Have the ranks keep the experts that samples meet in the actor before its update, as
-    `request_annotations` does.
+    """Run a log-prob pass of the actor whose only purpose is that the ranks keep the experts that
+    the samples meet before the update, as in `request_annotations`. The log-probs are dropped.
     """
     budget = settings.actor.ppo_max_token_len_per_gpu
     workers.actor.log_probs(
@@ -275,6 +289,8 @@ def record_actor_routes(workers: RoleProxies, settings: UpdateSettings, batch: S
 
 
 def _make_token_batch(batch: ScoredBatch, record_routes: bool) -> TokenBatch:
+    """Return the tokens and routes of `batch`, with the sample ids only where routes are recorded.
+    """
     sample_ids = batch.sample_ids if record_routes else None
     return TokenBatch(
         batch.offsets,
@@ -292,13 +308,14 @@ def run_role_updates(
     on_ranks_busy: Callable[[], None] = lambda: None,
     on_old_log_probs: Callable[[TokenLogProbs], None] = lambda old_log_probs: None,
 ) -> dict[str, float]:
-    """Train each role. Returns metrics averaged over its optimizer steps. `on_ranks_busy` is called
-    once the ranks have work, `on_old_log_probs` with each `UpdateResult.own`.
+    """Train each role, and return metrics averaged over its optimizer steps. Call `on_ranks_busy`
+    once the ranks have work, and `on_old_log_probs` with the old log-probs of each result that has
+    them.
 
-    Roles take turns, one mini-batch each, as long as they have any: that is the order in which one
-    pool runs them. Pools of their own work at the same time. A role's next mini-batch goes out when
-    its last but one is done. `skips` sees each outcome; once it has had enough nothing is sent any
-    more, and NonFiniteNumbers raised.
+    Roles take turns, one mini-batch each, as long as they have mini-batches: one pool runs them in
+    that order. Roles in pools of their own work at the same time. At most CALLS_IN_FLIGHT
+    mini-batches of a role are out at once. `skips` counts each outcome; when its limit is reached,
+    nothing more is sent and NonFiniteNumbers is raised.
     """
     skips = skips or NonFiniteSkips()
     runs = [_RoleUpdateRun(update, step, skips) for update in updates]
@@ -340,8 +357,10 @@ class _RoleUpdateRun:
         self._pending_results: deque[Future[UpdateResult]] = deque()
 
     def send_next(self, mini_batches: Iterator[TokenBatch]) -> bool:
-        """Send the next one. Return whether there was one. It is made here and kept nowhere: one
-        stands at a time.
+        """Make and send the next mini-batch, after waiting for the oldest result where
+        CALLS_IN_FLIGHT are out. Return whether there was a next mini-batch; when the limit of skips
+        is reached, nothing is sent. No reference to the mini-batch is kept: only one is in memory
+        at a time.
         """
         mini_batch = next(mini_batches, None)
         if mini_batch is None or self._all_skips.is_limit_reached:
@@ -353,10 +372,14 @@ class _RoleUpdateRun:
         return True
 
     def await_all_results(self) -> None:
+        """Wait until all mini-batches that were sent are done."""
         while self._pending_results:
             self._await_oldest_result()
 
     def _await_oldest_result(self) -> None:
+        """Wait for the oldest mini-batch that is out, count its outcome in the skips, and keep its
+        result.
+        """
         result = self._pending_results.popleft().result()
         self._all_skips.count_update(self.role_skips, len(self.results), result)
         self.results.append(result)
@@ -372,8 +395,8 @@ def skip_step_with_bad_columns(
     batch: TrainBatch,
     bad_columns: Sequence[NonFiniteColumn],
 ) -> dict[str, float]:
-    """Skip the step, in place of `run_role_updates`, for a batch with `bad_columns` that are not
-    finite. Returns the metrics of skipped steps.
+    """Skip the update of a step whose batch has numbers that are not finite in `bad_columns`;
+    called in place of `run_role_updates`. Return metrics that count all mini-batches as skipped.
     """
     roles = {update.proxy.role: update for update in updates}
     skips.skip_whole_step(workers, step, list(roles), batch, bad_columns)
@@ -391,8 +414,9 @@ def skip_step_with_bad_columns(
 def average_update_metrics(
     role: str, num_epochs: int, results: Sequence[UpdateResult]
 ) -> dict[str, float]:
-    """Means over the optimizer steps that were made, nan where none was; counts, the last lr, under
-    the role's name.
+    """Return the metrics of a role: means over the optimizer steps that were not skipped (nan where
+    all were), the last learning rate, and counts of optimizer steps, skipped steps and epochs.
+    Needs at least one result.
     """
     made = [result for result in results if not result.is_skipped]
     count = len(made) or math.nan

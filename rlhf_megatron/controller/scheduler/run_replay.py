@@ -74,9 +74,10 @@ def replay_run(
     last_step: int,
     stop_request: StopRequest | None = None,
 ) -> None:
-    """Train on the recorded rollouts of steps 1 .. `last_step` of the run `recorded_run_dir`.
+    """Train on the recorded rollouts of steps 1 .. `last_step` of the run `recorded_run_dir`, and
+    write metrics and a summary to `run_dir`. No engine is started.
 
-    A warm-up is done again, with as many steps as were made then.
+    A warm-up is done again, with as many steps as the recorded run made.
     """
     parts = load_algorithm_setup(config)
     recorder = RolloutRecorder(recorded_run_dir / "record")
@@ -118,6 +119,7 @@ def replay_run(
 
 
 def refuse_to_score(samples: Sequence[RewardSample]) -> list[RewardResult]:
+    """Raise AssertionError: a replay never calls its scorer."""
     raise AssertionError("a replay has recorded rewards")
 
 
@@ -128,18 +130,22 @@ class ReplayStages(StepStages):
     recorded_rollouts: RolloutRecorder | None = None  # of the rollouts
 
     def draw_prompts(self, step: int) -> PromptBatch:
+        """Begin the step and return an empty batch of prompts."""
         self.begin_step()
         return PromptBatch((), (), (), (), (), ())
 
     def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        """Return the recorded samples of the step, with their rewards."""
         assert self.recorded_rollouts is not None
         return self.recorded_rollouts.read_step(step)
 
     def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        """Return `rollout` as it is: recorded samples have their rewards."""
         assert isinstance(rollout, ScoredBatch)
         return rollout
 
     def evaluate_held_out(self, is_final: bool = True) -> EvaluationResult | None:
+        """Return None: a replay does not evaluate."""
         return None
 
 
@@ -155,10 +161,11 @@ class CapsuleReplayResult:
 def replay_capsule(
     config: RunConfig, connect_group: Callable[[], WorkerGroup], run_dir: Path, capsule_dir: Path
 ) -> CapsuleReplayResult:
-    """Load the weights of a capsule and run its mini-batch, forward and backward. Written to
-    replay.json too.
+    """Load the weights of a capsule and run its mini-batch again, forward and backward; where the
+    capsule is of a whole step, compute its bad columns again. Write the result to replay.json in
+    `run_dir` too.
 
-    Raises ValueError for a directory that is no capsule, or one of another model.
+    Raise ValueError for a directory that is no capsule, or a capsule of another model.
     """
     capsule = read_skip_capsule(capsule_dir)
     group = connect_group()
@@ -195,6 +202,9 @@ def replay_capsule(
 def _rerun_mini_batch(
     workers: RoleProxies, capsule: SkipCapsule, mini_batch: TokenBatch
 ) -> CapsuleReplayResult:
+    """Run the capsule's mini-batch again, without its recorded routes; the fault is reproduced
+    where the pass would be skipped again.
+    """
     given = capsule.facts["arguments"]
     arguments = {name: given[name] for name in UPDATE_ARGUMENTS if name in given}
     mini_batch = replace(
@@ -213,6 +223,10 @@ def _rerun_forward_backward(
     token_budget: int,
     arguments: Mapping[str, Any],
 ) -> tuple[bool, dict[str, Any]]:
+    """Run a mini-batch forward and backward on the capsule's role, without an optimizer step.
+    Return (whether the pass had numbers that are not finite, the facts of the pass, merged over
+    ranks).
+    """
     worker: TrainedProxy
     if isinstance(mini_batch, ValueMiniBatch):
         worker = workers.critic
@@ -238,7 +252,8 @@ def _recompute_bad_columns(
     temperature: float,
     advantage_stage: AdvantageStage,
 ) -> CapsuleReplayResult:
-    """Compute the bad columns of a step that was not trained on again, as far as a replay can.
+    """Compute again, as far as a replay can, the columns that made a step be skipped, and report
+    for each whether it is not finite again.
 
     `token_budgets`: tokens of a micro-batch, by role.
     """
@@ -281,7 +296,7 @@ def _recompute_bad_columns(
 
 
 def _make_zero_value_batch(tokens: TokenBatch) -> ValueMiniBatch:
-    """Make a mini-batch for a pass of the critic that is only looked at: its targets are zeros."""
+    """Make a critic's mini-batch with targets of zero, for a pass that is only inspected."""
     weights, for_metrics = compute_token_weights(tokens, "token-mean")
     zeros = torch.zeros(tokens.num_tokens)
     return ValueMiniBatch(
@@ -296,6 +311,8 @@ def _make_zero_value_batch(tokens: TokenBatch) -> ValueMiniBatch:
 
 
 def _describe_capsule(capsule: SkipCapsule) -> list[str]:
+    """Return lines for a person: the step, role, layout, gradient norm and weights of the capsule.
+    """
     facts = capsule.facts
     what = (
         f"mini-batch {facts['mini_batch']}" if capsule.mini_batch is not None else "the whole batch"
@@ -311,6 +328,9 @@ def _describe_capsule(capsule: SkipCapsule) -> list[str]:
 
 
 def _describe_pass(pass_facts: Mapping[str, Any]) -> list[str]:
+    """Return lines for a person: loss of each micro-batch, gradient norm, and the tensors,
+    parameters, gradients and tokens that are not finite.
+    """
     lines = [f"at {pass_facts['layout']}:"]
     for entry in pass_facts["micro_batches"]:
         loss = entry["loss"] if isinstance(entry["loss"], str) else f"{entry['loss']:.6g}"
@@ -336,6 +356,9 @@ def _describe_pass(pass_facts: Mapping[str, Any]) -> list[str]:
 
 
 def _describe_column(column: NonFiniteColumn, batch: TrainBatch, is_bad_again: bool | None) -> str:
+    """Return a line on a bad column. `is_bad_again` is None where a replay cannot compute the
+    column.
+    """
     made_again = {
         True: "not finite again",
         False: "finite now",
@@ -345,6 +368,7 @@ def _describe_column(column: NonFiniteColumn, batch: TrainBatch, is_bad_again: b
 
 
 def _verdict_line(is_reproduced: bool) -> str:
+    """Return the sentence that says whether the fault was reproduced."""
     if is_reproduced:
         return (
             "reproduced: the weights and the batch of the capsule give numbers that are not"

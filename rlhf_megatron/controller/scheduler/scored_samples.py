@@ -45,10 +45,10 @@ RESAMPLING_SEED_PURPOSE = 13  # of the seed
 def align_greedy_rewards(
     rollout: RolloutBatch, greedy_rollout: RolloutBatch, greedy_results: Sequence[RewardResult]
 ) -> Tensor:
-    """[B] float32: for each sample of `rollout` the reward of the greedy sample of its prompt; nan:
-    masked status.
+    """Return [B] float32: for each sample of `rollout` the reward of the greedy sample of its
+    prompt, nan where that has masked status.
 
-    `greedy_results`: one for each sample of `greedy_rollout`.
+    `greedy_results` holds one result for each sample of `greedy_rollout`.
     """
     found = {
         group: nan if is_masked(result.status) else result.score
@@ -58,7 +58,9 @@ def align_greedy_rewards(
 
 
 def select_groups(rollout_batches: Sequence[RolloutBatch], group_ids: Tensor) -> RolloutBatch:
-    """The greedy samples of these groups, out of those of all batches that a step has generated."""
+    """Return the samples of these groups out of all `rollout_batches`, joined into one batch. (Used
+    for the greedy samples of a step.)
+    """
     greedy = concat_batches(rollout_batches)
     return select_samples(
         greedy, torch.isin(greedy.group_ids, group_ids).nonzero().view(-1).tolist()
@@ -66,11 +68,14 @@ def select_groups(rollout_batches: Sequence[RolloutBatch], group_ids: Tensor) ->
 
 
 def compute_greedy_length_metrics(greedy_rollout: RolloutBatch) -> dict[str, float]:
+    """Return mean, max and min of the response lengths of greedy samples, in tokens."""
     return summarise_mean_max_min("greedy/response_length", count_sampled_tokens(greedy_rollout))
 
 
 def compute_greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Return metrics of the greedy rewards of a batch, each prompt counted once."""
+    """Return mean, max and min of the greedy rewards of a batch, and the share of prompts without
+    one; each prompt counts once.
+    """
     assert batch.greedy_rewards is not None
     groups = PromptGroups.from_ids(batch.group_ids, torch.ones(len(batch), dtype=torch.bool))
     rewards = torch.empty(groups.num_groups).index_copy_(0, groups.index_B, batch.greedy_rewards)
@@ -82,15 +87,15 @@ def compute_greedy_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def release_free_memory() -> None:
-    """Give memory of answers and messages back to the system: their pieces are too small for the C
-    library to do so by itself.
+    """Give freed memory of answers and messages back to the system: the pieces are too small for
+    the C library to do so by itself.
     """
     with suppress(OSError, AttributeError):  # other C libraries have no such call
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def make_reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
-    """Return what the reward reads of each sample."""
+    """Return the input of the reward function for each sample."""
     columns = zip(
         rollout.prompts,
         rollout.responses,
@@ -113,8 +118,9 @@ def make_scored_batch(
     greedy_rollout: RolloutBatch | None = None,
     greedy_results: Sequence[RewardResult] = (),
 ) -> ScoredBatch:
-    """`rollout` with a result a sample, and where there are greedy samples their
-    rewards as a column.
+    """Return `rollout` with the rewards, statuses and reward parts of `results` (one for each
+    sample), and with a column of greedy rewards where there is a greedy rollout. A part that a
+    result does not have is nan.
     """
     names = sorted({name for result in results for name in result.parts})
     return add_columns(
@@ -134,11 +140,12 @@ def make_scored_batch(
 def resample_batch(
     batch: TrainBatch, pf_ppo: PFPPOConfig, seed: int, step: int
 ) -> tuple[TrainBatch, dict[str, float]]:
-    """(as many samples of `batch`, drawn with all their columns; metrics). `batch` itself where
-    that is switched off.
+    """Return (as many samples as `batch` has, drawn from it with all their columns, by reward;
+    metrics). Return (`batch`, {}) where PF-PPO is switched off.
 
-    Drawn by (seed, step), so that a resumed or replayed step draws the same. Made for the update
-    only: the metrics of rewards and lengths tell what the policy sampled.
+    The draw depends on (seed, step), so that a resumed or replayed step draws the same samples. Use
+    the result for the update only: the metrics of rewards and lengths describe what the policy
+    sampled.
     """
     if not pf_ppo.enable:
         return batch, {}
@@ -162,12 +169,12 @@ def filter_groups_with_signal(
     num_wanted_groups: int,
     make_further_batch: Callable[[int], ScoredBatch],
 ) -> tuple[ScoredBatch, dict[str, float]]:
-    """(the first `num_wanted_groups` groups that teach, metrics).
+    """Return (the first `num_wanted_groups` groups with signal, metrics).
 
-    `make_further_batch(number)` generates and scores a further batch, counted from 1; at most
-    `max_num_gen_batches` there are in all. Where these have too few groups, the step has what they
-    have. Where none teaches it has `first_batch` as it is, which `has_no_signal`
-    tells later stages.
+    `make_further_batch(number)` generates and scores a further batch, counted from 1; there are at
+    most `max_num_gen_batches` batches with the first. Where all batches have too few groups with
+    signal, the step has fewer groups. Where no group has signal, return `first_batch` as it is;
+    later stages find this out with `has_no_signal`.
     """
     kept: list[ScoredBatch] = []
     batch = first_batch
@@ -209,7 +216,9 @@ class GroupFilterReport:
     def __call__(
         self, num_taken_groups: int, num_generated_groups: int, num_with_signal: int
     ) -> dict[str, float]:
-        """Metrics; a warning where the step has too few."""
+        """Return the metrics of a step's group filter, and log a warning where the step has fewer
+        groups than wanted.
+        """
         num_batches = num_generated_groups / self._num_wanted_groups
         if num_taken_groups < self._num_wanted_groups:
             logger.warning(
@@ -232,12 +241,15 @@ class GroupFilterReport:
 
 
 def has_no_signal(batch: ScoredBatch, filter_config: FilterGroupsConfig) -> bool:
-    """Whether no group of a step that went through `filter_groups_with_signal` has signal."""
+    """Return whether no group of a step that went through `filter_groups_with_signal` has signal.
+    """
     return not bool(_mask_samples_with_signal(batch, filter_config).any())
 
 
 def _mask_samples_with_signal(batch: ScoredBatch, filter_config: FilterGroupsConfig) -> Tensor:
-    """[B] bool."""
+    """Return [B] bool: the samples of the groups whose filter metric differs between their valid
+    samples.
+    """
     metric = batch.rewards
     if filter_config.metric != "reward" and filter_config.metric in batch.reward_parts:
         part = batch.reward_parts[filter_config.metric]
@@ -246,14 +258,16 @@ def _mask_samples_with_signal(batch: ScoredBatch, filter_config: FilterGroupsCon
 
 
 def _select_first_groups(batch: ScoredBatch, num_groups: int) -> ScoredBatch:
-    """Return the first groups of a batch in which groups stand one after the other."""
+    """Return the first `num_groups` groups of a batch in which the samples of a group are
+    consecutive.
+    """
     _, number = batch.group_ids.unique_consecutive(return_inverse=True)
     return select_samples(batch, (number < num_groups).nonzero().view(-1).tolist())
 
 
 def align_reward_parts(batches: Sequence[ScoredBatchType]) -> list[ScoredBatchType]:
-    """Give all batches the same parts of the reward: a batch without samples of some data source
-    lacks those of its reward.
+    """Return the batches with the same reward parts in each, nan where a batch lacked the part: a
+    batch without samples of some data source lacks the parts of that source's reward.
     """
     names = sorted({name for batch in batches for name in batch.reward_parts})
     return [

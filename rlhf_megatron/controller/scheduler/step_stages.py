@@ -104,6 +104,9 @@ class StepStages:
     report_progress: Callable[[str], object] = lambda text: None  # what the run does now
 
     def __post_init__(self) -> None:
+        """Make the objects that live as long as the run: mismatch check, advantage stage and, with
+        a reward model, its scorer.
+        """
         config = self.config
         self.mismatch_check = MismatchCheck(config.checks, config.is_float32_throughout)
         self.advantage_stage = AdvantageStage(config.algorithm, self.setup)
@@ -138,16 +141,18 @@ class StepStages:
 
     @property
     def policy_version(self) -> int:
-        """The version of the policy."""
+        """Return the current version of the policy, the number of weight syncs."""
         return self.weight_sync.policy_version
 
     @property
     def num_prompts_drawn(self) -> int:
-        """Prompts of the stream so far."""
+        """Return the number of prompts drawn from the stream so far; 0 in a replay."""
         return self.run_data.stream.num_drawn if self.run_data.stream is not None else 0
 
     def begin_step(self) -> None:
-        """A step: what the stages say from now on is of it."""
+        """Reset the metrics and records of the step; from now on the stages collect those of a new
+        step.
+        """
         self._step_metrics = {}
         self._greedy_rollouts = []
         self._step_route_files = set()
@@ -155,6 +160,9 @@ class StepStages:
         self._step_start_time = time.monotonic()
 
     def draw_prompts(self, step: int) -> PromptBatch:
+        """Begin the step, and draw its prompts from the stream. With `algorithm.filter_groups` the
+        prompts are the next ones of the stream, because a step may draw several batches.
+        """
         self.begin_step()
         assert self.run_data.stream is not None
         return (
@@ -164,6 +172,9 @@ class StepStages:
         )
 
     def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+        """Generate the samples of the step's prompts on the engines, or return the step's batch
+        from the journal of a former process. Groups that the journal has are not generated again.
+        """
         if (found := self._restore_journalled_batch(step)) is not None:
             return found
         self._journalled_groups = self.journal.read_groups(step) if self.journal is not None else {}
@@ -172,8 +183,11 @@ class StepStages:
         return rollout
 
     def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
-        """`batch_number`: of those that the step has generated, counted from 0. Its groups stand
-        behind those of the batches before it in the journal.
+        """Generate a batch of prompts, and a greedy sample for each prompt where the estimator
+        needs one. Finished groups go to the journal as they come.
+
+        `batch_number` counts the batches that the step generates, from 0. In the journal the groups
+        of a batch come after the groups of the batches before it.
         """
         rollout = self.config.rollout
         params = self.make_sampling_params(SamplingConfig(rollout.temperature))
@@ -195,6 +209,9 @@ class StepStages:
         num_done = len(known)
 
         def record_groups(first_group: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
+            """Report progress, and append finished groups, which begin at `first_group` of this
+            batch, to the journal.
+            """
             nonlocal num_done
             num_done += len(groups)
             self.report_progress(f"generate, {num_done} of {len(requests)} groups")
@@ -213,6 +230,10 @@ class StepStages:
         return collect_rollout_batch(prompts, sampled, self.run_data.tokenizer)
 
     def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+        """Score the samples; with `algorithm.filter_groups` also generate and score further batches
+        until enough groups have signal. Write the scored batch to the journal. A batch from the
+        journal, which has its rewards, is returned as it is.
+        """
         if isinstance(rollout, ScoredBatch):
             return rollout
         scored = self._score_batch(rollout)
@@ -236,13 +257,16 @@ class StepStages:
         return scored
 
     def _generate_further_batch(self, step: int, batch_number: int) -> ScoredBatch:
-        """The next prompts of the stream, generated and scored."""
+        """Draw the next prompts of the stream, generate their samples and score them."""
         assert self.run_data.stream is not None
         return self._score_batch(
             self._generate_batch(step, self.run_data.stream.draw_more_prompts(), batch_number)
         )
 
     def _score_batch(self, rollout: RolloutBatch) -> ScoredBatch:
+        """Return the samples with rewards, and with the rewards of the greedy samples that were
+        generated beside them.
+        """
         faults.reach_fault_point("reward.before_score")
         greedy = self._pending_greedy_rollout
         self._pending_greedy_rollout = None
@@ -258,11 +282,12 @@ class StepStages:
         return make_scored_batch(rollout, results, greedy, of_greedy)
 
     def annotate_step(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
-        """Log-probs of the trainer's policy; values and the reference's log-probs where they are
-        needed. What was annotated while others were awaited stays as it is.
+        """Return the samples with log-probs of the trainer's policy, and with values and the
+        reference's log-probs where they are needed. Samples that were annotated early stay as they
+        are. Record the samples where the run records its rollouts.
 
-        Raises ValueError where engine and trainer disagree at the first step. Later ones are
-        compared as they train.
+        Raise ValueError where engine and trainer disagree at the first step. Later steps are
+        compared while they train.
         """
         if self._is_annotation_journalled:
             if self._records_routes(step):  # by the process that annotated it, which is gone
@@ -281,8 +306,9 @@ class StepStages:
     def _compare_log_probs(
         self, step: int, batch: AnnotatedBatch, is_before_training: bool = False
     ) -> None:
-        """Compare the engine's log-probs with the trainer's, once a step: at the first one
-        before it trains.
+        """Compare the engine's log-probs with the trainer's, once a step, and add the metrics to
+        the step's. The first step of the process is compared before it trains, which
+        `is_before_training` says; later steps are compared in the update.
         """
         is_due = (
             is_before_training == (step == self.mismatch_check.first_step)
@@ -295,11 +321,12 @@ class StepStages:
             )
 
     def compute_annotations(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
-        """Some samples or all of a step, with what the models say of them.
+        """Return all or some samples of a step with the columns that the models on the hosts
+        compute for them.
 
         Where the engine's log-probs are the old ones and nothing needs the trainer's, or the update
-        tells them itself, these are computed at the first step only: no run begins without a
-        comparison of engine and trainer.
+        returns them itself, the trainer's log-probs are computed at the first step only: no run
+        begins without a comparison of engine and trainer.
         """
         self.turns.give_devices_to_trainer()
         is_recorded = self._records_routes(step)
@@ -318,16 +345,19 @@ class StepStages:
         return annotated
 
     def _update_returns_old_log_probs(self, step: int) -> bool:
-        """Whether the update of a step makes the old log-probs itself."""
+        """Return whether the update of this step itself returns the old log-probs."""
         return self.setup.update_returns_old_log_probs and step > self.config.trainer.critic_warmup
 
     def _records_routes(self, step: int) -> bool:
-        """Whether the log-probs of a step are there to record the experts that its updates'
-        tokens meet, too.
+        """Return whether the log-prob pass of this step also records the experts that the tokens
+        meet, which its updates replay.
         """
         return self.config.actor.router_replay == "r2" and step > self.config.trainer.critic_warmup
 
     def compute_advantages(self, step: int, batch: AnnotatedBatch) -> TrainBatch:
+        """Return the batch with advantages and correction columns. First write the annotated batch
+        to the journal, unless it came from there.
+        """
         if not self._is_annotation_journalled:
             self._write_batch_to_journal(step, batch)
         train, metrics = self.advantage_stage(batch)
@@ -337,13 +367,15 @@ class StepStages:
         return train
 
     def update_models(self, step: int, batch: TrainBatch) -> tuple[TrainBatch, dict[str, float]]:
-        """Epochs x mini-batches, one optimizer step each. Returns the batch, with the columns that
-        the update told where the old log-probs are its own, and metrics averaged over them.
+        """Train actor and critic on the batch: epochs x mini-batches, one optimizer step each.
+        Return (the batch, with old log-probs where the update returned them; the metrics of the
+        step so far).
 
-        Trained on are samples of `batch`, drawn by their reward where `algorithm.pf_ppo` asks for
-        it. A batch with numbers that are not finite is not trained on. Raises NonFiniteNumbers,
-        ReplicasDiffer. There is a critic where the batch has values. In the first
-        `trainer.critic_warmup` steps it learns alone.
+        With `algorithm.pf_ppo` the models train on samples drawn from `batch` by their reward. A
+        batch with numbers that are not finite is not trained on. The critic trains where the batch
+        has values; in the first `trainer.critic_warmup` steps it trains alone. Raise
+        NonFiniteNumbers where too many updates were skipped, and ReplicasDiffer where replicas
+        differ.
         """
         self.turns.give_devices_to_trainer()
         self._is_policy_updated = step > self.config.trainer.critic_warmup
@@ -399,8 +431,8 @@ class StepStages:
         return batch, self._step_metrics
 
     def _log_update_log_probs(self, step: int, batch: TrainBatch) -> TrainBatch:
-        """The metrics of log-probs that the update told; a first step's are those of a
-        resumed run, too.
+        """Add the metrics of the old log-probs that the update returned: the comparison with the
+        engine's and the rollout correction. Return `batch` unchanged.
         """
         self._has_compared_log_probs = False
         self._compare_log_probs(
@@ -412,10 +444,11 @@ class StepStages:
         return batch
 
     def sync_weights(self) -> dict[str, float]:
-        """Trainer's weights to all engines, verified; the policy version goes up by one.
+        """Send the trainer's weights to all engines, verify them, and raise the policy version by
+        one. Return all metrics of the step.
 
-        After a step that trained the critic only, nothing is sent and the version stays. Colocated
-        engines get that one again before they generate.
+        After a step that left the policy as it was, nothing is sent and the version stays.
+        Colocated engines get the same version again before they generate.
         """
         self._step_metrics |= (
             self.weight_sync()
@@ -428,10 +461,10 @@ class StepStages:
         return self._step_metrics
 
     def evaluate_held_out(self, is_final: bool = True) -> EvaluationResult | None:
-        """Held-out accuracy with `rollout.val_kwargs`; all items at the ends of a run,
-        `test_samples` a set between.
+        """Measure held-out accuracy with `rollout.val_kwargs`: over all items where `is_final`,
+        else over the first `test_samples` items of each set.
 
-        None where the run has no held-out items.
+        Return None where the run has no held-out items.
         """
         if not self.run_data.held_out_sets:
             return None
@@ -441,11 +474,16 @@ class StepStages:
     def measure_accuracy(
         self, num_items: int | None, sampling_config: SamplingConfig
     ) -> EvaluationResult:
-        """Mean score of the first `num_items` held-out items of each set (None: all)."""
+        """Generate and score the first `num_items` held-out items of each set (None: all), and
+        return the result.
+        """
         params = self.make_sampling_params(sampling_config)
         rollouts: list[RolloutBatch] = []  # as the model on the ranks reads them
 
         def generate_groups(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
+            """Generate the samples of these prompts, and keep them for the reward model where there
+            is one.
+            """
             assert self.fleet is not None
             self.turns.give_devices_to_engines()
             groups = self.fleet.generate(
@@ -458,6 +496,9 @@ class StepStages:
             return groups
 
         def score_samples(samples: Sequence[RewardSample]) -> list[RewardResult]:
+            """Score the samples, and add the scores of the reward model on the hosts where there is
+            one.
+            """
             self.turns.give_devices_to_scorers()
             results = self.scorer(samples)
             if self._model_rewards is None:
@@ -471,8 +512,8 @@ class StepStages:
         return evaluate_sets(sets, generate_groups, self.run_data.tokenizer.decode, score_samples)
 
     def save_hf_weights(self, run_dir: Path) -> None:
-        """Trained weights in Hugging Face layout: the policy's, and the critic's
-        where there is one.
+        """Write the trained weights in Hugging Face layout: the policy's to `run_dir`/hf, and the
+        critic's, where there is one, to `run_dir`/hf_critic.
         """
         self.turns.give_devices_to_trainer()
         self.workers.host.save_hf(directory=run_dir / "hf").result()
@@ -480,14 +521,17 @@ class StepStages:
             self.workers.critic.save_hf(directory=run_dir / "hf_critic").result()
 
     def _check_replicas_when_due(self, step: int) -> dict[str, float]:
+        """At every `trainer.desync_freq`-th step, compare the weights of the replicas and return
+        the metrics; else return {}. Raise ReplicasDiffer.
+        """
         freq = self.config.trainer.desync_freq
         if not freq or step % freq:
             return {}
         return require_equal_replicas(self.workers.list_trained_proxies(self.setup.needs_values))
 
     def _restore_journalled_batch(self, step: int) -> ScoredBatch | None:
-        """Return what a former process had of this step, after bringing the controller to where
-        that one had left it.
+        """Return the batch that a former process wrote to the journal for this step, or None. With
+        a batch, also restore the step's metrics and the position in the prompt stream.
         """
         found = self.journal.read_latest_batch(step) if self.journal is not None else None
         if self.journal is None or found is None:
@@ -500,6 +544,9 @@ class StepStages:
         return found.batch
 
     def _write_batch_to_journal(self, step: int, batch: ScoredBatch) -> None:
+        """Begin to write the batch, the metrics and the stream's position to the journal, where
+        there is one.
+        """
         if self.journal is not None:
             seconds = time.monotonic() - self._step_start_time
             num_drawn = (
@@ -510,6 +557,9 @@ class StepStages:
             self.journal.begin_batch_write(step, batch, self._step_metrics, seconds, num_drawn)
 
     def make_sampling_params(self, sampling_config: SamplingConfig) -> SamplingParams:
+        """Return the sampling parameters of the engines, with the response length and stop tokens
+        of the run.
+        """
         return make_sampling_params(
             sampling_config, self.config.data.max_response_length, self.run_data.stop_token_ids
         )

@@ -123,11 +123,11 @@ def run_training(
     stop_request: StopRequest,
     service_places: RunPlacement = RunPlacement(),  # noqa: B008  (frozen)
 ) -> None:
-    """A run from the first sync to the summary, or what is left of it.
+    """Train from the first weight sync to the summary, or go on where a former attempt ended.
 
-    `connect_group` waits for the hosts; `run_lock`: of the directory; `service_places`: where
-    servers and reward workers run. Raises RunStopped where `stop_request` asks for it, after the
-    state was saved if the run has checkpoints.
+    `connect_group` waits for the hosts and returns them; `run_lock` is the lock of `run_dir`;
+    `service_places` says where servers and reward workers run. Raise RunStopped where
+    `stop_request` asks for it, after the state was saved if the run has checkpoints.
     """
     trainer = config.trainer
     seed_process(trainer.seed, 0)
@@ -201,7 +201,9 @@ def run_training(
 
 
 def _note_run_start(config: RunConfig, tracker: RunTracker, prompt_sets: PromptSets) -> None:
-    """Say what runs where, before anything is waited for."""
+    """Show which models, engines and prompts the run uses and where they run, before it waits for
+    any of them.
+    """
     engines = f"{count_engines(config)} {config.rollout.engine}"
     tracker.show_note(
         describe_run_start(
@@ -234,8 +236,9 @@ def _connect_run(
     stop_request: StopRequest,
     service_places: RunPlacement,
 ) -> RunConnections:
-    """Wait for hosts, engines and reward servers; all end with `stack`. Hosts that lend their
-    devices come first.
+    """Connect the hosts, and start reward servers, engines and reward processes; all of them end
+    with `stack`. Colocated hosts come first, because they must free their devices before the
+    engines start.
     """
     hosts = _connect_hosts(stack, config, connect_group) if config.rollout.colocated else None
     setup = EngineSetup.from_config(config)
@@ -275,6 +278,7 @@ def _make_step_stages(
     journal: StepJournal | GroupJournal | None,
     route_files: RouteFileRetention,
 ) -> StepStages:
+    """Make the stages of the loop from the run's connections and data."""
     workers = connections.workers
     servers = connections.reward_servers
     capsules = CapsuleStore(
@@ -313,6 +317,7 @@ def _write_run_summary(
     worker_group: WorkerGroup,
     stop_request: StopRequest,
 ) -> None:
+    """Write the summary of the run, and show which weights were saved."""
     trainer = config.trainer
     accuracy = run_state.warmup_accuracy
     model = config.model.path
@@ -335,7 +340,9 @@ def _write_run_summary(
 def make_loop_plan(
     trainer: TrainerConfig, num_steps_done: int, evaluated_steps: Sequence[int]
 ) -> LoopPlan:
-    """`evaluated_steps`: the steps whose evaluation stands."""
+    """Return the steps and evaluations of the loop. `evaluated_steps` are the steps whose
+    evaluation is already in the run's files.
+    """
     last_step = trainer.total_training_steps
     is_evaluated = num_steps_done in evaluated_steps
     return LoopPlan(
@@ -349,6 +356,9 @@ def _make_device_turns(
     fleet: EngineFleet,
     reward_servers: RewardModelServers | None,
 ) -> DeviceTurns:
+    """Return the object that hands devices between trainer and engines. For a colocated run, it has
+    given them to the trainer.
+    """
     if not config.rollout.colocated:
         return DeviceTurns()
     reference = workers.reference if needs_reference(config) else None
@@ -362,6 +372,9 @@ def _make_device_turns(
 def _make_weight_sync(
     config: RunConfig, connections: RunConnections, prompt_sets: PromptSets
 ) -> WeightSync:
+    """Make the weight sync. In a colocated run, an engine without digests is refused instead of
+    probed.
+    """
     return WeightSync(
         connections.workers.host,
         connections.fleet,
@@ -381,6 +394,7 @@ def _make_weight_sync(
 def _make_weight_probe(
     config: RunConfig, actor: ActorProxy, prompt_sets: PromptSets
 ) -> EngineWeightProbe:
+    """Make the probe for engines that cannot compute digests, on the first training prompts."""
     length = config.data.max_response_length
     budget = config.actor.ppo_max_token_len_per_gpu
     prompts = [item.prompt_ids for item in prompt_sets.train_items]
@@ -392,6 +406,9 @@ def _make_weight_probe(
 def _open_journal(
     config: RunConfig, run_dir: Path, tracker: RunTracker
 ) -> StepJournal | GroupJournal | None:
+    """Return the journal of the run: a StepJournal where the schedule takes turns, else a
+    GroupJournal. Return None where the run saves no checkpoints.
+    """
     if not config.trainer.save_freq:
         return None
     digest = compute_settings_digest(
@@ -409,8 +426,8 @@ def _open_route_files(
     records_rollouts: bool,
     tracker: RunTracker,
 ) -> RouteFileRetention:
-    """Open the files of routes, and remove those of a former attempt that the journal
-    does not name.
+    """Return the keeper of the route files, after removing the files of a former attempt that the
+    journal does not name.
     """
     directory = run_dir / "routes" if config.actor.router_replay == "r3" else None
     most_bytes = round(config.rollout.routes_gb * 1e9)
@@ -431,6 +448,7 @@ def _make_checkpointer(
     tracker: RunTracker,
     turns: DeviceTurns,
 ) -> RunCheckpointer:
+    """Make the run's checkpointer, which keeps the best step by the metric `trainer.keep_best`."""
     has_frozen_start = setup.needs_reference and config.reference.path is None
     checkpointer = RunCheckpointer(
         config.trainer,
@@ -449,6 +467,9 @@ def _make_checkpointer(
 
 
 def _describe_pools(config: RunConfig) -> str:
+    """Return a text with the pools and their layouts, and a warning where ranks share the cores of
+    this machine.
+    """
     pools = build_pool_specs(config)
     cores = len(os.sched_getaffinity(0))
     text = " and ".join(map(str, pools)) + (
@@ -465,8 +486,8 @@ def open_run_tracker(
     resume_point: ResumePoint | None,
     attempts: RunAttempts,
 ) -> RunTracker:
-    """Goes on with the files of a run that is resumed; rows that will be written again
-    leave them first.
+    """Open the tracker of a run. For a resumed run, first move the rows that will be written again
+    out of its files, then restore the tracker and the clock from the other rows.
     """
     rows = []
     clock = RunClock(attempts.first_start_time)
@@ -499,8 +520,8 @@ def open_run_tracker(
 def _connect_hosts(
     stack: ExitStack, config: RunConfig, connect_group: Callable[[], WorkerGroup]
 ) -> WorkerGroup:
-    """They end with `stack`. Colocated ones have left their devices to the engines, which
-    start after them.
+    """Return the connected hosts, which end with `stack`. Colocated hosts have moved the trainer
+    off their devices, for the engines that start next.
     """
     group = connect_group()
     stack.callback(group.close)
@@ -517,11 +538,12 @@ def _start_engines(
     stop_request: StopRequest,
     engine_place: LaunchPlacement,
 ) -> tuple[EngineFleet, Path]:
-    """Servers without weights, and the directory through which these come.
-    They end with `stack`.
+    """Start the engine servers, without weights. Return (the fleet, the directory through which the
+    weights come). Both end with `stack`.
     """
 
     def report_engine_start(engine_name: str, elapsed_s: float, log_line: str) -> None:
+        """Show how long an engine has been starting, and the end of its latest log line."""
         tracker.show_stage(f"{engine_name} starts ({elapsed_s:.0f} s) {log_line[-80:]}")
 
     transfer = stack.enter_context(
@@ -545,8 +567,8 @@ def _restore_run_state(
     checkpointer: RunCheckpointer,
     tracker: RunTracker,
 ) -> RunState:
-    """Hosts and controller as they were at the checkpoint; the engines get those weights by the
-    sync that follows.
+    """Restore hosts and controller from the checkpoint, and return its state. The policy version is
+    set one lower: the sync that follows sends the restored weights as the same version.
     """
     with tracker.time_stage("restore"):
         state = checkpointer.restore_checkpoint(resume_point.checkpoint)
@@ -570,7 +592,9 @@ def _warm_up_from_start(
     prompt_sets: PromptSets,
     stop_request: StopRequest,
 ) -> RunState:
-    """The state before the first step."""
+    """Warm the policy up where the run does so, and return the state before the first step. Raise
+    RunStopped where the run was asked to stop meanwhile.
+    """
     warm = run_policy_warmup(stages, tracker, prompt_sets, stop_request)
     stop_request.raise_if_requested()
     if stages.recorder:
@@ -588,7 +612,9 @@ def _warm_up_from_start(
 def capture_run_state(
     stages: StepStages, supply: BatchSupply, run_clock: RunClock, earlier_state: RunState, step: int
 ) -> RunState:
-    """The state after `step`, as it stands now. `earlier_state`: a former state of this run."""
+    """Return the state of the run after `step`, for a checkpoint. `earlier_state` is any former
+    state of this run; facts that do not change are copied from it.
+    """
     stream = stages.run_data.stream
     kl = stages.advantage_stage.kl_controller
     state = replace(

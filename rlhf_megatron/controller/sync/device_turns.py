@@ -37,24 +37,24 @@ class DeviceTurns:
     ]  # the current weights to all engines again, verified; set by WeightSync
 
     def give_devices_to_trainer(self) -> None:
-        """All of the trainer is on its devices when this returns."""
+        """Make sure that the whole trainer is on its devices when this returns."""
 
     def give_devices_to_engines(self) -> None:
-        """The engines serve the current weights when this returns."""
+        """Make sure that the engines serve the current weights when this returns."""
 
     def give_devices_to_scorers(self) -> None:
-        """The servers of a reward model have their devices when this returns."""
+        """Make sure that the servers of a reward model have their devices when this returns."""
 
     def prepare_weight_stream(self) -> None:
-        """The trainer's parameters, and memory for the engines' weights, are there
-        when this returns.
+        """Make sure that the trainer's parameters, and memory for the engines' weights, are on the
+        devices when this returns.
         """
 
     def finish_weight_stream(self) -> None:
-        """Engines have their caches, and can serve, when this returns."""
+        """Make sure that the engines have their caches, and can serve, when this returns."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Metrics of the turns since the last call."""
+        """Return the metrics of the turns since the last call, and forget them."""
         return {}
 
 
@@ -72,7 +72,9 @@ class ColocatedDeviceTurns(DeviceTurns):
         fleet: EngineFleet,
         scorers: RewardModelServers | None = None,
     ) -> None:
-        """`roles`: those that learn, the actor first. `scorers`: asleep."""
+        """Begin with the engines' turn. `roles`: the roles that learn, the actor first. `scorers`:
+        reward servers, asleep.
+        """
         self._trained_roles = tuple(roles)
         self._actor = roles[0]
         self._roles_beside_actor = roles[1:]
@@ -84,6 +86,9 @@ class ColocatedDeviceTurns(DeviceTurns):
         self._turn_seconds = 0.0
 
     def give_devices_to_trainer(self) -> None:
+        """Put reward servers to sleep, release the engines' memory, and load the trainer back,
+        unless it is the trainer's turn already.
+        """
         if self._current_turn == "trainer":
             return
         with self._change_turn("trainer"):
@@ -94,8 +99,9 @@ class ColocatedDeviceTurns(DeviceTurns):
             _wait_for_calls(role.onload(parts=TRAINER_PARTS) for role in self._trained_roles)
 
     def give_devices_to_scorers(self) -> None:
-        """Give the devices to the reward servers. Only after `give_devices_to_engines`: trainer and
-        engines hold nothing then.
+        """Release the engines' memory and wake the reward servers. Call it in the engines' turn
+        only, when neither trainer nor engines need their devices. Without reward servers, do
+        nothing.
         """
         if self._scorers is None or self._current_turn == "scorers":
             return
@@ -105,6 +111,7 @@ class ColocatedDeviceTurns(DeviceTurns):
             self._scorers.wake()
 
     def give_devices_to_engines(self) -> None:
+        """Send the current weights to all engines again, unless it is the engines' turn already."""
         if self._current_turn != "engines":
             self.resend_weights()
         assert self._current_turn == "engines", (
@@ -112,6 +119,10 @@ class ColocatedDeviceTurns(DeviceTurns):
         )
 
     def prepare_weight_stream(self) -> None:
+        """Move gradients, optimizer and the other roles off the devices, and give the engines
+        memory for their weights. In the engines' turn (an engine was started again) only release
+        the engines' caches and load the parameters.
+        """
         if self._current_turn == "scorers":
             self.give_devices_to_trainer()  # from which the weights come
         if self._current_turn == "engines":  # one of them was started again
@@ -128,6 +139,9 @@ class ColocatedDeviceTurns(DeviceTurns):
         self._measure_memory("sync")
 
     def finish_weight_stream(self) -> None:
+        """Move the trainer off the devices, and give the engines the rest of their memory; it is
+        the engines' turn then.
+        """
         with self._change_turn("engines"):
             self._actor.offload(parts=TRAINER_PARTS).result()
             faults.reach_fault_point("turns.after_stream")
@@ -135,6 +149,7 @@ class ColocatedDeviceTurns(DeviceTurns):
         self._measure_memory("generation")
 
     def take_metrics(self) -> dict[str, float]:
+        """Return memory and seconds of the turns since the last call, and forget them."""
         metrics = self._metrics | {"timing_s/turns": self._turn_seconds}
         self._metrics = {}
         self._turn_seconds = 0.0
@@ -142,6 +157,9 @@ class ColocatedDeviceTurns(DeviceTurns):
 
     @contextmanager
     def _change_turn(self, next_turn: Turn) -> Iterator[None]:
+        """Set the turn to None within the block and to `next_turn` after it, and add the seconds to
+        the metrics. After an error the turn stays None.
+        """
         start = time.monotonic()
         self._current_turn = None
         yield
@@ -149,6 +167,7 @@ class ColocatedDeviceTurns(DeviceTurns):
         self._turn_seconds += time.monotonic() - start
 
     def _measure_memory(self, phase: Phase) -> None:
+        """Record the largest memory of a rank and of an engine as the metrics of this phase."""
         models: list[TrainedProxy | ReferenceProxy] = [*self._trained_roles]
         models += [self._reference] if self._reference is not None else []
         calls = [(model.pool_name, model.memory_report()) for model in models]
@@ -170,8 +189,8 @@ class ColocatedDeviceTurns(DeviceTurns):
 
 
 def find_largest_memory(reports_by_rank: Sequence[Sequence[MemoryReport]]) -> dict[str, int]:
-    """Return the largest of each number over ranks, which have a report a model. "used_bytes"
-    only where known.
+    """Return the largest value over ranks of each memory figure, in bytes, by name. Each rank has
+    one report for each model. "used_bytes" is there only where known.
     """
     found = {
         "device_bytes": max(
@@ -185,7 +204,9 @@ def find_largest_memory(reports_by_rank: Sequence[Sequence[MemoryReport]]) -> di
 
 
 def list_engine_bytes(engines: Sequence[InferenceEngine]) -> Iterator[int]:
-    """Yields bytes of weights and key-value cache, for engines that can tell."""
+    """Yield the bytes of weights and key-value cache of each engine that reports them; skip engines
+    that are down.
+    """
     for engine in engines:
         with suppress(EngineError):  # one that is down
             if (held := engine.get_held_bytes()) is not None:
@@ -193,22 +214,22 @@ def list_engine_bytes(engines: Sequence[InferenceEngine]) -> Iterator[int]:
 
 
 def offload_trainer(roles: Sequence[TrainedProxy]) -> None:
-    """Take a colocated trainer off its devices before the engines start: they shall find the memory
-    free that they are to use.
+    """Move a colocated trainer off its devices, so that the engines, which start next, find the
+    memory free.
     """
     for role in roles:
         role.offload().result()
 
 
 def _wait_for_calls(calls: Iterable[Future[list[None]]]) -> None:
-    """Start all calls, then wait: roles with ranks of their own work at the same time."""
+    """Start all calls, then wait for them: roles with ranks of their own work at the same time."""
     for call in list(calls):
         call.result()
 
 
 def refuse_engine_probe(engine: InferenceEngine) -> None:
-    """Stands in place of a probe, for which the trainer would have to score while the engine
-    holds the device.
+    """Raise EngineError. Used in place of a probe in a colocated run, where the trainer would have
+    to score while the engine holds the device.
     """
     raise EngineError(
         f"{engine.address.name} cannot tell digests of the weights that stand in it, and"

@@ -44,8 +44,9 @@ class EngineWeightProbe:
         actor: ActorProxy,
         prompts: Sequence[tuple[int, ...]],
     ) -> None:
-        """The probe of a run, on the first of its `prompts` (token ids). `has_exact_weights`:
-        trainer and engines have the same float32 weights; `token_budget`: of a micro-batch.
+        """Make the probe of a run, on the first of its `prompts` (token ids). `has_exact_weights`:
+        whether trainer and engines have the same float32 weights; `token_budget`: tokens of a
+        micro-batch.
         """
         params = SamplingParams(min(NUM_TOKENS, max_response_length), rollout.temperature)
         self.actor = actor
@@ -59,8 +60,9 @@ class EngineWeightProbe:
         ]
 
     def __call__(self, engine: InferenceEngine) -> None:
-        """Raises EngineError naming the token on which engine and trainer differ most, when
-        that is too much.
+        """Generate from the probe's prompts, and compare the engine's log-probs with the trainer's.
+        Raise EngineError naming the token on which they differ most, when the difference is too
+        large.
         """
         samples = [group[0] for group in engine.generate(self._requests, self.timeout_s)]
         if not all(sample.token_ids for sample in samples):
@@ -86,6 +88,9 @@ class EngineWeightProbe:
             )
 
     def _make_token_batch(self, samples: Sequence[GeneratedSample]) -> TokenBatch:
+        """Return each prompt with its sampled response as a batch; the mask is True on the
+        responses.
+        """
         rows = [(r.prompt_ids, s.token_ids) for r, s in zip(self._requests, samples, strict=True)]
         return TokenBatch(
             offsets=compute_offsets(
@@ -99,7 +104,7 @@ class EngineWeightProbe:
         )
 
     def _pack_engine_log_probs(self, samples: Sequence[GeneratedSample]) -> Tensor:
-        """[T] float32, zero on prompts."""
+        """Return the log-probs that the engine reported, [T] float32, zero on prompts."""
         rows = zip(self._requests, samples, strict=True)
         return torch.tensor(
             [x for r, s in rows for x in (*(0.0 for _ in r.prompt_ids), *s.log_probs)]
@@ -109,6 +114,7 @@ class EngineWeightProbe:
 def _describe_worst_token(
     engine_log_probs: Tensor, trainer_log_probs: Tensor, tokens: TokenBatch
 ) -> str:
+    """Return a text on the token on which engine and trainer differ most."""
     position = int(
         find_worst_tokens(engine_log_probs, trainer_log_probs, tokens.response_mask, 1)[0]
     )

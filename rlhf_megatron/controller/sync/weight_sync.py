@@ -43,7 +43,7 @@ class PolicySync:
         self.policy_version = policy_version  # of the policy: how many times this was called
 
     def __call__(self) -> dict[str, float]:
-        """Returns metrics, among them the new version."""
+        """Raise the policy version by one, and return metrics with the new version."""
         self.policy_version += 1
         return {"policy/version": float(self.policy_version)}
 
@@ -53,7 +53,8 @@ class WeightSender(Protocol):
 
     @property
     def send_weights(self) -> Callable[..., Future[list[SendReport]]]:
-        """The method `HostWorker.send_weights`, which returns a report a rank."""
+        """Return the method `HostWorker.send_weights`, whose future has one report for each rank.
+        """
 
 
 class WeightSync(PolicySync):
@@ -75,11 +76,13 @@ class WeightSync(PolicySync):
         device_turns: DeviceTurns | None = None,
         ranks_per_machine: int | None = None,
     ) -> None:
-        """`probe_engine` is called with an engine that serves and cannot tell digests. It raises
-        EngineError. `model_path`:
-        the directory whose configuration and tokenizer go with files of weights (`transport` disk).
-        `device_turns`: of trainer and engines, where they share devices. `ranks_per_machine`:
-        see `deliver_weights`.
+        """Make the sync, and register it with `fleet` and `device_turns`, which use it to send
+        weights again.
+
+        `probe_engine` is called with a serving engine that cannot compute digests; it raises
+        EngineError. `model_path` is the directory whose configuration and tokenizer go with files
+        of weights (`transport` disk). `device_turns` are those of trainer and engines, where they
+        share devices. `ranks_per_machine`: see `deliver_weights`.
         """
         assert transport != "disk" or model_path is not None, (
             "files of weights need a configuration"
@@ -100,9 +103,12 @@ class WeightSync(PolicySync):
         fleet.resync_engines = self.resync_engines
 
     def __call__(self, is_full_resync: bool = False) -> dict[str, float]:
-        """Trainer's weights to all engines. `is_full_resync`: the same version once more, to
-        engines that have released theirs. Raises EngineError when none is left in which they
-        stand as sent.
+        """Send the trainer's weights to all engines, verify them, and make the engines serve them
+        as the next version. With `is_full_resync`, send the same version once more, to engines that
+        have released their weights.
+
+        An engine that fails is set aside. Raise EngineError when no engine with the right weights
+        is left.
         """
         start = time.monotonic()
         version = self.policy_version if is_full_resync else self.policy_version + 1
@@ -147,10 +153,10 @@ class WeightSync(PolicySync):
         }
 
     def resync_engines(self, engines: Sequence[InferenceEngine]) -> None:
-        """Sends the same version again to these engines, verified: they were started again,
+        """Send the current version again to these engines, and verify it: they were started again,
         or the run was.
 
-        To be called between a sync and the next update, while no call runs on the hosts. Raises
+        Call it between a sync and the next update, while no call runs on the hosts. Raise
         EngineError naming the engines that failed, which are STALE then; the others serve.
         """
         failures: dict[str, str] = {}
@@ -177,6 +183,7 @@ class WeightSync(PolicySync):
             raise EngineError("; ".join(failures.values()))
 
     def _assert_weights_unchanged(self, sync_totals: _SyncTotals) -> None:
+        """Assert that the weights just sent have the digests of the last send."""
         assert self._sent_digests in (None, sync_totals.digests), (
             f"the weights have changed since version {self.policy_version} was sent"
         )
@@ -184,8 +191,8 @@ class WeightSync(PolicySync):
     def _make_send_arguments(
         self, version: int, engines: Sequence[InferenceEngine]
     ) -> _SendArguments:
-        """The arguments of `send_weights`, which its callers call themselves: the way to the
-        bytes stays short.
+        """Return the arguments of `send_weights`. The callers call it themselves, so that the way
+        to the bytes stays short.
         """
         return {
             "version": version,
@@ -243,6 +250,9 @@ class WeightSync(PolicySync):
                 raise
 
     def _probe_or_mark_stale(self, engine: InferenceEngine) -> None:
+        """Probe the engine, where there is a probe. If the probe fails, make the engine stop
+        serving until the next full sync, and raise its EngineError.
+        """
         if self.probe_engine is None:
             return
         try:
@@ -253,6 +263,9 @@ class WeightSync(PolicySync):
             raise
 
     def _verify_and_commit(self, engine: InferenceEngine, sent_digests: dict[str, str]) -> None:
+        """Verify the weights in an engine, make it serve the current version, and probe an engine
+        without digests. Raise EngineError where any of these fails.
+        """
         standing = engine.get_weight_digests()
         verify_engine_digests(engine.address.name, sent_digests, standing)
         engine.commit_weight_update(self.policy_version)
@@ -290,8 +303,8 @@ def _apply_to_engines(
     action: Callable[[InferenceEngine], None],
     failure_by_engine: dict[str, str],
 ) -> list[InferenceEngine]:
-    """Return the engines for which `action` raised no EngineError, and add what the others said
-    to `failure_by_engine`.
+    """Call `action` with each engine. Return the engines for which it raised no EngineError, and
+    add the messages of the others to `failure_by_engine`.
     """
     good = []
     for engine in engines:
@@ -307,8 +320,9 @@ def _apply_to_engines(
 def verify_engine_digests(
     engine_name: str, sent_digests: dict[str, str], engine_digests: dict[str, str] | None
 ) -> None:
-    """Compares what stands in the engine with what was exported, bit for bit. None: the
-    engine cannot tell.
+    """Raise EngineError where the weights in the engine differ from the exported weights in any
+    bit. `engine_digests` is None for an engine that cannot compute digests: nothing is checked
+    then.
     """
     if engine_digests is None:
         return

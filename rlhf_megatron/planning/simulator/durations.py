@@ -133,7 +133,7 @@ class ScoreDurations(DurationsSection):
 
 @dataclass(frozen=True)
 class TrainerDurations(DurationsSection):
-    """Rates of the whole pool of `gpus`; `plan.slowdown` scales them to the GPUs of the run."""
+    """Rates of the whole pool of `gpus`; `simulation_plan.compute_slowdown` scales them to the GPUs of the run."""
 
     update_tokens_per_s: (
         float  # tokens of prompts and responses that an epoch of the update goes through

@@ -33,7 +33,7 @@ class SimulatedPiece:
 
 class SimulatedFleet:
     """`later(when, happens)` has something happen, which tells whether schedules are to be asked;
-    `came` gets pieces that are whole and tells the same. `most_pieces` None: those of a session.
+    `came` gets pieces that are whole and tells the same. `max_pieces` None: those of a session.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class SimulatedFleet:
         self._piece_by_group: dict[RunningGroup, SimulatedPiece] = {}
 
     def submit_piece(self, now: float, groups: Sequence[RunningGroup]) -> None:
-        """Groups of one piece. To an engine at once where one has room: `dispatch` is not
+        """Groups of one piece. To an engine at once where one has room: `dispatch_chunks` is not
         needed behind it.
         """
         piece = SimulatedPiece(

@@ -92,7 +92,7 @@ class ScheduleStuckError(ValueError):
 
 
 class RunSimulation:
-    """The first `plan.num_steps` steps of a run. `keeps_all`: events and the engines' loads, too.
+    """The first `plan.num_steps` steps of a run. `keeps_details`: events and the engines' loads, too.
 
     A subclass says what happens when a piece of work `_on_piece_done`, and what follows from any
     event (`_advance_flow`).

@@ -23,7 +23,9 @@ WEIGHT_BUFFER = ".router.expert_bias"  # what a router adds to the scores by whi
 def load_weights_on_rank(
     chunks: Sequence[nn.Module], table: Sequence[WeightRule], source: WeightSource, world: World
 ) -> None:
-    """`load_hf_weights` at this rank's place."""
+    """Fill the parameters of this rank's chunks from `source` by `load_hf_weights`, at the rank's
+    place in `world`.
+    """
     layout = world.layout
     load_hf_weights(
         chunks,
@@ -45,13 +47,13 @@ def load_hf_weights(
     etp_rank: int | None = None,
     etp_size: int | None = None,
 ) -> None:
-    """Fill the parameters of this rank's model chunks. Call on every rank; no rank
-    waits for another.
+    """Fill the parameters of this rank's model chunks. Call it on every rank; no rank waits for
+    another.
 
-    `etp_rank`, `etp_size`: of the ranks that split an expert; None: those that split the other
-    layers. Values are rounded to each parameter's own type. Memory: one rule at a time. The last
-    stage's copy of a tied embedding is filled from the embedding. Raises ValueError when the table
-    and the model do not fit.
+    `etp_rank` and `etp_size` are those of the ranks that split an expert; None means the ranks that
+    split the other layers. Values are rounded to each parameter's own type. One rule is in memory
+    at a time. The last stage's copy of a tied embedding is filled from the embedding. Raise
+    ValueError when the table and the model do not fit.
     """
     etp_rank, etp_size = (
         (tp_rank, tp_size) if etp_rank is None or etp_size is None else (etp_rank, etp_size)
@@ -81,10 +83,10 @@ def load_hf_weights(
 def iterate_local_shards(
     chunks: Sequence[nn.Module], table: Sequence[WeightRule]
 ) -> Iterator[tuple[WeightRule, Tensor | None]]:
-    """The rules of this rank's stage with its shards, in table order: views of the parameters, no
-    copies; None for an expert that other ranks of the stage have.
+    """Yield the rules of this rank's stage with its shards, in table order: views of the
+    parameters, no copies; None for an expert that other ranks of the stage hold.
 
-    A tied embedding is given once, by the first stage.
+    A tied embedding is yielded once, by the first stage.
     """
     parameters = collect_named_weights(chunks)
     layers = {
@@ -98,8 +100,8 @@ def iterate_local_shards(
 
 
 def collect_named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parameter]:
-    """Parameters of all chunks under their global names: layers and experts counted over the whole
-    model, wrappers peeled off.
+    """Return the parameters of all chunks by their global names: layers and experts are counted
+    over the whole model, and wrappers leave no trace in the names.
     """
     parameters: dict[str, nn.Parameter] = {}
     for chunk in chunks:
@@ -112,7 +114,9 @@ def collect_named_parameters(chunks: Sequence[nn.Module]) -> dict[str, nn.Parame
 
 
 def collect_named_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """`collect_named_parameters`, and the buffers that are weights too: no optimizer moves them."""
+    """Return `collect_named_parameters` and the buffers that are weights too (expert biases of
+    routers), which no optimizer moves.
+    """
     weights: dict[str, Tensor] = {**collect_named_parameters(chunks)}
     for model in map(unwrap_model_chunk, chunks):
         for name, buffer in model.named_buffers():
@@ -122,16 +126,16 @@ def collect_named_weights(chunks: Sequence[nn.Module]) -> dict[str, Tensor]:
 
 
 def unwrap_model_chunk(chunk: nn.Module) -> nn.Module:
-    """The GPTModel inside of DistributedDataParallel and Float16Module."""
+    """Return the GPTModel inside of DistributedDataParallel and Float16Module."""
     while isinstance(inner := getattr(chunk, "module", None), nn.Module):
         chunk = inner
     return chunk
 
 
 def make_global_name(model: Any, name: str) -> str:
-    """Name of a parameter or module of this chunk, with its layer and expert counted over the whole
-    model. Matrices of grouped experts (`experts.linear_fc1.weight7`) have the names of those that
-    run one after the other.
+    """Return the name of a parameter or module of this chunk with its layer and expert counted over
+    the whole model. Matrices of grouped experts (`experts.linear_fc1.weight7`) are named like those
+    of experts that run one after the other.
     """
     prefix = "decoder.layers."
     if not name.startswith(prefix):
@@ -154,8 +158,8 @@ def make_global_name(model: Any, name: str) -> str:
 def _find_names_on_rank(
     rule: WeightRule, table: Sequence[WeightRule], parameters: Mapping[str, Tensor]
 ) -> list[str]:
-    """Global names of the parameters that a rule fills here: none, one, or the embedding and
-    its tied copy.
+    """Return the global names of the parameters that a rule fills on this rank: none, one, or the
+    embedding and its tied copy.
     """
     names = [rule.megatron_name]
     if rule.owner == "embedding" and not any(r.megatron_name == _HEAD for r in table):

@@ -23,8 +23,8 @@ _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON
 
 
 def save_rng_states(path: Path, device: torch.device) -> None:
-    """Write the states as they are now, flushed to disk. The parent directory is made.
-    Raises OSError.
+    """Write the present random states of this rank to `path`, flushed to disk, and make the parent
+    directory. Raise OSError.
     """
     path.parent.mkdir(exist_ok=True)
     version, words, gauss = random.getstate()
@@ -52,7 +52,9 @@ def save_rng_states(path: Path, device: torch.device) -> None:
 
 
 def load_rng_states(path: Path, device: torch.device) -> None:
-    """Undo `save_rng_states`. Raises ValueError naming the file when it holds no such states."""
+    """Set the random states of this rank from a file of `save_rng_states`. Raise ValueError, with
+    the file's name, when the file holds no states of this model; some states may be set by then.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             plain = json.loads(file.metadata()[_PLAIN])
@@ -79,16 +81,20 @@ def load_rng_states(path: Path, device: torch.device) -> None:
 
 
 def _get_rng_tracker() -> Any:
+    """Return megatron's tracker of the device's random states."""
     return tensor_parallel.get_cuda_rng_tracker()
 
 
 def _rng_state_to_tensor(state: Any) -> Tensor:
-    """Return a state as a tensor. With CUDA graphs megatron tracks generators."""
+    """Return a state of megatron's tracker as a tensor; with CUDA graphs the tracker holds
+    generators.
+    """
     found: Tensor = state.get_state() if isinstance(state, torch.Generator) else state
     return found
 
 
 def _restore_rng_tracker(stored_states: dict[str, Tensor]) -> None:
+    """Set the states of megatron's tracker, as generators where the tracker holds generators."""
     now = _get_rng_tracker().get_states()
     for name, state in now.items():
         if isinstance(state, torch.Generator):

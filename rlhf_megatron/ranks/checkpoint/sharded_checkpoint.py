@@ -82,17 +82,17 @@ class StagedState:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of this rank's tensors that are not written yet."""
+        """Return the bytes of this rank's tensors that are not written yet."""
         return sum(
             value.nbytes for value in self._planner.staged_values if isinstance(value, Tensor)
         )
 
     def write_rank_files(self, directory: Path) -> list[WriteResult]:
-        """This rank's files, flushed to disk; no communication, so a thread can do it.
-        `directory` must exist.
+        """Write this rank's files into `directory`, which must exist, flushed to disk. A thread may
+        call it: there is no communication.
 
-        Once only: each tensor is let go when it was written. Raises OSError, or RuntimeError from
-        torch around one.
+        Call it once only, because each tensor is released as soon as it is written. Raise OSError,
+        or a RuntimeError that torch puts around an OSError.
         """
         if not self.save_plan.items:
             return []
@@ -105,8 +105,8 @@ class StagedState:
     def write_metadata_files(
         self, directory: Path, results_by_rank: list[list[WriteResult]]
     ) -> list[Path]:
-        """Write the files that say what is where. The first rank does it when all ranks have
-        written theirs.
+        """Write the files that locate every tensor, and the plain values, flushed to disk; return
+        their paths. Only the first rank calls it, after all ranks have written their files.
         """
         assert self.metadata is not None, "only the first rank completes a checkpoint"
         _FlushingWriter(directory).finish(self.metadata, results_by_rank)
@@ -124,6 +124,7 @@ class _FlushingWriter(FileSystemWriter):
     def storage_meta(
         self,
     ) -> None:  # torch would note the directory that the files are in only until it is renamed
+        """Return None: torch would note the directory of the files, which is renamed later."""
         return None
 
 
@@ -137,6 +138,7 @@ class _StagedSavePlanner(DefaultSavePlanner):
         self._num_written = 0
 
     def resolve_data(self, write_item: WriteItem) -> Any:
+        """Return the staged value of an item, and release it."""
         if self._num_written == len(self.staged_values) // 2:
             faults.reach_fault_point("ckpt.mid_data")
         self._num_written += 1
@@ -147,8 +149,9 @@ class _StagedSavePlanner(DefaultSavePlanner):
 
 
 def stage_sharded_state(state: dict[str, Any]) -> StagedState:
-    """Plan with all ranks who writes what of `state` (sharded tensors, and plain values, the latter
-    alike on all ranks) and copy this rank's share to host memory. All ranks; touches no file.
+    """Plan with all ranks which rank writes which part of `state` (sharded tensors, and plain
+    values that are alike on all ranks), and copy this rank's share to host memory. All ranks must
+    call it; no file is touched.
     """
     sharded, plain = save_preprocess(state)
     by_key, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded, keep_only_main_replica=True)
@@ -160,8 +163,8 @@ def stage_sharded_state(state: dict[str, Any]) -> StagedState:
 
 
 def stage_dtensors(tensors: Mapping[str, Tensor], plain_values: dict[str, Any]) -> StagedState:
-    """Stage DTensors as `stage_sharded_state` does Megatron's; the first rank writes what is not a
-    DTensor. All ranks.
+    """Stage DTensors as `stage_sharded_state` stages Megatron's sharded tensors; the first rank
+    writes the tensors that are no DTensors. All ranks must call it.
     """
     is_first = dist.get_rank() == 0
     planner = _NonEmptySavePlanner(flatten_state_dict=False)
@@ -174,17 +177,22 @@ class _NonEmptySavePlanner(DefaultSavePlanner):
     """Leaves out the empty parts of a tensor that has fewer rows than there are ranks."""
 
     def create_local_plan(self) -> SavePlan:
+        """Return the plan without items of zero elements."""
         plan = super().create_local_plan()
         self.plan = replace(plan, items=[item for item in plan.items if _count_elements(item)])
         return self.plan
 
 
 def _count_elements(item: WriteItem) -> int:
+    """Return the number of elements of an item's tensor chunk."""
     assert item.tensor_data is not None, "tensors only"
     return prod(item.tensor_data.chunk.sizes)
 
 
 def _stage_planned_state(planner: DefaultSavePlanner, plain_values: dict[str, Any]) -> StagedState:
+    """Agree on the global plan with all ranks, and return copies of this rank's values in host
+    memory. All ranks must call it.
+    """
     rank = dist.get_rank()
     num_ranks = dist.get_world_size()
     own = planner.create_local_plan()
@@ -200,8 +208,8 @@ def _stage_planned_state(planner: DefaultSavePlanner, plain_values: dict[str, An
 
 
 def _copy_to_host(value: Any) -> Any:
-    """A CPU tensor is copied too: moving it "to the host" would hand out the one that training
-    goes on changing.
+    """Return a copy of a tensor in host memory, or any other value as it is. A CPU tensor is copied
+    too, because training goes on changing the original.
     """
     return value.detach().to("cpu", copy=True) if isinstance(value, Tensor) else value
 
@@ -228,15 +236,16 @@ class BackgroundSave:
 
     @property
     def is_done(self) -> bool:
-        """This rank has written its files, or failed to."""
+        """Return whether this rank has written its files, or failed to."""
         return not self._thread.is_alive()
 
     def finish(self, timeout_s: float) -> SaveResult:
-        """Wait for this rank's files, then complete the checkpoint together. All ranks, on
-        their main threads.
+        """Wait for this rank's files, then complete the checkpoint with the other ranks, and return
+        the files or the error, which is the same on all ranks. All ranks must call it, on their
+        main threads.
 
-        A rank that is still writing after `timeout_s` has failed. What the files of a
-        failed save came to is the caller's to remove.
+        A rank that is still writing after `timeout_s` seconds has failed. The caller must remove
+        the files of a failed save.
         """
         self._thread.join(timeout_s)
         late = (
@@ -264,7 +273,12 @@ class BackgroundSave:
         return SaveResult((*self._file_records, *added), seconds=self._writing_seconds)
 
     def _write_on_thread(self) -> None:
+        """Make the directory and write this rank's files; keep the records of the files, the error,
+        and the seconds taken.
+        """
+
         def write_and_record() -> tuple[FileRecord, ...]:
+            """Write this rank's files and return their records."""
             faults.reach_fault_point("ckpt.before_data")
             self._directory.mkdir(exist_ok=True)
             self._write_results = self._staged.write_rank_files(self._directory)
@@ -279,13 +293,16 @@ class BackgroundSave:
         self._writing_seconds = time.monotonic() - began
 
     def _make_file_records(self, paths: list[Path]) -> tuple[FileRecord, ...]:
+        """Return the records of these files, relative to the parent of the save's directory."""
         return tuple(make_file_record(self._directory.parent, path) for path in paths)
 
 
 def write_on_all_ranks(
     rank_label: str, write_files: Callable[[], tuple[FileRecord, ...]]
 ) -> SaveResult:
-    """`write_files` on each rank of the pool, and what came of it on all of them."""
+    """Run `write_files` on this rank, and return its files, or the error of the first rank that
+    failed, on all ranks. All ranks of the pool must call it.
+    """
     files, error = attempt_write(rank_label, write_files)
     error = agree_on_error(error)
     return SaveResult(files) if error is None else SaveResult((), error)
@@ -294,8 +311,8 @@ def write_on_all_ranks(
 def attempt_write(
     rank_label: str, write_files: Callable[[], tuple[FileRecord, ...]]
 ) -> tuple[tuple[FileRecord, ...], str | None]:
-    """(what was written, None), or ((), what went wrong on this rank): its peers must be told
-    before it goes on.
+    """Return (the records that `write_files` returned, None), or ((), the error as text), which is
+    also logged: the other ranks must learn of an error before this rank goes on.
     """
     try:
         return write_files(), None
@@ -307,8 +324,8 @@ def attempt_write(
 
 
 def agree_on_error(error: str | None) -> str | None:
-    """The first rank's error, the same on all ranks; None where no rank has one. All
-    ranks of the pool.
+    """Return the error of the first rank that has one, the same on all ranks; None where no rank
+    has an error. All ranks of the pool must call it.
     """
     errors: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)
@@ -320,10 +337,11 @@ def agree_on_error(error: str | None) -> str | None:
 
 
 def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
-    """A model's sharded state that can be loaded again: tensors only.
+    """Return a model's sharded state without its extra state, so that it can be loaded again:
+    tensors only.
 
     Linear layers add an object each, which would be stored as a pickle: None, or Transformer
-    Engine's fp8 scales. Its grouped experts add one an expert: "_extra_state",
+    Engine's fp8 scales. Its grouped experts add one object for each expert: "_extra_state",
     "_extra_state1" and so on.
     """
     return {
@@ -335,15 +353,17 @@ def drop_extra_state(state: dict[str, Any]) -> dict[str, Any]:
 
 def save_sharded_state(directory: Path, state: dict[str, Any]) -> None:
     """Write `state` (sharded tensors and plain values, the latter alike on all ranks) to
-    `directory`. All ranks.
+    `directory`. All ranks must call it.
 
-    Raises OSError on all of them when one cannot write.
+    Raise OSError on all ranks when one rank cannot write.
     """
     save_staged_state(directory, stage_sharded_state(state))
 
 
 def save_staged_state(directory: Path, staged: StagedState) -> None:
-    """Write what was staged. All ranks; errors as of `save_sharded_state`."""
+    """Write a staged state to `directory`, whose parents are made. All ranks must call it; raise
+    OSError on all of them when one rank cannot write.
+    """
     directory.parent.mkdir(parents=True, exist_ok=True)
     save = BackgroundSave(staged, directory, f"rank {dist.get_rank()}")
     error = save.finish(SAVE_TIMEOUT_S).error
@@ -352,7 +372,9 @@ def save_staged_state(directory: Path, staged: StagedState) -> None:
 
 
 def load_plain_values(directory: Path) -> Any:
-    """The plain values that were saved with a state. Raises ValueError when they cannot be read."""
+    """Return the plain values that were saved with a state. Raise ValueError when they cannot be
+    read.
+    """
     path = directory / COMMON
     try:
         return read_plain_values(str(path), read_plain_file(path))
@@ -361,12 +383,12 @@ def load_plain_values(directory: Path) -> Any:
 
 
 def load_sharded_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]:
-    """The values in `directory` for the sharded tensors of `state`, laid out as `state`
-    is. All ranks.
+    """Return the values in `directory` for the sharded tensors of `state`, in the structure of
+    `state`. All ranks must call it.
 
-    Nothing is unpickled freely, whoever wrote it. Raises ValueError for a directory that holds
-    anything but what was saved here, and naming each tensor that it lacks or holds with
-    another shape.
+    Nothing is unpickled freely, whoever wrote the file. Raise ValueError for a directory that holds
+    anything but a state saved by this module, and for tensors that it lacks or holds with another
+    shape, with their names.
     """
     safe_reads.patch_checkpoint_readers()
     safe_reads.check_checkpoint_directory(directory)
@@ -384,8 +406,8 @@ def load_sharded_state(directory: Path, state: dict[str, Any]) -> dict[str, Any]
 
 
 def load_dtensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill DTensors, and tensors that are whole on each rank, with what `directory` holds; errors
-    as of `load_sharded_state`. Every rank reads for itself.
+    """Fill DTensors, and tensors that are whole on each rank, with the values in `directory`; raise
+    ValueError as `load_sharded_state` does. Each rank reads for itself.
     """
     safe_reads.patch_checkpoint_readers()
     safe_reads.check_checkpoint_directory(directory)
@@ -406,6 +428,7 @@ def load_dtensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _raise_if_unfit(directory: Path, problems: list[str]) -> None:
+    """Raise ValueError with the first 20 problems, if there are any."""
     if problems:
         shown = "\n  ".join(sorted(set(problems))[:20])
         raise ValueError(
@@ -415,6 +438,7 @@ def _raise_if_unfit(directory: Path, problems: list[str]) -> None:
 
 
 def _iterate_sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
+    """Yield all sharded tensors of a state, also those that its factories build."""
     for value in nested_values(state):
         if isinstance(value, ShardedTensorFactory):
             yield from (
@@ -425,6 +449,9 @@ def _iterate_sharded_tensors(state: dict[str, Any]) -> Iterator[ShardedTensor]:
 
 
 def _find_mismatches(tensor: ShardedTensor, stored_metadata: dict[str, Any]) -> Iterator[str]:
+    """Yield a problem where the checkpoint lacks the tensor or holds it with another shape; a first
+    dimension that is padded for the layout may differ.
+    """
     if tensor.key not in stored_metadata:
         yield f"{tensor.key} is missing"
         return

@@ -2,7 +2,7 @@
 and the head's weight, also cut over tensor-parallel ranks. What a student and a teacher
 tell each other.
 
-Products are float32 also of 16-bit operands, as in `linear_log_prob`, and no [R, V] tensor is made.
+Products are float32 also of 16-bit operands, as in `compute_linear_log_probs`, and no [R, V] tensor is made.
 """
 
 # S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with
@@ -34,7 +34,7 @@ ROWS = 256  # of which the chosen rows of the weight are gathered at once, [ROWS
 @dataclass(frozen=True)
 class HeadShard:
     """A rank's shard of the head and the group that shares it. The fields are as
-    in `linear_log_prob`.
+    in `compute_linear_log_probs`.
     """
 
     vocab_start: int
@@ -69,7 +69,7 @@ def compute_chosen_logits(
 
     `ids_RN`: of the whole vocabulary, each in [0, vocab_size). All ranks of the group, with the
     same rows. The gradient of the weight goes to the sink, where there is one, and autograd then
-    gets none: `linear_log_prob` of the same rows, which must be in the same graph, tells it
+    gets none: `compute_linear_log_probs` of the same rows, which must be in the same graph, tells it
     that there is one.
     """
     out: Tensor = _ChosenLogitsFunction.apply(hidden_SH, weight_VH, ids_RN, rows_R, shard)
@@ -168,7 +168,7 @@ def find_likeliest_tokens(
     softmax(logits / temperature), the likeliest first, alike on all tp ranks, which must all call.
 
     `chunk_size`: columns of the vocabulary that are handled at a time. `softcap` as in
-    `linear_log_prob`. Raises ValueError where the vocabulary has less than `top_k` tokens.
+    `compute_linear_log_probs`. Raises ValueError where the vocabulary has less than `top_k` tokens.
     """
     if top_k > shard.vocab_size:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""`linear_log_prob` in tiles: GEMMs with float32 results and passes over a tile by `TileOps`.
+"""`compute_linear_log_probs` in tiles: GEMMs with float32 results and passes over a tile by `TileOps`.
 
 The vocabulary is the outer loop, so that each row of the weight's gradient is written once for each
 block of rows. The forward keeps a few numbers a row (see `tile_ops`) and what fits into the stash;
@@ -79,7 +79,7 @@ def compute_chunked_log_probs(
     inv_temperature_R: Tensor | None,
     settings: HeadCallSettings,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """See `log_prob.linear_log_prob`, which checks the arguments.
+    """See `log_prob.compute_linear_log_probs`, which checks the arguments.
 
     `columns_R`: the target's column in this shard, outside of [0, num_columns) where another shard
     has it. `inv_temperature_R`: None for temperature 1.

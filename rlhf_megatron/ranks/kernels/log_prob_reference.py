@@ -1,4 +1,4 @@
-"""The specification of `linear_log_prob`: plain torch, whole vocabulary, autograd for the gradient.
+"""The specification of `compute_linear_log_probs`: plain torch, whole vocabulary, autograd for the gradient.
 
 Materialises [R, V]; for tests, for the self-check and for reading. Feed float64 to get one of
 reference quality. Under tensor parallelism it gathers the logits of all shards.

@@ -192,7 +192,7 @@ def is_triton_interpreted() -> bool:
 
 
 def measure_smallest_tile_error(device: torch.device) -> float:
-    """Largest error of an update by hand, for `triton_support.try_triton`: compiles and
+    """Largest error of an update by hand, for `triton_support.try_triton_kernel`: compiles and
     launches one kernel.
     """
     logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()  # probabilities 1/8, 2/8, 5/8

@@ -75,7 +75,7 @@ def build_megatron_model(
 
     Every chunk takes packed documents:
     `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
-    The last one of the last stage returns hidden states [1, T, h], of which `head_weight` makes
+    The last one of the last stage returns hidden states [1, T, h], of which `get_head_weight` makes
     log-probs; or `value_head` values, where `head` is "value": then there is no output layer.
 
     Raises ValueError for an architecture, layout or setting that is not supported.

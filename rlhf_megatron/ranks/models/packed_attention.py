@@ -78,7 +78,7 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def prefix_key_layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `document_order.prefix_keys`, made on the device of `cu_seqlens`
+        """The result of `document_token_order.locate_prefix_keys`, made on the device of `cu_seqlens`
         without a wait.
         """
         if self.prompt_documents is not None:

@@ -65,13 +65,16 @@ class RouterLossTerms:
 
     @property
     def needs_counting_pass(self) -> bool:
-        """Whether loads of the whole mini-batch must be known before its gradient
-        can be computed.
+        """Return whether a forward pass that only counts each expert's tokens over the mini-batch
+        must run before the pass that trains, as the global load-balancing loss requires.
         """
         return self.load_balancing_type == "global_aux_loss"
 
     def begin_pass(self, num_tokens: int, num_documents: int, is_counting: bool = False) -> None:
-        """Start a pass over this replica's tokens and documents. All ranks."""
+        """Start a pass over this replica's tokens and documents: sum both counts over the replicas,
+        and reset the sums of the terms and each router's loads and pending tokens. All ranks must
+        call it.
+        """
         device = self.world.device
         totals = torch.tensor([num_tokens, num_documents], dtype=torch.int64, device=device)
         dist.all_reduce(totals, group=self.world.dp_group)
@@ -83,7 +86,9 @@ class RouterLossTerms:
             router.loads_E = torch.zeros(router.num_experts, device=device)
 
     def enter_forward_pass(self, tokens: DocumentTokens | None) -> None:
-        """Say whose tokens the next forward pass routes; None outside of training."""
+        """Set the tokens that the next forward pass routes, cut to this rank's share under sequence
+        parallelism; `tokens` is None outside of training.
+        """
         self.current_tokens = None
         if tokens is not None:
             share = tokens.documents_T
@@ -92,8 +97,10 @@ class RouterLossTerms:
             self.current_tokens = DocumentTokens(share, tokens.num_documents)
 
     def finish_pass(self) -> dict[str, float]:
-        """End a pass: the loads are those of the whole mini-batch then. The replica's share of both
-        terms, each a mean over the layers. All ranks.
+        """End a pass: sum each router's loads over the whole mini-batch, and return this replica's
+        share of each term that is on (load_balancing_loss, z_loss), a mean over the layers. A
+        counting pass stores the loads as the routers' `mini_batch_loads_E` and returns {}. All
+        ranks must call it.
         """
         self.current_tokens = None
         if self.routers:
@@ -116,8 +123,9 @@ class RouterLossTerms:
         return {name: mean for name, mean in means if is_on[name]}
 
     def update_expert_biases(self) -> None:
-        """Move the biases after an optimizer step: an expert's bias falls by the rate where it met
-        more tokens of the mini-batch than the mean, and rises where it met fewer (2408.15664).
+        """Move each expert's bias after an optimizer step: lower the bias by the rate where the
+        expert received more tokens of the mini-batch than the mean expert, and raise the bias where
+        the expert received fewer (2408.15664). Do nothing at rate 0.
         """
         if self.bias_update_rate > 0:
             for router in self.routers:
@@ -137,8 +145,11 @@ class LossTermsRouter(TopKRouter):
     mini_batch_loads_E: Tensor | None  # of the whole mini-batch, by the pass that counted
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """[s, b, E] -> (probabilities, routing map), as megatron's; the terms' gradients join that
-        of the logits.
+        """Route the logits [s, b, E] and return (probabilities, routing map), as megatron does.
+
+        In a training pass, also count each expert's tokens in `loads_E`, and add the gradients of
+        the loss terms to the gradient of the logits; a counting pass counts tokens only. Outside of
+        training, only route.
         """
         tokens = self._take_tokens_of_pass()
         if tokens is None:
@@ -157,8 +168,9 @@ class LossTermsRouter(TopKRouter):
         return probs, routing_map
 
     def _take_tokens_of_pass(self) -> DocumentTokens | None:
-        """Whose tokens these are; None where nothing is to be done. A forward pass that keeps
-        nothing is run again in the backward pass, when other micro-batches have been entered.
+        """Return the tokens that this call routes, or None where the call must only route. A
+        recomputed forward pass in the backward pass takes the tokens that were queued in the first
+        forward pass without grad, because other micro-batches have been entered since.
         """
         if self.loss_terms.is_counting:
             return self.loss_terms.current_tokens
@@ -173,8 +185,8 @@ class LossTermsRouter(TopKRouter):
         return None
 
     def _compute_routing_scores(self, logits_TE: Tensor) -> tuple[Tensor, Tensor]:
-        """(whether a token would meet an expert by its scores alone, without a bias or
-        groups; the scores).
+        """Return (met, scores), both [T, E]: met is 1.0 where the token would reach the expert by
+        the scores alone, without a bias or groups; scores are the routing scores.
         """
         met_TE, scores_TE = compute_routing_scores_for_aux_loss(
             logits_TE, self.topk, self.score_function
@@ -184,7 +196,9 @@ class LossTermsRouter(TopKRouter):
     def _compute_weighted_losses(
         self, logits_TE: Tensor, tokens: DocumentTokens, is_real_T: Tensor
     ) -> Tensor:
-        """This rank's share of coefficient x term, both together."""
+        """Return this rank's share of coefficient x term, summed over both terms, and add the bare
+        terms to `loss_terms.term_sums`.
+        """
         terms = self.loss_terms
         total = logits_TE.new_zeros(())
         if terms.z_coeff:
@@ -201,9 +215,9 @@ class LossTermsRouter(TopKRouter):
         return total
 
     def _compute_score_weights(self, met_TE: Tensor, tokens: DocumentTokens) -> Tensor:
-        """Return the weight of each of a token's scores: E x the share of picks that an expert
-        has / tokens, over the document or the mini-batch. The sum over perfectly even loads is 1
-        (Switch Transformer, 2101.03961, equation 4).
+        """Return the weight of each score of a token: E x the expert's share of the picks / tokens,
+        over the token's document, or over the mini-batch for the global loss. Over perfectly even
+        loads the weighted sum is 1 (Switch Transformer, 2101.03961, equation 4).
         """
         terms = self.loss_terms
         scale = self.num_experts / self.topk
@@ -226,10 +240,10 @@ class LossTermsRouter(TopKRouter):
 def make_router_loss_terms(
     chunks: Sequence[nn.Module], megatron: MegatronConfig, config: Any, world: World
 ) -> RouterLossTerms | None:
-    """The RouterTerms of a model's unwrapped chunks, whose routers take part from now on; None
-    where no term is on.
+    """Return the RouterLossTerms of a model's unwrapped chunks, and turn their routers into
+    `LossTermsRouter`s. Return None, and change nothing, where no term and no bias update is on.
 
-    Raises ValueError for a rate of biases that the model has not.
+    Raise ValueError for a bias update rate where the model's routers have no bias.
     """
     kind = megatron.moe_router_load_balancing_type
     z_coeff = megatron.moe_z_loss_coeff or 0.0

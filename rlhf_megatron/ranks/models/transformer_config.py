@@ -58,7 +58,7 @@ def make_transformer_config(
     impl: LayerImpl,
     has_mlp_bias: bool,
 ) -> TransformerConfig:
-    """`arguments`: a family's `transformer_arguments`. Of `megatron` only recompute_*,
+    """`arguments`: a family's `make_transformer_arguments`. Of `megatron` only recompute_*,
     gradient_accumulation_fusion and moe_token_dispatcher_type are read: `world` has the sizes.
 
     Raises ValueError when layers or heads do not divide, for recomputation that `impl` would

@@ -61,12 +61,16 @@ class _CpuEvent:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def elapsed_time(self, other: Any) -> float:
+        """Return 0.0: nothing is timed on a CPU."""
         return 0.0
 
     def query(self) -> bool:
+        """Return True: CPU work is always done."""
         return True
 
-    def record(self, *args: Any) -> None: ...
+    def record(self, *args: Any) -> None:
+        """Do nothing."""
+        ...
 
     wait = synchronize = record
 
@@ -77,9 +81,12 @@ class _CpuStream:
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
     def record_event(self, event: _CpuEvent | None = None) -> _CpuEvent:
+        """Return `event`, or a new `_CpuEvent`."""
         return event or _CpuEvent()
 
-    def wait_stream(self, *args: Any) -> None: ...
+    def wait_stream(self, *args: Any) -> None:
+        """Do nothing."""
+        ...
 
     wait_event = synchronize = wait_stream
 
@@ -96,6 +103,10 @@ class _ModuleProxy(types.ModuleType):
 
 
 def _wrap_factory_for_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    """Return `factory` that creates tensors on the CPU where CUDA is requested, and never in pinned
+    memory.
+    """
+
     @functools.wraps(factory)
     def create_on_cpu(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -110,6 +121,9 @@ def _wrap_factory_for_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 def _all_gather_uneven(
     outputs: list[Any], tensor: Any, group: Any = None, async_op: bool = False
 ) -> Any:
+    """Gather tensors that may differ in their number of rows into `outputs`. Unlike torch's
+    function, return None (the gather is done) where the shapes differ.
+    """
     if len({output.shape for output in outputs}) == 1:
         return dist.all_gather(outputs, tensor, group=group, async_op=async_op)
     rows = max(output.size(0) for output in outputs)
@@ -128,6 +142,9 @@ def _reduce_scatter_uneven(
     group: Any = None,
     async_op: bool = False,
 ) -> Any:
+    """Reduce `inputs`, which may differ in their number of rows, and write this rank's part to
+    `output`. Where the shapes differ, return None (the work is done).
+    """
     if len({part.shape for part in inputs}) == 1:
         return dist.reduce_scatter(output, inputs, op=op, group=group, async_op=async_op)
     whole = torch.cat(inputs)
@@ -140,6 +157,9 @@ def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
 
 
 def _make_torch_proxy() -> _ModuleProxy:
+    """Return the proxy of torch that megatron's modules get in place of torch: tensors on the CPU,
+    and CUDA's streams, events and calls without effect.
+    """
     stream = _CpuStream()
     cuda = _ModuleProxy(
         torch.cuda,
@@ -166,7 +186,9 @@ _PROXY = _make_torch_proxy()
 
 
 def rebind_torch() -> None:
-    """Bind `torch` in all loaded megatron.core modules. Call again after importing another one."""
+    """Replace `torch` by the CPU proxy in all loaded megatron.core modules, and undo torch.compile
+    on their functions. Call it again after importing another megatron.core module.
+    """
     for name, module in list(sys.modules.items()):
         if not name.startswith("megatron.core"):
             continue
@@ -179,11 +201,14 @@ def rebind_torch() -> None:
 
 
 def _skip_compilation(function: Any = None, **options: Any) -> Any:
-    """Stands for torch.compile, as a function and as a decorator with options."""
+    """Return the function uncompiled; takes the place of torch.compile, as a function and as a
+    decorator with options.
+    """
     return (lambda decorated: decorated) if function is None else function
 
 
 def _restore_uncompiled_functions(owner: Any) -> None:
+    """Replace the compiled functions in a module or class by their originals."""
     for name, value in list(vars(owner).items()):
         original = getattr(value, "_torchdynamo_orig_callable", None)
         if original is not None and inspect.isfunction(value):
@@ -191,10 +216,12 @@ def _restore_uncompiled_functions(owner: Any) -> None:
 
 
 def _patch_tensor_cuda() -> None:
+    """Make `Tensor.cuda()` return the tensor itself."""
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
 
 
 def _patch_tensor_type() -> None:
+    """Make `Tensor.type()` without arguments report the CUDA name of a CPU type."""
     real = torch.Tensor.type
 
     def report_cuda_type(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -206,6 +233,7 @@ def _patch_tensor_type() -> None:
 
 
 def _patch_rng_state() -> None:
+    """Make megatron's functions for CUDA's random state read and set torch's CPU generator."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
 
     def get_cpu_rng_state(
@@ -221,6 +249,8 @@ def _patch_rng_state() -> None:
 
 
 def _patch_moe_split_sizes() -> None:
+    """Make the MoE dispatcher turn CPU split sizes into numpy arrays, as it does for CUDA tensors.
+    """
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def convert_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -230,10 +260,13 @@ def _patch_moe_split_sizes() -> None:
 
 
 def _has_picked_fused_adam() -> bool:
+    """Return whether megatron picked an optimizer of Transformer Engine or Apex instead of torch's.
+    """
     return not importlib.import_module("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER
 
 
 def _use_torch_optimizers() -> None:
+    """Make megatron use torch's AdamW and SGD and its own plain scaling and norm functions."""
     optimizer: Any = importlib.import_module("megatron.core.optimizer")
     utils: Any = importlib.import_module("megatron.core.utils")
     replace_symbol(optimizer, "USING_PYTORCH_OPTIMIZER", True)
@@ -301,8 +334,8 @@ _state = {"is_applied": False}
 
 
 def apply_cpu_platform() -> None:
-    """Replace once in this process; later calls bind what was imported since. A no-op where
-    CUDA is available.
+    """Make megatron-core run without CUDA, once in this process; later calls only rebind torch in
+    the modules imported since. Do nothing where CUDA is available.
     """
     if torch.cuda.is_available():
         return

@@ -18,8 +18,8 @@ _torch_init = ProcessGroupGloo.__init__
 
 
 def share_gloo_device() -> None:
-    """Make gloo groups of this process that are created from now on share their network threads.
-    Safe to call again.
+    """Make the gloo groups that this process creates from now on share their network threads. Do
+    nothing where torch lacks the options; calling it again is safe.
     """
     if hasattr(ProcessGroupGloo, "_Options"):
         ProcessGroupGloo.__init__ = (  # type: ignore[method-assign]
@@ -30,6 +30,9 @@ def share_gloo_device() -> None:
 def _init_with_shared_device(
     group: ProcessGroupGloo, store: Any, rank: int, size: int, *args: Any, **named: Any
 ) -> None:
+    """Replace the constructor of gloo groups: use the shared devices, or torch's constructor where
+    the caller passes options instead of a timeout.
+    """
     timeout = named.get("timeout", args[0] if args else None)
     if not isinstance(timeout, timedelta):  # the caller has options of its own
         _torch_init(group, store, rank, size, *args, **named)
@@ -43,8 +46,9 @@ def _init_with_shared_device(
 
 @cache
 def _get_shared_devices(process_id: int, interface_names: str) -> list[Any]:
-    """`process_id`: its id; a forked child has none of its parent's threads. `interface_names`: as
-    torch reads them.
+    """Return the gloo devices of this process, one for each interface name, or the default device.
+    `process_id` makes a forked child create its own, because a child has none of its parent's
+    threads; `interface_names` is a comma-separated list.
     """
     names = [name for name in interface_names.split(",") if name]
     return [ProcessGroupGloo.create_device(interface=name) for name in names] or [

@@ -16,9 +16,9 @@ NUM_TIMES = 5  # after one that makes the connections; the fastest counts
 
 
 def measure_all_reduce_speed(group: ProcessGroup, device: torch.device, num_bytes: int) -> float:
-    """Returns the bus bandwidth of a sum of `num_bytes` in bytes a second: 2 (n - 1) / n times the
-    buffer in the time of the call, as NCCL's own tests count it. Raises RuntimeError where
-    the sum is wrong.
+    """Return the bus bandwidth of an all-reduce of `num_bytes` in bytes a second: 2 (n - 1) / n
+    times the buffer, divided by the time of the fastest call, as NCCL's own tests count it. Raise
+    RuntimeError where the sum is wrong. All ranks of the group must call it.
     """
     size = group.size()
     values = torch.empty(num_bytes // 4, device=device)
@@ -43,8 +43,9 @@ def measure_all_reduce_speed(group: ProcessGroup, device: torch.device, num_byte
 def measure_message_speed(
     source_rank: int, target_rank: int, device: torch.device, num_bytes: int
 ) -> float:
-    """Returns bytes a second of a message between two ranks of the default group; 0.0 on all
-    others, which do nothing. Raises RuntimeError where something else arrives.
+    """Return the bytes a second of the fastest message between two ranks of the default group, on
+    these two ranks; return 0.0 at once on all others. Raise RuntimeError where something else
+    arrives.
     """
     if dist.get_rank() not in (source_rank, target_rank):
         return 0.0

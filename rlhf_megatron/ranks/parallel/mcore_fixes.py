@@ -19,22 +19,26 @@ from rlhf_megatron.ranks.parallel.optional_packages import GRADIENT_EXTENSION
 
 
 def _define_router_gemm() -> None:
+    """Define the name te_general_gemm in megatron's MoE module, as None."""
     moe_utils: Any = importlib.import_module("megatron.core.transformer.moe.moe_utils")
     moe_utils.te_general_gemm = None
 
 
 def _lacks_router_gemm() -> bool:
+    """Return whether megatron's MoE module leaves te_general_gemm undefined."""
     return not hasattr(
         importlib.import_module("megatron.core.transformer.moe.moe_utils"), "te_general_gemm"
     )
 
 
 def _recomputes_with_fp8_by_default() -> bool:
+    """Return whether `CheckpointWithoutOutput` takes its default fp8=False for fp8 on."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     return bool(random.CheckpointWithoutOutput().fp8)
 
 
 def _disable_fp8_in_recompute() -> None:
+    """Make `CheckpointWithoutOutput` treat fp8=False as no fp8."""
     random = importlib.import_module("megatron.core.tensor_parallel.random")
     init = random.CheckpointWithoutOutput.__init__
 
@@ -45,12 +49,16 @@ def _disable_fp8_in_recompute() -> None:
 
 
 def _lacks_gradient_extension() -> bool:
+    """Return whether megatron's layers found no extension for fused weight gradients."""
     return not importlib.import_module(
         "megatron.core.tensor_parallel.layers"
     )._grad_accum_fusion_available
 
 
 def _accumulate_gradients_with_torch() -> None:
+    """Put the torch functions of `weight_grad` in the place of Apex's extension in megatron's
+    layers.
+    """
     from rlhf_megatron.ranks.parallel import (
         weight_grad,  # imports torch, which those that only read the list do without
     )
@@ -61,17 +69,24 @@ def _accumulate_gradients_with_torch() -> None:
 
 
 def _computes_gradient_norm_in_loop() -> bool:
+    """Return whether gradient clipping uses megatron's local norm function, which loops over the
+    tensors.
+    """
     utils: Any = importlib.import_module("megatron.core.utils")
     clip: Any = importlib.import_module("megatron.core.optimizer.clip_grads")
     return clip.l2_norm_impl is utils.local_multi_tensor_l2_norm
 
 
 def _replace_gradient_norm() -> None:
+    """Make gradient clipping compute its norm without waiting for the device at each tensor."""
     import torch
 
     def compute_l2_norm(
         chunk_size: int, noop_flag: Any, tensor_lists: Any, per_tensor: bool
     ) -> tuple[Any, None]:
+        """Return (the L2 norm of all tensors together, [1] float32, None); the other arguments have
+        no effect.
+        """
         norms = torch.stack([torch.norm(tensor) for tensors in tensor_lists for tensor in tensors])
         return torch.norm(norms).float().reshape(1), None
 
@@ -80,16 +95,19 @@ def _replace_gradient_norm() -> None:
 
 
 def _has_mocked_transformer_engine() -> bool:
+    """Return whether latent attention believes in a Transformer Engine that is only a mock."""
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     return bool(attention.HAVE_TE) and not isinstance(attention.TELinear, type)
 
 
 def _disable_transformer_engine_in_latent_attention() -> None:
+    """Set HAVE_TE of megatron's latent attention to False."""
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     attention.HAVE_TE = False
 
 
 def _replicate_down_projections() -> None:
+    """Make latent attention use `ReplicatedLinear` for its down projections."""
     from rlhf_megatron.ranks.parallel.replicated_linear import ReplicatedLinear  # imports torch
 
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
@@ -97,10 +115,16 @@ def _replicate_down_projections() -> None:
 
 
 def _rotate_latent_attention_by_tables() -> None:
+    """Make latent attention rotate queries and keys by tables of cosines and sines, one row a
+    token.
+    """
     import torch
 
     def rotate_by_tables(x: Any, tables: Any, mscale: float = 1.0, **unused: Any) -> Any:
-        """x [T, heads, d], neighbours in pairs; tables [T, 2, 1, d], cosines and sines."""
+        """Return x [T, heads, d] rotated, with the halves of the pairs side by side instead of
+        interleaved as in x. `tables` [T, 2, 1, d] holds cosines and sines; the other arguments have
+        no effect.
+        """
         cos, sin = tables.to(x.dtype).unbind(1)
         first = x[..., 0::2]
         second = x[..., 1::2]
@@ -111,12 +135,15 @@ def _rotate_latent_attention_by_tables() -> None:
 
 
 def _resolves_fused_query_norms() -> bool:
+    """Return whether megatron's latent attention picks its own norm layers and is not patched yet.
+    """
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     resolve = getattr(attention.MLASelfAttention, "_resolve_qk_norm_config", None)
     return resolve is not None and resolve.__name__ != _keep_norms_of_spec.__name__
 
 
 def _keep_norms_of_spec() -> None:
+    """Make latent attention take its projections and norms from the layer spec as they are."""
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     names = (
         "linear_q_proj",
@@ -134,12 +161,17 @@ def _keep_norms_of_spec() -> None:
 
 
 def _drop_probabilities_after_combine() -> None:
+    """Make megatron's two token dispatchers release the routing probabilities after each forward
+    pass.
+    """
     module: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     for dispatcher in (module.MoEAlltoAllTokenDispatcher, module.MoEAllGatherTokenDispatcher):
         dispatcher.combine_postprocess = _wrap_combine_postprocess(dispatcher.combine_postprocess)
 
 
 def _wrap_combine_postprocess(combine: Any) -> Any:
+    """Return `combine` followed by the removal of the dispatcher's stored probabilities."""
+
     def combine_and_drop_probabilities(self: Any, *args: Any, **kwargs: Any) -> Any:
         combined = combine(self, *args, **kwargs)
         self.probs = self.local_probs = None
@@ -149,15 +181,15 @@ def _wrap_combine_postprocess(combine: Any) -> Any:
 
 
 def mark_expert_parameters(model: Any) -> None:
-    """Mark the parameters of experts for what reduces, sums and counts gradients; before DDP
-    wraps `model`.
+    """Mark the parameters of experts for the code that reduces, sums and counts gradients. Call it
+    before DDP wraps `model`.
 
     `allreduce`: megatron-core 0.16 reduces experts over the replicas of the dense layers where ep
     is 1, though etp may differ from tp: the gradient would lack tokens, or sum gradients of
     different shards. `sequence_parallel`: the bias of a RowParallelLinear would be summed over tp,
     whose ranks have other experts. `tensor_model_parallel`: such a bias, and with Transformer
     Engine's layers every weight at etp 1 (NVIDIA/Megatron-LM#5916), would count in the gradient
-    norm on tp rank 0 only. All of it is silent: the forward pass is right.
+    norm on tp rank 0 only. All three errors are silent: the forward pass is right.
     """
     for name, parameter in model.named_parameters():
         if is_expert_parameter(name):
@@ -167,9 +199,9 @@ def mark_expert_parameters(model: Any) -> None:
 
 
 def unmark_replicated_parameters(model: Any) -> None:
-    """Unmark latent attention's down projections, which each tensor-parallel rank has whole:
-    Transformer Engine marks every weight as split, and the gradient norm would count these once a
-    rank. That is silent, too.
+    """Mark latent attention's down projections as not split, because each tensor-parallel rank has
+    them whole: Transformer Engine marks every weight as split, and the gradient norm would count
+    these once a rank. That error is silent, too.
     """
     for name, parameter in model.named_parameters():
         if ".linear_q_down_proj." in name or ".linear_kv_down_proj." in name:
@@ -177,13 +209,15 @@ def unmark_replicated_parameters(model: Any) -> None:
 
 
 def is_expert_parameter(name: str) -> bool:
-    """Whether a parameter, by its name in a model, is an expert's.
-    Shared experts are dense layers.
+    """Return whether the parameter of this name belongs to a routed expert. Shared experts are
+    dense layers.
     """
     return ".experts." in name
 
 
 def _shrink_single_rank_groups() -> None:
+    """Make megatron create NCCL groups of one rank with a single channel, which saves GPU memory.
+    """
     import torch.distributed as dist
 
     parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
@@ -309,7 +343,9 @@ _state = {"is_applied": False}
 
 
 def apply_megatron_fixes() -> None:
-    """Mend once in this process. Imports megatron-core."""
+    """Import megatron-core and apply all needed patches, once in this process; later calls do
+    nothing.
+    """
     if not _state["is_applied"]:
         _state["is_applied"] = True
         apply_needed_patches(PATCHES)

@@ -21,12 +21,13 @@ from rlhf_megatron.ranks.parallel.optional_packages import (
 
 
 def prepare_megatron() -> None:
-    """Call before the first use of megatron-core; `create_world` does. Safe to call again. Takes
-    seconds (imports).
+    """Check the version of megatron-core and apply the fixes, the CPU platform and shared gloo
+    threads. Call it before the first use of megatron-core, as `create_world` does; calling it again
+    is safe. The imports take seconds.
 
-    Importing megatron beforehand is harmless.
-    Raises RuntimeError for an unsupported version of megatron-core, or one that lacks a package,
-    and as `refuse_broken_transformer_engine`.
+    Importing megatron beforehand is harmless. Raise RuntimeError for an unsupported version of
+    megatron-core, or one that lacks a package, and ValueError as
+    `refuse_broken_transformer_engine`.
     """
     check_megatron_version()
     check_undeclared_dependencies()
@@ -37,9 +38,9 @@ def prepare_megatron() -> None:
 
 
 def refuse_broken_transformer_engine() -> None:
-    """megatron-core imports it where it is installed, and goes on without it only after an
-    ImportError: half of it, without its library or of two versions, raises something else.
-    Raises ValueError.
+    """Raise ValueError where Transformer Engine is installed but its import fails with anything but
+    ImportError. megatron-core imports it where it is installed, and goes on without it only after
+    an ImportError; a partial installation, or one of two versions, raises something else.
     """
     if not (
         found := find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))

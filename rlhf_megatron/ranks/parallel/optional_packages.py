@@ -57,12 +57,13 @@ class OptionalPackage:
 
     @property
     def is_usable(self) -> bool:
+        """Return whether the package is present and nothing speaks against its use."""
         return not self.why_not
 
 
 def find_package(module_name: str, distribution_names: Sequence[str] = ()) -> OptionalPackage:
-    """Return a module and the version of the first of `distribution_names` (none: its own
-    name) that has one.
+    """Return whether a module is installed, and the version of the first of `distribution_names`
+    (by default the module's name) that has a version. The module is not imported.
     """
     if not _has_module(module_name):
         return OptionalPackage(module_name, False, why_not=f"{module_name} is not installed")
@@ -75,7 +76,7 @@ def find_package(module_name: str, distribution_names: Sequence[str] = ()) -> Op
 
 
 def read_package_version(distribution: str) -> str:
-    """Return the installed version; empty for none."""
+    """Return the installed version of a distribution; empty where it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -83,8 +84,8 @@ def read_package_version(distribution: str) -> str:
 
 
 def find_transformer_engine() -> OptionalPackage:
-    """Transformer Engine. The package without its library for torch (a plain
-    `pip install`) is of no use.
+    """Return what is installed of Transformer Engine, without importing it. The package without its
+    library for torch (a plain `pip install`) is not usable.
     """
     found = find_package(TRANSFORMER_ENGINE, ("transformer-engine", "transformer_engine"))
     if not found.is_present:
@@ -101,7 +102,9 @@ def find_transformer_engine() -> OptionalPackage:
 
 
 def find_apex() -> OptionalPackage:
-    """NVIDIA's Apex with its CUDA extensions."""
+    """Return what is installed of Apex, without importing it; only NVIDIA's Apex with its CUDA
+    extensions is usable.
+    """
     found = find_package(APEX)
     if not found.is_present:
         return found
@@ -120,19 +123,19 @@ def find_apex() -> OptionalPackage:
 
 
 def has_gradient_extension() -> bool:
-    """Whether Apex was built with the extension that megatron-core's layers add their weight
-    gradients with.
+    """Return whether Apex was built with the extension with which megatron-core's layers add their
+    weight gradients.
     """
     return _has_module(GRADIENT_EXTENSION)
 
 
 def explain_missing_deep_ep() -> str:
-    """Say why tokens cannot reach experts in DeepEP's kernels; empty when they can."""
+    """Return why DeepEP's kernels cannot send tokens to experts; empty when they can."""
     return find_package(DEEP_EP).why_not or try_import_attribute(DEEP_EP, "Buffer")[1]
 
 
 def explain_missing_fused_permutation() -> str:
-    """Say why Transformer Engine cannot sort tokens by expert; empty when it can."""
+    """Return why Transformer Engine cannot sort tokens by expert; empty when it can."""
     name = "transformer_engine.pytorch.permutation"
     return (
         find_transformer_engine().why_not or try_import_attribute(name, "moe_permute_with_probs")[1]
@@ -140,7 +143,9 @@ def explain_missing_fused_permutation() -> str:
 
 
 def explain_missing_compiler() -> str:
-    """Say what torch.compile for a GPU lacks here; empty when nothing is missing."""
+    """Return the part that torch.compile for a GPU lacks on this machine; empty when nothing is
+    missing.
+    """
     if not _has_module("triton"):
         return "triton is not installed"
     if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
@@ -150,7 +155,9 @@ def explain_missing_compiler() -> str:
 
 @functools.cache
 def try_import_attribute(module: str, attribute_name: str) -> tuple[Any, str]:
-    """Return (`attribute_name` of `module`, "") or (None, what went wrong in one line)."""
+    """Return (the attribute of the module, ""), or (None, the import error in one line). The result
+    is cached.
+    """
     try:
         return getattr(importlib.import_module(module), attribute_name), ""
     except Exception as error:  # a package that is broken raises what it likes
@@ -158,12 +165,15 @@ def try_import_attribute(module: str, attribute_name: str) -> tuple[Any, str]:
 
 
 def format_error_line(error: BaseException) -> str:
-    """Type and first line of the message."""
+    """Return the error's type and the first line of its message."""
     lines = f"{type(error).__name__}: {error}".splitlines()
     return lines[0] if lines else type(error).__name__
 
 
 def _has_module(name: str) -> bool:
+    """Return whether a module can be found, without importing it (but importing its parent
+    packages).
+    """
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):  # ValueError: it is in sys.modules without a spec
@@ -171,6 +181,7 @@ def _has_module(name: str) -> bool:
 
 
 def _find_package_folder(module: str) -> Path | None:
+    """Return the first folder of a package, or None where it is absent or not a package."""
     spec = importlib.util.find_spec(module)
     places = list(spec.submodule_search_locations or []) if spec is not None else []
     return Path(places[0]) if places else None

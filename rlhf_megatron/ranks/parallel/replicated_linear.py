@@ -26,16 +26,20 @@ class ReplicatedLinear(torch.nn.Linear):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def reset_parameters(self) -> None:
-        """Leave the weights as they are: others are loaded, and no random numbers are drawn."""
+        """Leave the weights as they are, without drawing random numbers, because other code loads
+        them.
+        """
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        """[s, b, h] -> [s, b, output], and no bias, as megatron's parallel layers return it."""
+        """Return ([s, b, output], None) for x [s, b, h]: the second value is the missing bias, as
+        megatron's parallel layers return it.
+        """
         return super().forward(x), None
 
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None
     ) -> Any:
-        """Return what megatron's checkpoints ask every layer for."""
+        """Return the layer's sharded tensors for megatron's checkpoints."""
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         state = self.state_dict(prefix="", keep_vars=True)

@@ -16,14 +16,16 @@ from torch import Tensor
 
 
 def has_float32_accumulating_product() -> bool:
-    """Whether torch can add a product of half-precision matrices on CUDA to a float32 one."""
+    """Return whether torch can add a product of half-precision matrices on CUDA to a float32
+    matrix.
+    """
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     return version >= (2, 10) and "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
-    """main_grad += grad_output^T input, in place. `main_grad_OI`: float32. The name is that of
-    Apex's function.
+    """Add grad_output^T input to `main_grad_OI` in place; in practice the buffer is float32. The
+    name is the name of Apex's function.
     """
     grad_OT = grad_output_TO.t()
     if input_TI.dtype == main_grad_OI.dtype:

@@ -43,21 +43,26 @@ class World:
 
     @property
     def is_first_copy(self) -> bool:
-        """Whether this rank's `copy_group` is the one that hands out the weights of its stage;
-        its rank 0 sends.
+        """Return whether this rank's `copy_group` is the group that sends the weights of its stage;
+        the group's rank 0 sends.
         """
         return self.layout.compute_stage_position(self.rank) < self.layout.copy_size
 
     @property
     def is_leader(self) -> bool:
+        """Return whether this rank receives and returns its replica's data (each replica has one
+        leader).
+        """
         return self.rank == self.leader_rank
 
     @property
     def is_first_stage(self) -> bool:
+        """Return whether this rank is on the first pipeline stage."""
         return self.coordinates.pp == 0
 
     @property
     def is_last_stage(self) -> bool:
+        """Return whether this rank is on the last pipeline stage."""
         return self.coordinates.pp == self.layout.pp - 1
 
     def __str__(self) -> str:
@@ -67,13 +72,16 @@ class World:
 def create_world(
     layout: ParallelLayout, device: torch.device, seed: int = 1, timeout_s: float = 1800.0
 ) -> World:
-    """Make all groups of `layout`. Called on every rank; one world at a time in a process.
+    """Make all process groups of `layout` and return this rank's World. Call it on every rank; a
+    process has one world at a time.
 
-    Uses torch's default process group; where there is none, it is made from the launcher's
-    environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in memory for a layout of one rank.
-    `seed`: of megatron's random states. `timeout_s`: deadline of a collective, seconds.
+    Use torch's default process group; where there is none, make the default group from the
+    launcher's environment (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT), or in memory for a layout
+    of one rank. `seed` is the seed of megatron's random states, `timeout_s` the deadline of a
+    collective in seconds.
 
-    Raises ValueError when the number of processes is not the layout's or a world exists already.
+    Raise ValueError when the number of processes differs from the layout's or a world exists
+    already.
     """
     prepare_megatron()
     from megatron.core import parallel_state, tensor_parallel
@@ -123,11 +131,11 @@ def create_world(
 
 
 def destroy_world(is_default_group_ended: bool = True) -> None:
-    """End the world of this process, so that another layout can follow. Called on every rank; safe
-    without a world.
+    """End the world of this process, so that another layout can follow. Call it on every rank; it
+    is safe without a world.
 
-    `is_default_group_ended` False keeps torch's default process group, for a next world of
-    as many ranks.
+    With `is_default_group_ended` False, keep torch's default process group for a next world of as
+    many ranks.
     """
     from megatron.core import parallel_state
 
@@ -145,8 +153,8 @@ def destroy_world(is_default_group_ended: bool = True) -> None:
 
 
 def find_smallest_device_memory(world: World) -> int:
-    """Return the bytes of the smallest GPU of the world's ranks; 0 on CPUs.
-    All ranks must call it.
+    """Return the total bytes of the smallest GPU of the world's ranks; 0 on CPUs. All ranks must
+    call it.
     """
     total = torch.tensor(
         measure_device_memory(world.device).total_bytes, dtype=torch.int64, device=world.device
@@ -157,7 +165,7 @@ def find_smallest_device_memory(world: World) -> int:
 
 
 def free_scratch_buffers() -> None:
-    """Let go of the buffers that megatron's layers keep from one pass to the next."""
+    """Free the scratch buffers that megatron's layers keep from one pass to the next."""
     from megatron.core import parallel_state
 
     parallel_state.get_global_memory_buffer().buffer.clear()
@@ -166,6 +174,9 @@ def free_scratch_buffers() -> None:
 def _init_default_process_group(
     layout: ParallelLayout, device: torch.device, timeout_s: float
 ) -> None:
+    """Make torch's default process group from RANK and WORLD_SIZE, or in memory for a layout of one
+    rank. Raise ValueError for several ranks without those variables.
+    """
     timeout = timedelta(seconds=timeout_s)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
         dist.init_process_group(choose_distributed_backend(device), timeout=timeout)

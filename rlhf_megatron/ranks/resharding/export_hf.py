@@ -56,12 +56,15 @@ def export_sharded_model_to_hf(
     companions_directory: Path | None = None,
     max_file_bytes: int = _FILE_BYTES,
 ) -> None:
-    """Call on every rank of the pool; `directory` must be on a file system that the senders share.
+    """Write a sharded model as a Hugging Face directory. Call it on every rank of the pool;
+    `directory` must be on a file system that the senders share. Ranks outside the first copy return
+    at once.
 
     Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes
-    the directory, which then appears under its name. `companions_directory`: directory whose
-    tokenizer files are copied. Raises on every rank of the first copy when one fails, ValueError
-    when the directory exists and is not empty; nothing is left behind.
+    the directory, which then appears under its name. `companions_directory` is a directory whose
+    tokenizer files (and MTP tensors, if any) are copied. Raise on every rank of the first copy when
+    one rank fails, and ValueError when the directory exists and is not empty; nothing is left
+    behind.
     """
     if not world.is_first_copy:
         return
@@ -94,7 +97,9 @@ def export_sharded_model_to_hf(
 
 
 def _catch_failure(action: Callable[[], None]) -> Exception | None:
-    """Returns what `action` raised: the other ranks are told before it goes on."""
+    """Run `action` and return its exception, or None: the other ranks must learn of a failure
+    before this rank raises.
+    """
     try:
         action()
     except Exception as failure:
@@ -105,10 +110,16 @@ def _catch_failure(action: Callable[[], None]) -> Exception | None:
 def _share_failure(
     failure: Exception | None, group: ProcessGroup, device: torch.device
 ) -> Exception | None:
+    """Return `failure` on the rank that has it, a SyncAbortedError on the other ranks of the group,
+    or None where no rank failed. All ranks of the group must call it.
+    """
     return _catch_failure(lambda: raise_if_any_rank_failed(failure, group, device))
 
 
 def _make_partial_directory(directory: Path, partial_directory: Path) -> None:
+    """Make an empty partial directory, in place of an old one. Raise ValueError where `directory`
+    exists and is not empty.
+    """
     refuse_nonempty_directory(directory)
     shutil.rmtree(partial_directory, ignore_errors=True)
     partial_directory.mkdir(parents=True)
@@ -121,6 +132,9 @@ def _write_stage_files(
     dtype: torch.dtype,
     max_file_bytes: int,
 ) -> None:
+    """Write the tensors of this stage into safetensors files in the partial directory, and a JSON
+    listing of the files. All ranks of the copy must call it; its first rank writes.
+    """
     files: dict[str, Sequence[TensorSpec]] = {}
     stage = f"stage-{world.coordinates.pp:05d}"
     exported = list(exported_shards)
@@ -137,6 +151,9 @@ def _write_stage_files(
     ) as together:
 
         def write_bucket_file(manifest: BucketManifest, bucket: Tensor) -> None:
+            """Write a bucket's tensors into a file of their own, except entries of fused tensors,
+            which go into the files of these tensors.
+            """
             alone = [entry for entry in manifest.tensors if entry.name not in fused]
             for entry in manifest.tensors:
                 if entry.name in fused:
@@ -151,6 +168,7 @@ def _write_stage_files(
                 )
 
         def open_file_buffers(buffer_bytes: int, num_buckets: int) -> BucketBuffers:
+            """Return buffers in host memory whose filled buckets go to `write_bucket_file`."""
             return make_memory_buffers(
                 torch.device("cpu"), buffer_bytes, num_buckets, write_bucket_file
             )
@@ -197,13 +215,18 @@ class _FusedTensorFiles:
         }
 
     def __enter__(self) -> _FusedTensorFiles:
+        """Return the object itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the files that are still open, as incomplete."""
         for writer in self._writers.values():
             writer.close(is_complete=False)
 
     def write_entry(self, entry: StackedEntry, tensor: Tensor) -> None:
+        """Write one entry of a fused tensor into the tensor's file, which is opened by the first
+        entry.
+        """
         file = self._file_by_tensor[entry.name]
         if file not in self._writers:
             self._writers[file] = SafetensorsWriter(
@@ -212,7 +235,9 @@ class _FusedTensorFiles:
         self._writers[file].write_tensor(entry.name, tensor, entry.index)
 
     def close_complete_files(self) -> dict[str, tuple[TensorSpec, ...]]:
-        """All files with their tensors."""
+        """Close all files, flush them to disk, and return each file's name with its tensors. Raise
+        AssertionError where a planned file received no entry.
+        """
         assert self._writers.keys() == self._planned_files.keys(), "a file got nothing"
         while self._writers:
             file, writer = self._writers.popitem()
@@ -224,6 +249,9 @@ class _FusedTensorFiles:
 def _write_safetensors_file(
     path: Path, specs: Sequence[TensorSpec], tensors: Sequence[Tensor]
 ) -> None:
+    """Write tensors to a safetensors file, flushed to disk; after an error the file is closed as
+    incomplete.
+    """
     writer = SafetensorsWriter(path, specs)
     try:
         for spec, tensor in zip(specs, tensors, strict=True):
@@ -242,8 +270,9 @@ def _complete_directory(
     dtype: str,
     companions_directory: Path | None,
 ) -> None:
-    """Name the files of all stages as Hugging Face does, write what goes with them, rename
-    the directory.
+    """Rename the files of all stages as Hugging Face names them, write the MTP tensors, index,
+    config and tokenizer beside them, and rename the partial directory to `directory`, all flushed
+    to disk.
     """
     written: dict[str, list[TensorSpec]] = {}
     for listing in sorted(partial_directory.glob("stage-*.json")):

@@ -84,11 +84,14 @@ class SendRounds:
 
     @property
     def num_rounds(self) -> int:
+        """Return the number of rounds: the most buckets that one rank has."""
         return max(map(len, self.buckets_by_rank), default=0)
 
     @property
     def part_bytes(self) -> list[int]:
-        """Bytes of each rank's part of a buffer."""
+        """Return the bytes of each rank's part of a buffer: its largest bucket, rounded up to a
+        page.
+        """
         largest = (
             max((bucket.num_bytes for bucket in mine), default=0) for mine in self.buckets_by_rank
         )
@@ -96,6 +99,7 @@ class SendRounds:
 
     @property
     def part_offsets(self) -> list[int]:
+        """Return the offset of each rank's part in a buffer, and, last, the buffer's bytes."""
         return list(accumulate(self.part_bytes, initial=0))
 
 
@@ -106,8 +110,8 @@ def plan_send_rounds(
     bucket_bytes: int,
     alignment: int = ALIGNMENT,
 ) -> SendRounds:
-    """Plans for all ranks of a copy, which share `bucket_bytes`.
-    `alignment`: see `plan_buckets`.
+    """Return the buckets of all ranks of a copy, which share `bucket_bytes` equally. For
+    `alignment` see `plan_buckets`.
     """
     shares = plan_send_shares(rules, layout)
     own_bytes = -(-bucket_bytes // len(shares))
@@ -128,18 +132,18 @@ def send_shards(
     num_readers: int = 1,
     open_links: OpenLinkBuffers | None = None,
 ) -> SendReport:
-    """Stream this stage's weights from the ranks of a copy. Call on every rank of a copy that
-    serves an engine, and of the first one.
+    """Stream this stage's weights from the ranks of a copy, and return this rank's report. Call it
+    on every rank of each copy that serves an engine, and of the first copy.
 
-    `exported_shards`: the rules of this stage with this rank's shards, in table order.
+    `exported_shards` yields the rules of this stage with this rank's shards, in table order.
     `open_buffers` is called on the copy's first rank. Where it returns memory of the host,
-    `attach_buffers` is called on the others; where device memory, each rank has buffers on its own
-    device and lends them to `num_readers` ranks of engines. `open_links` stands in for both:
-    each rank has buffers of its own and sends from them.
+    `attach_buffers` is called on the other ranks; where it returns device memory, each rank has
+    buffers on its own device and lends them to `num_readers` ranks of engines. `open_links`
+    replaces both: each rank has buffers of its own and sends from them.
 
-    The report has digests on the first copy only. Raises what failed on the rank where it failed,
+    Only the first copy reports bytes and digests. Raise the failure on the rank where it happened,
     and SyncAbortedError on the other ranks of its copy: no rank is left waiting. The caller must
-    then take the engines as stale.
+    then treat the engines as stale.
     """
     start = time.monotonic()
     sending = _ShardSender(world, request, num_readers)
@@ -190,7 +194,9 @@ class _ShardSender:
     def plan_rounds_together(
         self, exported_shards: Iterable[tuple[WeightRule, Tensor | None]], alignment: int
     ) -> None:
-        """All ranks of the copy have planned the same then, or all raise."""
+        """Plan the rounds and keep the shards by name. All ranks of the copy then have the same
+        plan, or all raise.
+        """
         failure: Exception | None = None
         plan = 0
         try:
@@ -214,7 +220,9 @@ class _ShardSender:
         self._raise_if_any_failed(failure, plan)
 
     def open_link_buffers(self, open_links: OpenLinkBuffers) -> None:
-        """Every rank has buffers then, or all raise."""
+        """Open this rank's own buffers, from which it sends. All ranks have buffers then, or all
+        raise.
+        """
         if notice := describe_oversized_buckets(
             self.rounds.buckets_by_rank[self.copy_rank], self.request.bucket_bytes
         ):
@@ -224,7 +232,9 @@ class _ShardSender:
     def open_shared_buffers(
         self, open_buffers: OpenShardBuffers, attach_buffers: AttachBuffers
     ) -> None:
-        """All ranks have a part of buffers then, or all raise."""
+        """Open the buffers on the copy's first rank and this rank's part of them on each other
+        rank. All ranks have their part then, or all raise.
+        """
         failure: Exception | None = None
         devices = self._gather_device_ids()
         try:
@@ -248,13 +258,14 @@ class _ShardSender:
         self._raise_if_any_failed(failure)
 
     def _gather_device_ids(self) -> list[str]:
-        """Return, on the first rank, what `get_shareable_device_id` says of all ranks' devices."""
+        """Return, on the first rank, the shareable device id of each rank; [] on the other ranks.
+        """
         mine = msgspec.json.encode(get_shareable_device_id(self.world.device))
         found = gather_bytes_on_first_rank(mine, self.world.copy_group, self.world.device)
         return [msgspec.json.decode(one, type=str) for one in found or ()]
 
     def _broadcast_flag(self, flag: bool) -> bool:
-        """Return what the first rank of the copy says."""
+        """Return the flag of the copy's first rank, on all its ranks."""
         if self.world.copy_group.size() > 1:
             said = torch.tensor(int(flag), device=self.world.device)
             dist.broadcast(said, group=self.world.copy_group, group_src=0)
@@ -262,6 +273,9 @@ class _ShardSender:
         return flag
 
     def _open_own_parts(self, attach_buffers: AttachBuffers) -> Sequence[Tensor]:
+        """Return this rank's part of each buffer: new memory of its own device where device memory
+        is lent, else a part of the first rank's host memory.
+        """
         count = self.rounds.num_rounds
         num_bytes = self.rounds.part_bytes[self.copy_rank]
         if self._is_device_memory_lent:
@@ -273,7 +287,10 @@ class _ShardSender:
         return attach_buffers(first, self.rounds.part_offsets[self.copy_rank], num_bytes, count)
 
     def send_round(self, round_number: int) -> None:
-        """Fill buckets of that number on all ranks and start their delivery."""
+        """Fill this rank's bucket of the round into its part of a buffer, gather the manifests of
+        all ranks, and start the delivery where this rank has buffers. A failed delivery on the
+        first rank is raised in the next round.
+        """
         failure: Exception | None = None
         buffer = torch.empty(0)
         try:
@@ -316,6 +333,7 @@ class _ShardSender:
                 self._pending_failure = error
 
     def finish_deliveries(self) -> None:
+        """Wait until all deliveries are done; raise on all ranks of the copy where one failed."""
         failure: Exception | None = None
         try:
             if self.buffers is not None:
@@ -327,7 +345,9 @@ class _ShardSender:
     def _arrange_lent_segments(
         self, filled_parts: Sequence[FilledBufferPart]
     ) -> list[list[LentSegment]] | None:
-        """The device memory that the other ranks lend, by reader; None where they lend none."""
+        """Return, for each reader, the device memory that the other ranks lend to it; None where no
+        rank lends memory.
+        """
         others = [
             (start, part.lent)
             for start, part in zip(self.rounds.part_offsets, filled_parts, strict=False)
@@ -341,6 +361,9 @@ class _ShardSender:
         ]
 
     def _fill_own_bucket(self, round_number: int, buffer: Tensor) -> list[TensorEntry]:
+        """Fill this rank's bucket of the round into `buffer`, and return its manifest entries; []
+        where this rank has no such bucket. Add the bucket to the digests and the count of bytes.
+        """
         mine = self.rounds.buckets_by_rank[self.copy_rank]
         if round_number >= len(mine):
             return []
@@ -354,6 +377,9 @@ class _ShardSender:
         return entries
 
     def _raise_if_any_failed(self, failure: Exception | None, plan_fingerprint: int = 0) -> None:
+        """Raise on all ranks of the copy where one rank has a failure, this one's pending failure
+        included, or where the plans differ.
+        """
         failure = self._pending_failure or failure
         raise_if_any_rank_failed(
             failure, self.world.copy_group, self.world.device, plan_fingerprint
@@ -362,7 +388,9 @@ class _ShardSender:
     def _gather_filled_parts(
         self, filled_part: FilledBufferPart, failure: Exception | None
     ) -> list[FilledBufferPart]:
-        """Return, on the first rank, what all ranks have filled, by place."""
+        """Return, on the first rank, the filled parts of all ranks, by rank; [] elsewhere. Raise
+        this rank's failure, or SyncAbortedError where another rank failed.
+        """
         text = msgspec.json.encode(filled_part)
         found = gather_bytes_on_first_rank(
             None if failure else text, self.world.copy_group, self.world.device
@@ -379,8 +407,8 @@ class _ShardSender:
 def gather_bytes_on_first_rank(
     payload: bytes | None, group: ProcessGroup, device: torch.device
 ) -> list[bytes] | None:
-    """Gather bytes, by rank, on the first rank; [] on the others. Returns None on all where one
-    rank gave None.
+    """Return the bytes of all ranks, by rank, on the group's first rank; [] on the others. Return
+    None on all ranks where one rank's payload is None. All ranks of the group must call it.
     """
     if group.size() == 1:
         return None if payload is None else [payload]
@@ -407,8 +435,8 @@ def gather_bytes_on_first_rank(
 
 
 def broadcast_bytes(payload: bytes | None, group: ProcessGroup, device: torch.device) -> bytes:
-    """Broadcast `payload` of a group's first rank. Where it is None there, that rank has failed,
-    and the others raise SyncAbortedError.
+    """Return the payload of the group's first rank, on all its ranks. A payload of None means that
+    the first rank has failed: it returns b"", and the others raise SyncAbortedError.
     """
     if group.size() == 1:
         return payload or b""

@@ -43,19 +43,34 @@ class SenderWorld(Protocol):
     """The part of a `ranks.parallel.world.World` that sending needs."""
 
     @property
-    def layout(self) -> ParallelLayout: ...
+    def layout(self) -> ParallelLayout:
+        """Return the parallel layout of the pool."""
+        ...
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int:
+        """Return this rank's number in the pool."""
+        ...
     @property
-    def coordinates(self) -> GridCoordinates: ...
+    def coordinates(self) -> GridCoordinates:
+        """Return this rank's coordinates in the layout."""
+        ...
     @property
-    def is_in_pieces(self) -> bool: ...
+    def is_in_pieces(self) -> bool:
+        """Return whether shards may end anywhere in a tensor's rows, as FSDP2's do."""
+        ...
     @property
-    def is_first_copy(self) -> bool: ...
+    def is_first_copy(self) -> bool:
+        """Return whether this rank's copy group is the group that sends the weights of its stage.
+        """
+        ...
     @property
-    def copy_group(self) -> ProcessGroup: ...
+    def copy_group(self) -> ProcessGroup:
+        """Return the group of ranks that hold the tensors of this stage once together."""
+        ...
     @property
-    def device(self) -> torch.device: ...
+    def device(self) -> torch.device:
+        """Return the device on which the ranks communicate."""
+        ...
 
 
 class SingleRankWorld:
@@ -74,6 +89,7 @@ class SingleRankWorld:
 
     @property
     def copy_group(self) -> ProcessGroup:
+        """Return a stand-in for a process group of one rank."""
         return cast(ProcessGroup, _SingleRankGroup())
 
 
@@ -114,6 +130,7 @@ class SendRequest:
 
     @property
     def dtype_name(self) -> str:
+        """Return the engines' type by name, such as bfloat16."""
         return str(self.engine_dtype).removeprefix("torch.")
 
 
@@ -127,11 +144,11 @@ def raise_if_any_rank_failed(
     device: torch.device,
     plan_fingerprint: int = 0,
 ) -> None:
-    """Collective over `group`. Raises `failure` where there is one, and SyncAbortedError on
-    the other ranks.
+    """Raise `failure` where there is one, and SyncAbortedError on the other ranks of the group;
+    return where no rank has failed. All ranks of the group must call it.
 
-    `plan_fingerprint`: a number in [0, 2^48) that must be the same on all ranks. Raises ValueError
-    on all of them otherwise.
+    `plan_fingerprint` is a number in [0, 2^48) that must be the same on all ranks; else raise
+    ValueError on all of them.
     """
     if group.size() == 1:
         if failure is not None:
@@ -166,8 +183,8 @@ def pack_shards(
     copy_rank: int,
     device: torch.device,
 ) -> Tensor:
-    """Return what the rank at `copy_rank` of its copy gives to `gather_packed_shards`,
-    cast and flat.
+    """Return the shards that the rank at `copy_rank` of its copy gives to `gather_packed_shards`:
+    one flat tensor in `dtype`, empty where the rank gives none.
     """
     rules = list_gathered_shards(bucket.rules, layout)[copy_rank]
     flat = [shards[rule.megatron_name].to(dtype).reshape(-1) for rule, _ in rules]
@@ -177,8 +194,8 @@ def pack_shards(
 def gather_packed_shards(
     bucket: WeightBucket, packed_shards: Tensor, layout: ParallelLayout, group: ProcessGroup
 ) -> list[Tensor]:
-    """Gather what all ranks of a copy packed, by place, on its first rank; [] elsewhere. Call on
-    all ranks of the copy.
+    """Return the packed tensors of all ranks of a copy, by rank, on its first rank; [] elsewhere.
+    All ranks of the copy must call it.
     """
     if group.rank() != 0:
         if packed_shards.numel():
@@ -205,8 +222,8 @@ def unpack_shards(
     own_shards: Mapping[str, Tensor],
     layout: ParallelLayout,
 ) -> dict[str, list[Tensor]]:
-    """Returns by Megatron name the shards of all ranks that have one, in their order; `own_shards`:
-    the sender's own.
+    """Return, by Megatron name, the shards of all ranks that hold the tensor, in rank order.
+    `own_shards` holds the shards of the sender itself.
     """
     gathered: dict[str, list[Tensor]] = {}
     for rule in bucket.rules:
@@ -229,9 +246,10 @@ def fill_bucket_buffer(
     engine_dtype: str,
     buffer: Tensor,
 ) -> list[TensorEntry]:
-    """Join, convert and cast into `buffer` ([>= bucket.num_bytes] uint8). Returns the manifest's
-    entries, with digests of what stands in the buffer. `gathered_shards`: by Megatron name the
-    shards that the bucket's spans are made of.
+    """Join the shards of each tensor, convert them to Hugging Face form, and cast them into
+    `buffer` ([>= bucket.num_bytes] uint8). Return the manifest's entries, with digests of the bytes
+    in the buffer. `gathered_shards` holds, by Megatron name, the shards that the bucket's spans are
+    made of.
     """
     entries = []
     slots = iter(bucket.slots)
@@ -265,16 +283,18 @@ def send_whole_tensors(
     open_buffers: OpenBuffers,
     alignment: int = ALIGNMENT,
 ) -> SendReport:
-    """Stream this stage's weights, whole tensors. Call on every rank of the pool.
+    """Stream this stage's weights as whole tensors, and return the report. Call it on every rank of
+    the pool.
 
-    Of each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which
-    hold tp shards of dp 0 and cp 0 or experts, give it theirs; all others return at once.
-    `exported_shards`: the rules of this stage with this rank's shards, in table order.
-    `open_buffers` is called on senders only, once; a delivery from these buffers returns when every
-    engine has read the bucket. `alignment`: see `plan_buckets`; broadcasts and files take 1.
+    In each pipeline stage the rank (dp 0, cp 0, tp 0) sends; the other ranks of its copy, which
+    hold tp shards of dp 0 and cp 0 or experts, give their shards to it; all others return an empty
+    report at once. `exported_shards` yields the rules of this stage with this rank's shards, in
+    table order. `open_buffers` is called on senders only, once; a delivery from these buffers
+    returns when every engine has read the bucket. For `alignment` see `plan_buckets`; broadcasts
+    and files take 1.
 
-    Raises what failed on the rank where it failed, and SyncAbortedError on the other ranks of its
-    copy: no rank is left in a collective. The caller must then take the engines as stale.
+    Raise the failure on the rank where it happened, and SyncAbortedError on the other ranks of its
+    copy: no rank is left in a collective. The caller must then treat the engines as stale.
     """
     if not world.is_first_copy:
         return SendReport(0, 0.0, {})
@@ -337,8 +357,9 @@ def _open_planned_buffers(
     open_buffers: OpenBuffers,
     alignment: int,
 ) -> Iterator[tuple[dict[str, Tensor], tuple[WeightBucket, ...], BucketBuffers | None]]:
-    """This rank's shards by Megatron name, the buckets, and on the sender its buffers, closed at
-    the end. All ranks of the copy have planned the same buckets then, or all raise.
+    """Yield (this rank's shards by Megatron name, the buckets, the buffers, which are None but on
+    the sender), and close the buffers at the end. All ranks of the copy have planned the same
+    buckets then, or all raise.
     """
     shards: dict[str, Tensor] = {}
     buckets: tuple[WeightBucket, ...] = ()

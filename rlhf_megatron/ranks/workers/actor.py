@@ -89,7 +89,9 @@ class ActorModel(TrainedModel):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
     ) -> TokenLogProbs | None:
-        """Log-probs of the current policy, as `PolicyWorker.log_probs`."""
+        """Return the log-probs of the current policy, and entropies and sums of squared
+        probabilities where requested, on leaders; None elsewhere. See `PolicyWorker.log_probs`.
+        """
         faults.reach_fault_point("actor.before_log_probs")
         self.offloadable_memory.require_parts(["parameters"])
         rows = RowLogProbs(self.head, temperature, with_entropy, with_sum_squares)
@@ -103,8 +105,9 @@ class ActorModel(TrainedModel):
         loss: str = "policy",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """One optimizer step, as `PolicyWorker.update`. Raises ValueError: unknown loss,
-        missing column.
+        """Run a training pass with the named loss and take one optimizer step. Return the metric
+        sums and the step's result on leaders; None elsewhere. See `PolicyWorker.update`. Raise
+        ValueError for an unknown loss or a missing column.
         """
         packed, row_loss, own = self._prepare_update(batch, plan, temperature, loss)
         result = self._run_optimizer_step(
@@ -119,21 +122,25 @@ class ActorModel(TrainedModel):
     def rerun_forward_backward(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
-        """`update` without the optimizer step."""
+        """Run the training pass of `update` without the optimizer step, and watch for numbers that
+        are not finite.
+        """
         packed, row_loss, _ = self._prepare_update(batch, plan, temperature, loss)
         return self._rerun_pass(packed, row_loss)
 
     def head_report(self) -> HeadReport | None:
-        """How its log-probs are computed, and what was found out about that; None off
-        the last stage.
+        """Return the report on the backend that computes the log-probs and on its self-checks; None
+        off the last stage.
         """
         return self.head.make_report()
 
     def _prepare_update(
         self, batch: MiniBatch, plan: ReplicaPlan, temperature: float, loss: str
     ) -> tuple[PackedBatch, RowLossFunction, list[Tensor] | None]:
-        """The third, where the old log-probs of a policy loss are those of its own pass: it gets
-        them and entropies, [2, R] of each micro-batch.
+        """Return (the packed batch, the function that computes the loss of its rows, a list). The
+        list is None unless the batch lacks the old log-probs of the policy loss: then the loss uses
+        the pass's own log-probs as old log-probs, and the pass appends log-probs and entropies, [2,
+        R], of each micro-batch to the list. Raise ValueError for an unknown loss.
         """
         if loss not in self.row_losses:
             raise ValueError(f"unknown loss {loss!r}; known: {', '.join(self.row_losses)}.")
@@ -158,6 +165,9 @@ class ActorModel(TrainedModel):
         def compute_row_loss(
             hidden_SH: Tensor, micro_batch: MicroBatch
         ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            """Return (this rank's share of the loss, its share of each metric, the rows' log-probs
+            [R]) of a micro-batch.
+            """
             log_probs_R, entropies_R = rows(hidden_SH, micro_batch)
             sequences = None
             if row_loss.needs_sequences:  # alike on all cp ranks of the stage, with rows or without

@@ -63,6 +63,9 @@ class SupervisedRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
+        """Return (the weighted loss, metric sums) of the rows: the negative log-prob of their
+        tokens.
+        """
         value, shares = weigh_loss_terms(compute_sft_loss(log_probs_R), columns)
         return value, {"actor/loss": value.detach(), **shares}
 
@@ -84,7 +87,9 @@ class DistillationRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """`columns` has student_log_probs [R, K], with grad, beside the mini-batch's."""
+        """Return (the weighted loss, metric sums) of the rows: the divergence from the teacher.
+        `columns` also holds student_log_probs [R, K], with grad.
+        """
         student, teacher = (
             normalize_top_k_log_probs(columns[name], self.has_tail)
             for name in ("student_log_probs", "teacher_log_probs")
@@ -109,10 +114,12 @@ class DistilledPolicyRowLoss:
 
     @property
     def needs_entropy(self) -> bool:
+        """Return whether the policy loss needs entropies."""
         return self.policy_loss.needs_entropy
 
     @property
     def needs_sequences(self) -> bool:
+        """Return whether the policy loss needs to know the sequence of each row."""
         return self.policy_loss.needs_sequences
 
     def __call__(
@@ -122,8 +129,8 @@ class DistilledPolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """Compute the sums as `PolicyRowLoss` does, with `columns` as
-        `DistillationRowLoss` has them.
+        """Return (the weighted sum of the policy loss and the distillation loss, the metric sums of
+        both). `columns` must hold the columns that `PolicyRowLoss` and `DistillationRowLoss` need.
         """
         others, metrics = self.policy_loss(log_probs_R, entropies_R, columns, sequences)
         taught, of_teacher = self.distillation_loss(log_probs_R, None, columns)
@@ -135,14 +142,16 @@ RowLoss = PolicyRowLoss | SupervisedRowLoss | DistillationRowLoss | DistilledPol
 
 
 def make_row_losses(config: ActorConfig) -> dict[str, RowLoss]:
-    """The losses that `update` takes by name. Raises ValueError for an unknown policy loss or
-    wrong parameters.
+    """Return the losses that `update` accepts by name: "policy" and "sft". Raise ValueError for an
+    unknown policy loss or wrong parameters.
     """
     return {"policy": make_policy_row_loss(config), "sft": SupervisedRowLoss()}
 
 
 def make_policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
-    """The policy loss that the configuration names. Raises as `make_row_losses`."""
+    """Return the policy loss that the configuration names. Raise ValueError for an unknown loss or
+    wrong parameters.
+    """
     entry = POLICY_LOSSES.get(config.policy_loss.loss_mode)
     params: Any = None
     if entry.params is not None:
@@ -159,8 +168,8 @@ def make_policy_row_loss(config: ActorConfig) -> PolicyRowLoss:
 def parse_distillation_params(
     section_name: str, term_config: TeacherTermConfig
 ) -> DistillationParams:
-    """Return the parameters of the loss towards a teacher. Raises ValueError for unknown ones,
-    naming `section_name`.
+    """Return the parameters of the loss towards a teacher. Raise ValueError for unknown parameters,
+    with the section's name.
     """
     return build_params(DistillationParams, term_config.params, f"{section_name}.params")
 
@@ -168,14 +177,16 @@ def parse_distillation_params(
 def make_distillation_row_loss(
     section_name: str, term_config: TeacherTermConfig
 ) -> DistillationRowLoss:
-    """The loss towards a teacher, of a job that has one. Raises as `parse_distillation_params`."""
+    """Return the loss towards a teacher that the section selects. Raise ValueError for unknown
+    parameters, with the section's name.
+    """
     has_tail = parse_distillation_params(section_name, term_config).has_tail
     return DistillationRowLoss(DISTILLATION_LOSSES.get(str(term_config.loss_mode)).build, has_tail)
 
 
 def parse_correction_params(correction_config: RolloutCorrectionConfig) -> CorrectionParams:
-    """Return the parameters of a section that `config.rollout_correction_rules` accepted; raises
-    ValueError for another.
+    """Return the correction's parameters of a section that `config.rollout_correction_rules`
+    accepted. Raise ValueError for a section that the rules refuse.
     """
     settings = resolve_rollout_correction(correction_config)
     importance = None
@@ -199,8 +210,8 @@ def parse_correction_params(correction_config: RolloutCorrectionConfig) -> Corre
 def parse_loss_side_correction(
     correction_config: RolloutCorrectionConfig,
 ) -> CorrectionParams | None:
-    """Return the correction that the loss makes itself; None where the controller has made it, or
-    there is none.
+    """Return the parameters of the correction that the loss makes itself, in bypass mode; None
+    where the controller makes the correction, or there is no importance weight and no rejection.
     """
     params = parse_correction_params(correction_config)
     return (
@@ -226,10 +237,14 @@ class CorrectedRowLoss:
 
     @property
     def needs_entropy(self) -> bool:
+        """Return whether the corrected loss needs entropies."""
         return self.row_loss.needs_entropy
 
     @property
     def needs_sequences(self) -> bool:
+        """Return whether the loss or the correction (weights or filters of sequences, or a veto)
+        needs the sequence of each row.
+        """
         importance = self.params.importance
         of_sequences = importance is not None and importance.level == "sequence"
         filters = any(one.level != "token" for one in self.params.filters)
@@ -244,8 +259,9 @@ class CorrectedRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """Compute the sums as `PolicyRowLoss` does, and the metrics actor/rollout_is_mean,
-        actor/rollout_rs_masked_fraction.
+        """Return the loss and metric sums of `row_loss` with corrected weights, and add the metrics
+        actor/rollout_is_mean and actor/rollout_rs_masked_fraction where they apply. `sequences`
+        must be passed exactly where `needs_sequences` holds.
         """
         assert (sequences is not None) == self.needs_sequences, (
             "sequences are given where they are needed"
@@ -259,6 +275,9 @@ class CorrectedRowLoss:
     def _correct_columns(
         self, log_probs_R: Tensor, columns: ColumnsByName, sequences: RowSequences | None
     ) -> tuple[ColumnsByName, dict[str, Tensor]]:
+        """Return (`columns` with the importance weights multiplied into correction_weights, and
+        loss_weights zero for rejected rows; the sums of the correction's metrics).
+        """
         log_ratio_R = compute_log_mismatch(log_probs_R, columns["rollout_log_probs"])
         rows = sequences or RowSequences(
             torch.zeros_like(log_ratio_R, dtype=torch.int64), 1

@@ -49,17 +49,22 @@ class StepOptimizer(Protocol):
     """AdamW and its schedules over the parameters of one backend."""
 
     @property
-    def lr(self) -> float: ...
+    def lr(self) -> float:
+        """Return the current learning rate."""
+        ...
 
     def step(self, losses: Tensor | None = None) -> OptimizerStepResult:
-        """One step with the gradients that stand there. `losses`: of this rank's micro-batches,
-        where it has any.
+        """Take one step with the current gradients, and return its norm and learning rate and
+        whether it was skipped. `losses` holds the losses of this rank's micro-batches, where the
+        rank has any.
 
-        A gradient, norm or loss that is not finite, on whatever rank, changes nothing on any.
+        A gradient, norm or loss that is not finite, on any rank, leaves every rank unchanged.
         """
 
     def check_finiteness(self, losses: Tensor | None) -> tuple[int, float]:
-        """(`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm), alike on all ranks."""
+        """Return (verdict, global gradient norm), the same on all ranks; the verdict is
+        `nonfinite.FINITE`, INFINITE or NAN.
+        """
 
 
 class PolicyHead(Protocol):
@@ -74,7 +79,11 @@ class PolicyHead(Protocol):
         temperature: float,
         with_entropy: bool,
         with_sum_squares: bool,
-    ) -> HeadOutputs: ...
+    ) -> HeadOutputs:
+        """Return the log-probs of the micro-batch's target tokens, with grad, and entropies and
+        sums of squared probabilities where requested.
+        """
+        ...
 
     def compute_log_probs_of(
         self,
@@ -84,19 +93,19 @@ class PolicyHead(Protocol):
         log_probs_R: Tensor,
         token_ids_RK: Tensor,
     ) -> Tensor:
-        """[R, K] float32, with grad: those of the tokens `token_ids_RK`. `log_probs_R`: of the
-        targets, from `compute_outputs`.
+        """Return the log-probs [R, K], float32, with grad, of the tokens `token_ids_RK`.
+        `log_probs_R` holds the log-probs of the targets, from `compute_outputs`.
         """
 
     def find_likeliest_tokens(
         self, hidden_SH: Tensor, micro_batch: MicroBatch, temperature: float, num_top: int
     ) -> tuple[Tensor, Tensor]:
-        """([R, K] ids, [R, K] float32 log-probs) of the `num_top` likeliest tokens, the likeliest
-        first. No grad.
+        """Return ([R, K] ids, [R, K] float32 log-probs) of the `num_top` likeliest tokens, the
+        likeliest first, without grad.
         """
 
     def make_report(self) -> HeadReport | None:
-        """Report on the head; None off the last stage."""
+        """Return the report on the head; None off the last stage."""
 
 
 class ModelBackend(Protocol):
@@ -113,95 +122,121 @@ class ModelBackend(Protocol):
 
     @property
     def export_world(self) -> World:
-        """The place of this rank among those that a weight sync or an export gathers from."""
+        """Return the world that a weight sync or an export gathers from, with this rank's place in
+        it.
+        """
 
     @property
     def run_passes(self) -> Callable[[PackedBatch, RowsFunction, bool], list[Tensor]]:
-        """(micro-batches, what to do with rows, is it forward only) -> what `on_rows` collected, in
-        order, on the last stage; [] elsewhere.
+        """Return a function (micro-batches, `process_rows`, is forward only) -> the third values
+        that `process_rows` returned, in order, on the last stage; [] elsewhere.
 
-        Forward, and backward of the loss that `on_rows` returns. Gradients add up, and are summed
-        over replicas.
+        The function runs forward, and, unless forward only, backward of the loss that
+        `process_rows` returns. Gradients add up, and are summed over replicas.
         """
 
     def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> PolicyHead:
-        """Raises ValueError for a kernel that cannot run."""
+        """Return the policy's head. Raise ValueError for a kernel that cannot run."""
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
-        """[R] float32, of a model with a value head; inside `on_rows`."""
+        """Return [R] float32 values of the rows, of a model with a value head. Call it inside
+        `process_rows`.
+        """
 
     def list_part_tensors(self, part: TrainerPart) -> Iterable[Tensor]:
         """Return the tensors that hold the memory of a part."""
 
     def gather_parameters(self) -> None:
-        """Gather what the last optimizer step left to be gathered."""
+        """Gather the parameters that the last optimizer step updated on other ranks only."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """Export synced parameters, as `contract.Worker.export` does."""
+        """Yield the rules of this rank's stage with this rank's shards, the parameters gathered
+        before; None for an expert that other ranks hold.
+        """
 
     def load_weights(self, weight_source: WeightSource) -> None:
-        """Become the model of `weight_source`. Raises ValueError."""
+        """Replace the model's weights by those of `weight_source`. Raise ValueError where they do
+        not fit.
+        """
 
     def copy_weights_from(self, source_backend: Any) -> None:
-        """Become the model of another backend of the same kind, layout and architecture."""
+        """Copy the weights of another backend of the same kind, layout and architecture into this
+        one.
+        """
 
 
 class TrainedBackend(ModelBackend, Protocol):
     """A backend whose model learns."""
 
     @property
-    def optimizer(self) -> StepOptimizer: ...
+    def optimizer(self) -> StepOptimizer:
+        """Return the optimizer of the current phase."""
+        ...
 
     @property
     def watched_modules(self) -> Sequence[nn.Module]:
-        """The modules in which a pass is watched for numbers that are not finite."""
+        """Return the modules in which a pass is watched for numbers that are not finite."""
 
     def begin_phase(
         self, optim: OptimConfig, num_steps: int, keeps_main_params: bool = False
     ) -> None:
-        """A fresh optimizer and schedules. `keeps_main_params`: float32 parameters behind the
-        model's stay as they are.
+        """Make a fresh optimizer and schedules of `num_steps` optimizer steps. `keeps_main_params`
+        keeps the float32 parameters behind the model's parameters as they are.
         """
 
     @property
     def has_router_terms(self) -> bool:
-        """Whether a training pass needs to know of which document each token is."""
+        """Return whether a training pass must know the document of each token, for the loss terms
+        of routers.
+        """
 
     @property
     def run_training_passes(self) -> Callable[[PackedBatch, RowsFunction], list[Tensor]]:
-        """`run` with a backward pass, between `begin_training_pass` and `end_training_pass`."""
+        """Return `run_passes` with a backward pass; call it between `begin_training_pass` and
+        `end_training_pass`.
+        """
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
-        """Gradients are zero."""
+        """Set the gradients to zero, and start the loss terms of the routers where there are any.
+        """
 
     def end_training_pass(self) -> dict[str, float]:
-        """The replica's share of terms that the loss does not know of: those of routers."""
+        """Return the replica's share of the loss terms that the row loss does not include: the
+        terms of routers, by name.
+        """
 
     def update_router_biases(self) -> None:
-        """Move what moves beside the optimizer, after a step that was not skipped."""
+        """Move the routers' biases, which the optimizer does not, after a step that was not
+        skipped.
+        """
 
     def named_parameters(self) -> Mapping[str, Tensor]:
-        """This rank's parts."""
+        """Return this rank's parts of the parameters by name."""
 
     def named_gradients(self) -> Mapping[str, Tensor]:
-        """This rank's parts."""
+        """Return this rank's parts of the gradients by parameter name."""
 
     def named_weights(self) -> Mapping[str, Tensor]:
-        """`named_parameters`, and buffers that are weights too."""
+        """Return `named_parameters` and the buffers that are weights too."""
 
-    def check_replicas(self) -> ReplicaReport: ...
+    def check_replicas(self) -> ReplicaReport:
+        """Compare the tensors that this rank holds alike with other ranks, and return the report.
+        """
+        ...
 
-    def estimate_save_bytes(self) -> int: ...
+    def estimate_save_bytes(self) -> int:
+        """Return about the bytes that this rank writes in a save."""
+        ...
 
     def stage_state_for_save(self, common_values: dict[str, Any] | None) -> StagedState:
-        """The model, copied to host memory to be written. With `common_values`, values that are
-        alike on all ranks, also the optimizer and its schedules, and those values.
+        """Copy the model to host memory to be written. With `common_values`, values that are alike
+        on all ranks, also copy the optimizer, its schedules and those values.
         """
 
     def restore_state(self, directory: Path, common_values: dict[str, Any] | None) -> None:
-        """Become the model that was saved; with `common_values`, as it was stored, also the
-        optimizer. Raises ValueError.
+        """Load the model that was saved in `directory`; with `common_values`, as stored, also the
+        optimizer. Raise ValueError where the checkpoint does not fit.
 
-        Of the schedules only the number of steps is taken over: what they are is the
-        configuration's to say.
+        The schedules take only their number of steps from the checkpoint; their settings are those
+        of the configuration.
         """

@@ -22,10 +22,11 @@ from rlhf_megatron.ranks.workers.rank_reports import RNG, WEIGHTS
 def write_capsule_weights(
     directory: Path, stage_weights: Callable[[], StagedState], world: World
 ) -> str:
-    """Write what `stage_weights` copies to `directory`/weights, which appears here. "" or why it
-    could not be written.
+    """Write the weights that `stage_weights` copies to `directory`/weights, and each rank's random
+    states beside them. Return "" or the reason why they could not be written. All ranks of the pool
+    must call it.
 
-    All ranks of the pool. What a disk does is no exception here: it does not end a run.
+    A failing disk raises no exception here, because it must not end a run.
     """
     error = _write_rng_states(directory, world)
     is_refused = torch.tensor([bool(error)], dtype=torch.int32, device=world.device)
@@ -41,6 +42,7 @@ def write_capsule_weights(
 
 
 def _write_rng_states(directory: Path, world: World) -> str:
+    """Write this rank's random states; return "" or the error."""
     try:
         (directory / RNG).mkdir(parents=True, exist_ok=True)
         save_rng_states(directory / RNG / f"rank{world.rank}.safetensors", world.device)

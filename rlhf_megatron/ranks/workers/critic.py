@@ -56,11 +56,15 @@ class CriticModel(TrainedModel):
 
     @property
     def exported_config(self) -> dict[str, Any]:
-        """config.json of what `export` gives, which is a ...ForTokenClassification."""
+        """Return the config.json that belongs to the exported weights, of a
+        ...ForTokenClassification model.
+        """
         return make_value_model_config(self.backend.hf_config)
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> CriticValues | None:
-        """Values of the current model, as `ValueWorker.values`."""
+        """Return the values of the current model on leaders; None elsewhere. See
+        `ValueWorker.values`.
+        """
         self.offloadable_memory.require_parts(["parameters"])
         return compute_values(self.backend, batch, plan)
 
@@ -71,19 +75,24 @@ class CriticModel(TrainedModel):
         loss: str = "value",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """One optimizer step, as `ValueWorker.update`."""
+        """Run a training pass with the loss "value" or "linear" and take one optimizer step. Return
+        the metric sums and the step's result on leaders; None elsewhere. See `ValueWorker.update`.
+        """
         packed, row_loss = self._prepare_update(batch, plan, loss)
         return self._run_optimizer_step(self._run_training_pass(packed, row_loss), packed, capsule)
 
     def rerun_forward_backward(
         self, batch: ValueMiniBatch, plan: ReplicaPlan, loss: str = "value"
     ) -> UpdateResult | None:
-        """`update` without the optimizer step."""
+        """Run the training pass of `update` without the optimizer step, and watch for numbers that
+        are not finite.
+        """
         return self._rerun_pass(*self._prepare_update(batch, plan, loss))
 
     def _prepare_update(
         self, batch: ValueMiniBatch, plan: ReplicaPlan, loss: str
     ) -> tuple[PackedBatch, RowLossFunction]:
+        """Return (the packed batch, the function that computes the loss of its rows)."""
         world = self.world
         packed = pack_batch(
             batch,
@@ -98,6 +107,9 @@ class CriticModel(TrainedModel):
         def compute_row_loss(
             hidden_SH: Tensor, micro_batch: MicroBatch
         ) -> tuple[Tensor, dict[str, Tensor], Tensor]:
+            """Return (this rank's share of the loss, its share of each metric, the rows' values
+            [R]) of a micro-batch.
+            """
             values_R = self.backend.compute_values(hidden_SH, micro_batch.rows)
             if loss == "linear":
                 sum_ = (values_R * micro_batch.columns["loss_weights"].to(values_R.dtype)).sum()
@@ -109,8 +121,8 @@ class CriticModel(TrainedModel):
         return packed, compute_row_loss
 
     def load_hf(self, directory: Path) -> None:
-        """Become the model of a Hugging Face directory, with a fresh optimizer.
-        Raises ValueError.
+        """Load the model of a Hugging Face directory, with a new value head where it has none, and
+        start a fresh optimizer. Raise ValueError where the directory does not fit.
         """
         body = open_value_model(directory, self.backend.table)
         self.replace_weights(add_value_head(body, self.config.value_head_init_std, self.seed))

@@ -137,8 +137,8 @@ class FSDPBackend:
 
     @property
     def export_world(self) -> World:
-        """The same ranks as those that hold one copy together: what a weight sync or an
-        export gathers from.
+        """Return the world that a weight sync or an export gathers from: all ranks as one copy of
+        the model in pieces, as if tp were the number of ranks.
         """
         world = self.world
         num_ranks = self.world.layout.world_size
@@ -155,6 +155,9 @@ class FSDPBackend:
 
     @property
     def run_passes(self) -> Callable[[PackedBatch, RowsFunction, bool], list[Tensor]]:
+        """Return the function that runs the model over packed micro-batches, with or without a
+        backward pass.
+        """
         return self._run_micro_batches
 
     has_router_terms = False
@@ -162,20 +165,27 @@ class FSDPBackend:
 
     @property
     def run_training_passes(self) -> Callable[[PackedBatch, RowsFunction], list[Tensor]]:
+        """Return the function that runs the model forward and backward over packed micro-batches.
+        """
         return partial(self._run_micro_batches, forward_only=False)
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
+        """Clear the gradients."""
         self.optimizer.zero_grad()
 
     def end_training_pass(self) -> dict[str, float]:
+        """Return {}: this backend has no loss terms of routers."""
         return {}
 
     def update_router_biases(self) -> None:
-        """Do nothing: nothing moves beside the optimizer."""
+        """Do nothing: only the optimizer changes the weights of this backend."""
 
     def _run_micro_batches(
         self, packed_batch: PackedBatch, process_rows: RowsFunction, forward_only: bool
     ) -> list[Tensor]:
+        """Run the model on each micro-batch, and backward unless `forward_only`. Return the third
+        value that `process_rows` returned for each micro-batch, in order.
+        """
         collected = []
         for micro in (
             packed_batch.micro_batches
@@ -201,6 +211,9 @@ class FSDPBackend:
         return collected
 
     def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> RowHead:
+        """Return the policy's head: the log-prob kernel on the head's weight, or a `FullLogitsHead`
+        where the logits are more than a product with the weight.
+        """
         if self.model.returns_logits:
             return FullLogitsHead(role, self.world)
         vocab_size = read_positive_int(self.hf_config, "vocab_size")
@@ -217,13 +230,20 @@ class FSDPBackend:
         )
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        """Return [R] values of the rows, by the model's value head."""
         return self.model.compute_values(hidden_SH, rows_R)
 
     @property
     def watched_modules(self) -> Sequence[nn.Module]:
+        """Return the modules in which a pass is watched for numbers that are not finite: the whole
+        model.
+        """
         return [self.model]
 
     def list_part_tensors(self, part: TrainerPart) -> Iterable[Tensor]:
+        """Return this rank's local tensors of a part: optimizer state, parameters, or gradients
+        that exist now.
+        """
         if part == "optimizer":
             return self.optimizer.list_state_tensors()
         return (self.named_weights() if part == "parameters" else self.named_gradients()).values()
@@ -231,14 +251,21 @@ class FSDPBackend:
     def begin_phase(
         self, optim: OptimConfig, num_steps: int, keeps_main_params: bool = False
     ) -> None:
+        """Make a fresh optimizer with its schedules for the parameters that learn.
+        `keeps_main_params` has no effect here.
+        """
         named: dict[str, Any] = self.model.collect_tensors()
         parameters = {name: tensor for name, tensor in named.items() if tensor.requires_grad}
         self.optimizer = FSDPStepOptimizer(parameters, optim, num_steps, self.world)
 
     def gather_parameters(self) -> None:
-        """Shards are always as the last step left them."""
+        """Do nothing: the shards are always as the last optimizer step left them."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+        """Yield each rule of the table with this rank's piece of the tensor on the world's device,
+        LoRA matrices merged into the weight. All ranks must call it: with LoRA the down matrices
+        are gathered at once.
+        """
         held = self.named_weights()
         named = dict[str, Any](self.model.collect_tensors())
         with (
@@ -262,6 +289,9 @@ class FSDPBackend:
 
     @torch.no_grad()
     def load_weights(self, weight_source: WeightSource) -> None:
+        """Fill this rank's pieces from `weight_source`, and the LoRA matrices from the adapter at
+        `lora.path` or, without a path, from their seeded initial values.
+        """
         held = self.named_weights()
         rank = self.world.rank
         num_ranks = self.world.layout.world_size
@@ -288,12 +318,16 @@ class FSDPBackend:
 
     @torch.no_grad()
     def copy_weights_from(self, source_backend: FSDPBackend) -> None:
+        """Copy the exported weights of another FSDP backend of the same model into this one, the
+        LoRA of that backend merged.
+        """
         held = self.named_weights()
         for rule, tensor in source_backend.export_shards():
             assert tensor is not None, "every rank has a piece of every tensor"
             held[rule.megatron_name].copy_(tensor)
 
     def named_parameters(self) -> Mapping[str, Tensor]:
+        """Return this rank's local pieces of the parameters that learn, by name."""
         return {
             name: to_local_tensor(tensor)
             for name, tensor in self.model.collect_tensors().items()
@@ -301,26 +335,36 @@ class FSDPBackend:
         }
 
     def named_gradients(self) -> Mapping[str, Tensor]:
+        """Return this rank's local pieces of the gradients that exist, by parameter name."""
         return self.optimizer.get_local_gradients()
 
     def named_weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's local pieces of all parameters, and of buffers that are weights, by
+        name.
+        """
         return {
             name: to_local_tensor(tensor) for name, tensor in self.model.collect_tensors().items()
         }
 
     def check_replicas(self) -> ReplicaReport:
-        """Look for numbers that are not finite. No tensor is on two ranks, so there is
-        nothing to compare.
+        """Return a report of the numbers that are not finite in this rank's weights. No tensor is
+        on two ranks, so there is nothing to compare.
         """
         return ReplicaReport(str(self.world), 0, 0, 0.0, (), find_bad_tensors(self.named_weights()))
 
     def estimate_save_bytes(self) -> int:
+        """Return about the bytes that this rank writes in a save: its weights and two moments of
+        each parameter that learns.
+        """
         learning = self.named_parameters().values()
         return sum(
             tensor.nbytes for tensor in (*self.named_weights().values(), *learning, *learning)
         )
 
     def stage_state_for_save(self, common_values: dict[str, Any] | None) -> StagedState:
+        """Copy the model to host memory to be written; with `common_values` also the optimizer's
+        moments, its schedule and those values.
+        """
         if common_values is None:
             return stage_dtensors(self.model.collect_tensors(), {})
         scheduler = self.optimizer.scheduler.state_dict()
@@ -331,6 +375,9 @@ class FSDPBackend:
 
     @torch.no_grad()
     def restore_state(self, directory: Path, common_values: dict[str, Any] | None) -> None:
+        """Load the model saved in `directory`; with `common_values`, as stored, also the
+        optimizer's moments and the position of its schedule.
+        """
         moments = {} if common_values is None else self.optimizer.get_moment_tensors()
         load_dtensors(
             directory,
@@ -340,6 +387,9 @@ class FSDPBackend:
             self.optimizer.load_scheduler_state(common_values["scheduler"])
 
     def _shard_model(self) -> None:
+        """Apply FSDP2 to each decoder layer and to the whole model: sum gradients without dividing
+        them, reduced in float32.
+        """
         is_on_cpu = self.world.device.type == "cpu"
         dtype = self.dtype
         policy: dict[str, Any] = {
@@ -364,15 +414,17 @@ class FSDPBackend:
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
 
     def _reshard_modules(self) -> None:
-        """Let go of what stays whole without a backward pass: embedding and head, and layers
-        that are kept.
+        """Free the gathered parameters that stay whole without a backward pass: embedding, head,
+        and layers that are not resharded after their forward pass.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
 
     def _compute_hidden_states(self, *documents: Tensor) -> list[Tensor]:
-        """Return the model's hidden states of packed documents, apart again, float32."""
+        """Return the model's output of each document, float32, from one forward pass over all the
+        documents packed together.
+        """
         tokens = torch.cat(documents)[None].to(self.world.device)
         positions = torch.cat([torch.arange(len(document)) for document in documents])[None].to(
             self.world.device
@@ -385,8 +437,9 @@ class FSDPBackend:
         return list(found.split([len(document) for document in documents]))
 
     def _ensure_documents_isolated(self, model_type: str) -> None:
-        """Give each document a row of its own where it would depend on the one before it. Raises
-        ValueError where it does even so. All ranks see the same tokens.
+        """Check that a packed document does not depend on the document before it; where it does,
+        give each document a row of its own, with a warning. Raise ValueError where documents see
+        each other even then. All ranks must call it, and use the same tokens.
         """
         error = self._measure_document_leak()
         if error <= PACKING_TOLERANCE.get(self.dtype, 1e-3):
@@ -410,13 +463,15 @@ class FSDPBackend:
             )
 
     def _all_reduce_max(self, local_number: int) -> int:
-        """Return the largest of the numbers of all ranks."""
+        """Return the largest `local_number` of all ranks."""
         largest = torch.tensor([local_number], device=self.world.device)
         all_reduce(largest, ReduceOp.MAX, group=self.world.dp_group)
         return int(largest.item())
 
     def _measure_document_leak(self) -> float:
-        """Return by how much a document depends on the one before it, relative."""
+        """Return the relative change of a packed document's hidden states with the document before
+        it; infinity where a number is not finite.
+        """
         vocab_size = read_positive_int(self.hf_config, "vocab_size")
         generator = torch.Generator().manual_seed(0)
         first, other, second = (
@@ -433,8 +488,9 @@ class FSDPBackend:
         return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
     def _needs_full_logits(self) -> bool:
-        """Whether the head has more than a weight (a bias, which must learn), or hidden states
-        times the weight, capped, are not the model's logits, at nine tokens.
+        """Return whether log-probs need the model's own head: the head has more than a weight (such
+        as a bias, which must learn), or hidden states times the weight, capped, differ from the
+        model's logits at nine tokens. Warn on rank 0 where they do.
         """
         tokens = torch.arange(9) % read_positive_int(self.hf_config, "vocab_size")
         positions = torch.arange(9)[None].to(self.world.device)
@@ -483,7 +539,9 @@ class FullLogitsHead:
         with_entropy: bool,
         with_sum_squares: bool,
     ) -> HeadOutputs:
-        """`hidden_SH`: logits [R, V] of the rows."""
+        """Return the log-probs of the targets, and entropies and sums of squared probabilities
+        where requested. `hidden_SH` holds the logits [R, V] of the rows.
+        """
         log_p_RV = (hidden_SH.float() / temperature).log_softmax(-1)
         return HeadOutputs(
             log_p_RV.gather(1, micro_batch.targets[:, None])[:, 0],
@@ -499,36 +557,51 @@ class FullLogitsHead:
         log_probs_R: Tensor,
         token_ids_RK: Tensor,
     ) -> Tensor:
+        """Return the log-probs [R, K] of the tokens `token_ids_RK`, with grad. `hidden_SH` holds
+        the logits [R, V] of the rows.
+        """
         return (hidden_SH.float() / temperature).log_softmax(-1).gather(1, token_ids_RK.long())
 
     @torch.no_grad()
     def find_likeliest_tokens(
         self, hidden_SH: Tensor, micro_batch: MicroBatch, temperature: float, num_top: int
     ) -> tuple[Tensor, Tensor]:
+        """Return ([R, K] ids, [R, K] log-probs) of the `num_top` likeliest tokens, the likeliest
+        first, without grad. `hidden_SH` holds the logits [R, V] of the rows.
+        """
         return _top_log_probs(hidden_SH, temperature, num_top)
 
     def make_report(self) -> HeadReport:
+        """Return the report that names the role and says that all logits are made by the model's
+        own head.
+        """
         return self._head_report
 
 
 def _top_log_probs(logits_RV: Tensor, temperature: float, num_top: int) -> tuple[Tensor, Tensor]:
+    """Return (ids [R, K], log-probs [R, K]) of the `num_top` likeliest tokens, the likeliest first.
+    """
     log_probs_RK, ids_RK = (logits_RV.float() / temperature).log_softmax(-1).topk(num_top, -1)
     return ids_RK, log_probs_RK
 
 
 def to_local_tensor(tensor: Any) -> Tensor:
-    """This rank's piece of a DTensor; another tensor as it is. The memory is the tensor's own."""
+    """Return this rank's piece of a DTensor, or any other tensor as it is; the memory is shared,
+    not copied.
+    """
     held: Tensor = tensor._local_tensor if hasattr(tensor, "_local_tensor") else tensor
     return held
 
 
 def _compute_relative_distance(measured: Tensor, expected: Tensor) -> float:
+    """Return |measured - expected| / |expected|, in Euclidean norms."""
     return float((measured - expected).norm() / expected.norm())
 
 
 def _enable_layer_recompute(layers: Sequence[nn.Module], model_type: str) -> None:
-    """Keep only the inputs of each layer. The layer alone is told that it trains: what is in it has
-    no dropout. Raises ValueError where transformers' layers cannot.
+    """Make each layer keep only its inputs and recompute the rest in the backward pass. Only the
+    layer itself is put in training mode, so the modules inside keep dropout off. Raise ValueError
+    where the layers of transformers cannot recompute.
     """
     if not layers or not all(hasattr(layer, "gradient_checkpointing") for layer in layers):
         raise ValueError(
@@ -542,6 +615,9 @@ def _enable_layer_recompute(layers: Sequence[nn.Module], model_type: str) -> Non
 
 
 def _checkpoint_layer(function: Any, *args: Any) -> Any:
+    """Run `function` with torch's non-reentrant activation checkpointing, without saving random
+    states.
+    """
     return torch.utils.checkpoint.checkpoint(
         function, *args, use_reentrant=False, preserve_rng_state=False
     )

@@ -55,6 +55,10 @@ class FSDPStepOptimizer:
         self.scheduler = make_lr_and_decay_schedules(self.adam, optim, num_steps)
 
     def step(self, losses: Tensor | None = None) -> OptimizerStepResult:
+        """Clip the gradients and take one optimizer step, unless a gradient, the norm or a loss is
+        not finite on some rank: then change nothing and report a skipped step. All ranks must call
+        it.
+        """
         verdict, grad_norm = self.check_finiteness(losses)
         if verdict != FINITE:
             return OptimizerStepResult(grad_norm, self.lr, is_skipped=True)
@@ -67,6 +71,10 @@ class FSDPStepOptimizer:
         return OptimizerStepResult(grad_norm, self.lr, is_skipped=False)
 
     def check_finiteness(self, losses: Tensor | None) -> tuple[int, float]:
+        """Return (verdict, gradient norm), the same on all ranks: `nonfinite.FINITE`, INFINITE or
+        NAN over gradients and `losses`, and the global norm before clipping. All ranks must call
+        it.
+        """
         gradients = list(self.get_local_gradients().values())
         device = self.world.device
         norms = [
@@ -82,14 +90,18 @@ class FSDPStepOptimizer:
         return verdict, choose_reported_grad_norm(verdict, grad_norm)
 
     def zero_grad(self) -> None:
+        """Clear the gradients of all parameters."""
         self.adam.zero_grad()
 
     @property
     def lr(self) -> float:
+        """Return the current learning rate."""
         return float(self.adam.param_groups[0]["lr"])
 
     def get_local_gradients(self) -> dict[str, Tensor]:
-        """This rank's parts, of the parameters that took part."""
+        """Return this rank's pieces of the gradients by parameter name, without parameters that
+        have no gradient.
+        """
         named: dict[str, Any] = {
             name: parameter.grad for name, parameter in self.parameters.items()
         }
@@ -98,7 +110,9 @@ class FSDPStepOptimizer:
         }
 
     def get_moment_tensors(self) -> dict[str, Tensor]:
-        """The moments as DTensors, by the names that they have in a checkpoint."""
+        """Return the two Adam moments of each parameter as DTensors, by their names in a checkpoint
+        (`optimizer.exp_avg.<parameter>`).
+        """
         held = {name: self.adam.state[parameter] for name, parameter in self.parameters.items()}
         return {
             f"optimizer.{kind}.{name}": state[kind]
@@ -107,12 +121,13 @@ class FSDPStepOptimizer:
         }
 
     def list_state_tensors(self) -> list[Tensor]:
+        """Return this rank's local pieces of the Adam moments."""
         moments: list[Any] = list(self.get_moment_tensors().values())
         return [moment.to_local() for moment in moments]
 
     def load_scheduler_state(self, scheduler_state: dict[str, Any]) -> None:
-        """Go on after so many steps; the schedules themselves are the configuration's. The moments
-        are loaded apart.
+        """Set the number of steps taken from a saved schedule state, for the schedule and for Adam;
+        the schedule's settings stay those of the configuration. Moments are loaded elsewhere.
         """
         self.scheduler.num_steps = 0
         self.scheduler.override_opt_param_scheduler = True

@@ -103,24 +103,34 @@ class MegatronBackend:
 
     @property
     def run_passes(self) -> Callable[[PackedBatch, RowsFunction, bool], list[Tensor]]:
+        """Return the function that runs the chunks over packed micro-batches, with or without a
+        backward pass.
+        """
         return partial(run_micro_batches, self.chunks, self.world, replay=self._router_replay)
 
     @property
     def _router_replay(self) -> RouterReplay | None:
+        """Return the replay of recorded expert routes, or None where routing is not replayed."""
         return None if self.routes is None else self.routes.router_replay
 
     @property
     def has_router_terms(self) -> bool:
+        """Return whether the routers have loss terms or moving biases, so that a training pass must
+        know the document of each token.
+        """
         return self.router_terms is not None
 
     @property
     def run_training_passes(self) -> Callable[[PackedBatch, RowsFunction], list[Tensor]]:
+        """Return the function that runs the chunks forward and backward over packed micro-batches,
+        with the loss terms of the routers.
+        """
         run = partial(run_micro_batches, self.chunks, self.world, forward_only=False)
         return partial(run, routers=self.router_terms, replay=self._router_replay)
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
-        """Clear the gradients and start the terms of the routers. Loads that must be known before
-        cost a forward pass.
+        """Clear the gradients and start the loss terms of the routers. A global load-balancing loss
+        costs a forward pass here, which counts the loads.
         """
         for chunk in self.chunks:
             chunk.zero_grad_buffer()
@@ -148,18 +158,28 @@ class MegatronBackend:
         terms.begin_pass(*packed_batch.forwarded_counts)
 
     def end_training_pass(self) -> dict[str, float]:
+        """Return this replica's share of the routers' loss terms, and the metrics of the route
+        replay, by name.
+        """
         terms = {} if self.router_terms is None else self.router_terms.finish_pass()
         return terms if self._router_replay is None else terms | self._router_replay.finish_pass()
 
     def update_router_biases(self) -> None:
+        """Move the biases of the experts by the loads of the last pass, where the model has such
+        biases.
+        """
         if self.router_terms is not None:
             self.router_terms.update_expert_biases()
 
     @property
     def export_world(self) -> World:
+        """Return the world that a weight sync or an export gathers from: the backend's own."""
         return self.world
 
     def make_head(self, role: str, chunk_size: int, kernels: KernelsConfig) -> LogProbHead:
+        """Return the policy's head with the kernel that `kernels` selects, for this rank's shard of
+        the vocabulary.
+        """
         return LogProbHead(
             role,
             self._head_weight,
@@ -172,16 +192,24 @@ class MegatronBackend:
         )
 
     def _head_weight(self) -> nn.Parameter:
+        """Return the weight of the last chunk's output head."""
         return get_head_weight(self.model.chunks[-1])
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
+        """Return [R] values of the rows, by the last chunk's value head."""
         return get_value_head(self.model.chunks[-1]).compute_values(hidden_SH, rows_R)
 
     @property
     def watched_modules(self) -> Sequence[nn.Module]:
+        """Return the modules in which a pass is watched for numbers that are not finite: this
+        rank's chunks.
+        """
         return self.chunks
 
     def list_part_tensors(self, part: TrainerPart) -> Iterable[Tensor]:
+        """Return the tensors that hold the memory of a part. A frozen model returns its parameters
+        for each part but "optimizer".
+        """
         if part == "optimizer":
             return self.optimizer.list_state_tensors()
         if self.chunks is self.model.chunks:  # frozen
@@ -193,6 +221,9 @@ class MegatronBackend:
     def begin_phase(
         self, optim: OptimConfig, num_steps: int, keeps_main_params: bool = False
     ) -> None:
+        """Make a fresh optimizer with its schedules, or, with `keeps_main_params`, reset the
+        present one and keep its float32 parameters.
+        """
         chunks: Any = self.chunks
         if keeps_main_params:
             self.optimizer = reset_optimizer(
@@ -204,38 +235,56 @@ class MegatronBackend:
             )
 
     def gather_parameters(self) -> None:
+        """Gather the parameters that the last optimizer step updated on other ranks; do nothing for
+        a frozen model.
+        """
         if self.chunks is not self.model.chunks:
             gather_updated_parameters(self.chunks)
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+        """Yield each rule of this rank's stage with the rank's shard, or with None for an expert of
+        other ranks.
+        """
         return iterate_local_shards(self.chunks, self.table)
 
     def load_weights(self, weight_source: WeightSource) -> None:
+        """Fill the parameters of this rank from `weight_source`."""
         load_weights_on_rank(self.chunks, self.table, weight_source, self.world)
 
     @torch.no_grad()
     def copy_weights_from(self, source_backend: MegatronBackend) -> None:
+        """Copy all weights of another Megatron backend with the same layout and architecture into
+        this one.
+        """
         source = collect_named_weights(source_backend.chunks)
         for name, parameter in collect_named_weights(self.chunks).items():
             parameter.copy_(source[name])
 
     def named_parameters(self) -> Mapping[str, Tensor]:
+        """Return this rank's parameters by global name."""
         return collect_named_parameters(self.chunks)
 
     def named_gradients(self) -> Mapping[str, Tensor]:
+        """Return this rank's float32 gradient buffers by global parameter name."""
         return {
             name: _get_main_grad(parameter)
             for name, parameter in collect_named_parameters(self.chunks).items()
         }
 
     def named_weights(self) -> Mapping[str, Tensor]:
+        """Return this rank's parameters, and buffers that are weights, by global name."""
         return collect_named_weights(self.chunks)
 
     def check_replicas(self) -> ReplicaReport:
+        """Compare the parameters and the optimizer state that this rank holds alike with other
+        ranks, and return the report. All ranks must call it.
+        """
         return compare_replicas(self.model.chunks, self.optimizer, self.world)
 
     def estimate_save_bytes(self) -> int:
-        """Copies hold the same; the first one counts."""
+        """Return about the bytes that this rank writes in a save: parameters, moments and float32
+        parameters. Only the first of several ranks with the same tensors counts them.
+        """
         place = self.world.coordinates
         counts = {
             False: place.dp == 0 and place.cp == 0,
@@ -251,6 +300,9 @@ class MegatronBackend:
         return sum(held) * a_parameter
 
     def stage_state_for_save(self, common_values: dict[str, Any] | None) -> StagedState:
+        """Copy the model to host memory to be written; with `common_values` also the optimizer, its
+        schedule and those values. All ranks must call it.
+        """
         if common_values is None:
             return stage_sharded_state(self._make_sharded_model_state())
         scheduler = self.optimizer.scheduler.state_dict()
@@ -263,6 +315,9 @@ class MegatronBackend:
         )
 
     def restore_state(self, directory: Path, common_values: dict[str, Any] | None) -> None:
+        """Load the model saved in `directory`; with `common_values`, as stored, also the optimizer
+        and the position of its schedule. All ranks must call it.
+        """
         if common_values is None:
             self._load_model_state(load_sharded_state(directory, self._make_sharded_model_state()))
             return
@@ -271,6 +326,9 @@ class MegatronBackend:
         self.optimizer.load_state_dict(loaded["optimizer"], common_values["scheduler"])
 
     def _load_model_state(self, loaded_state: dict[str, Any]) -> None:
+        """Load each chunk's tensors from `loaded_state`; raise AssertionError where a name is
+        missing or unexpected.
+        """
         for index, chunk in enumerate(self.chunks):
             mismatch = chunk.module.load_state_dict(loaded_state[f"model{index}"], strict=False)
             missing = [name for name in mismatch.missing_keys if not name.endswith(EXTRA_STATE)]
@@ -279,13 +337,15 @@ class MegatronBackend:
             )
 
     def _make_sharded_training_state(self, is_loading: bool) -> dict[str, Any]:
-        """Sharded tensors under names that do not depend on the layout; how they are grouped here
-        is not stored.
+        """Return the sharded tensors of model and optimizer. Their stored names do not depend on
+        the layout; the grouping of this dict is not stored.
         """
         model = self._make_sharded_model_state()
         return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
 
     def _make_sharded_model_state(self) -> dict[str, Any]:
+        """Return each chunk's sharded tensors, without extra state, under model0, model1 and so on.
+        """
         metadata = {"dp_cp_group": self.world.dp_cp_group}
         return {
             f"model{index}": drop_extra_state(chunk.module.sharded_state_dict(metadata=metadata))
@@ -294,5 +354,6 @@ class MegatronBackend:
 
 
 def _get_main_grad(parameter: Any) -> Tensor:
+    """Return the float32 gradient buffer that megatron attached to the parameter."""
     gradient: Tensor = parameter.main_grad  # set by megatron
     return gradient

@@ -271,7 +271,7 @@ def _initialize_adam_state(adam: torch.optim.Optimizer) -> None:
     """Moments exist before the first step; torch's AdamW runs its fused kernel.
 
     The fused Adams of Transformer Engine and Apex keep nothing else: they count steps in their
-    parameter groups, which `optimizer_state.load_state` sets. torch's counts in tensors; each
+    parameter groups, which `optimizer_state.load_optimizer_state` sets. torch's counts in tensors; each
     parameter gets one of its own, since torch counts a shared one up once a parameter.
     """
     is_torch = isinstance(adam, torch.optim.AdamW)

@@ -5,7 +5,7 @@ Tensors stay the objects that they are, and views stay views: a parameter, the f
 lies in, this rank's shard of it and its gradient share a storage, and only that is emptied and
 filled again. The same on every device; on a CPU the "device" is host memory too. A tensor without
 its bytes must not be touched: torch would read at address 0. What works with a part calls
-`require` first.
+`require_parts` first.
 """
 
 from __future__ import annotations
@@ -66,8 +66,9 @@ class OffloadableMemory:
         )  # parts whose host copy is what stands on the device
 
     def drop_parts(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Empty these parts' storages; what is dropped already stays so. Returns when the
-        memory is free.
+        """Free the device memory of these parts, after copying their bytes to host memory
+        (gradients are not copied, and unchanged parts not again); parts that are dropped already
+        stay dropped. The memory is free on return.
         """
         going = {
             part: self._collect_storages(part)
@@ -92,11 +93,11 @@ class OffloadableMemory:
     def restore_parts(
         self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False
     ) -> None:
-        """Undo `drop_parts`. On an accelerator the bytes are on their way when this returns;
-        `require_parts` waits for them.
+        """Give these parts their memory back, with their bytes (gradients: zeros). On an
+        accelerator the bytes are still on their way on return; `require_parts` waits for them.
 
-        `is_read_only`: they are dropped again as they are, which then needs no copy;
-        `require(is_changed=True)` is for whoever changes them after all.
+        With `is_read_only` the next drop of these parts needs no copy, because nothing changes
+        them; a caller that does change them calls `require_parts(will_change=True)` first.
         """
         for part in self._order_own_parts(parts):
             if part not in self._dropped_storages:
@@ -115,9 +116,10 @@ class OffloadableMemory:
                     _view_as_bytes(storage).zero_()
 
     def require_parts(self, parts: Sequence[TrainerPart], will_change: bool = False) -> None:
-        """Wait for parts. Call it before working with them; `will_change`: before changing them.
+        """Wait until these parts are on the device. Call it before working with them, with
+        `will_change` before changing them.
 
-        Raises RuntimeError where its bytes are not on the device.
+        Raise RuntimeError where a part is dropped.
         """
         missing = [part for part in parts if part in self._dropped_storages]
         if missing:
@@ -131,11 +133,12 @@ class OffloadableMemory:
             self._unchanged_parts.difference_update(parts)
 
     def is_dropped(self, part: TrainerPart) -> bool:
+        """Return whether the part's bytes are off the device."""
         return part in self._dropped_storages
 
     @property
     def device_bytes(self) -> int:
-        """The bytes of the storages that are on the device."""
+        """Return the bytes of the storages that are on the device."""
         return sum(
             size
             for part in self._tensor_getters
@@ -145,11 +148,11 @@ class OffloadableMemory:
 
     @property
     def host_bytes(self) -> int:
-        """The bytes of the copies in host memory, which are kept to be used again."""
+        """Return the bytes of the host copies, which stay allocated for reuse."""
         return sum(copy.num_bytes for copy in self._host_copies.values())
 
     def make_report(self) -> MemoryReport:
-        """Report what is held now."""
+        """Report the memory that is held now."""
         stats = measure_device_memory(self._device)
         return MemoryReport(
             held_bytes=self.device_bytes,
@@ -163,7 +166,9 @@ class OffloadableMemory:
         )
 
     def _order_own_parts(self, parts: Sequence[TrainerPart]) -> Iterator[TrainerPart]:
-        """Yield the parts in the order in which they are needed again."""
+        """Yield these parts, as far as the model has them, in the order parameters, gradients,
+        optimizer.
+        """
         return (
             part
             for part in ("parameters", "gradients", "optimizer")
@@ -171,8 +176,8 @@ class OffloadableMemory:
         )
 
     def _collect_storages(self, requested_part: TrainerPart) -> list[tuple[Storage, int]]:
-        """Return each storage once, with its bytes, without those that an earlier part has. The
-        part, and earlier ones, must not be dropped.
+        """Return each storage of the part once, with its bytes, without storages that an earlier
+        part has. The part, and earlier ones, must not be dropped.
         """
         seen: set[int] = set()
         for part in self._order_own_parts(TRAINER_PARTS):
@@ -187,6 +192,7 @@ class OffloadableMemory:
         raise AssertionError(f"the {self.role} has no {requested_part}")
 
     def _wait_for_restore(self, part: TrainerPart) -> None:
+        """Wait until a restored part's bytes are on the device."""
         mark = self._restore_marks.pop(part, None)
         if mark is not None:
             self._queue.wait_for_mark(mark)
@@ -201,20 +207,26 @@ class _HostCopy:
 
     @property
     def num_bytes(self) -> int:
+        """Return the allocated bytes."""
         return sum(piece.numel() for piece in self._pieces)
 
     def copy_from_device(self, storages: Sequence[tuple[Storage, int]]) -> None:
-        """Copy them here."""
+        """Begin to copy the storages to host memory, and allocate more of it where needed."""
         self._allocate_pieces(sum(_round_up_to_alignment(size) for _, size in storages))
         for mine, theirs in self._pair_with_storages(storages):
             mine.copy_(theirs, non_blocking=True)
 
     def copy_to_device(self, storages: Sequence[tuple[Storage, int]]) -> None:
-        """Copy them back, in the order in which they were taken."""
+        """Begin to copy the bytes back to the storages, which must come in the order of
+        `copy_from_device`.
+        """
         for mine, theirs in self._pair_with_storages(storages):
             theirs.copy_(mine, non_blocking=True)
 
     def _allocate_pieces(self, num_bytes: int) -> None:
+        """Allocate host memory in pieces where the present pieces are smaller than `num_bytes`
+        together.
+        """
         if self.num_bytes < num_bytes:
             self._pieces = []  # before the larger ones are allocated
             sizes = [PIECE_BYTES] * (num_bytes // PIECE_BYTES) + [num_bytes % PIECE_BYTES]
@@ -223,7 +235,9 @@ class _HostCopy:
     def _pair_with_storages(
         self, storages: Sequence[tuple[Storage, int]]
     ) -> Iterator[tuple[Tensor, Tensor]]:
-        """(here, there): the storages one after the other, cut where a piece ends."""
+        """Yield (host bytes, storage bytes) of equal size: the storages one after the other, cut
+        where a piece ends.
+        """
         at = 0
         for storage, size in storages:
             data = _view_as_bytes(storage)
@@ -237,7 +251,7 @@ class _HostCopy:
 
 
 def _view_as_bytes(storage: Storage) -> Tensor:
-    """[bytes] uint8, a view."""
+    """Return a [bytes] uint8 view of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

@@ -30,7 +30,7 @@ class OptimizerStateFormat:
 
     @staticmethod
     def from_megatron_config(megatron: MegatronConfig) -> OptimizerStateFormat:
-        """Read a layout's settings."""
+        """Return the format that a Megatron configuration selects."""
         first, second = (
             getattr(torch, name) for name in (megatron.exp_avg_dtype, megatron.exp_avg_sq_dtype)
         )
@@ -39,29 +39,33 @@ class OptimizerStateFormat:
 
     @property
     def is_default(self) -> bool:
-        """Whether torch's or another Adam keeps it as it is."""
+        """Return whether this is the plain format, float32 on the device, which any Adam keeps."""
         return self == OptimizerStateFormat()
 
     def get_state_dtypes(self) -> dict[str, torch.dtype]:
-        """Types by name in the state of a parameter."""
+        """Return the type of each tensor in a parameter's state, by name: exp_avg, exp_avg_sq and
+        fp32_param.
+        """
         return {
             **dict(zip(MOMENTS, (self.exp_avg, self.exp_avg_sq), strict=True)),
             MAIN: self.main_param,
         }
 
     def count_bytes_per_parameter(self, param_dtype: torch.dtype) -> tuple[int, int]:
-        """Bytes of a parameter of that type: (main parameter, both moments)."""
+        """Return the bytes of one element of a parameter of type `param_dtype`: (main parameter,
+        both moments). The main parameter takes 0 bytes where the parameter is float32 itself.
+        """
         return self.main_param.itemsize * (
             param_dtype != torch.float32
         ), self.exp_avg.itemsize + self.exp_avg_sq.itemsize
 
 
 def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
-    """Return the float32 numbers that `encode_float32_state` put into `stored_state`, on the device
-    of `model_param`; `stored_state` where it is float32.
+    """Return the float32 numbers that `encode_float32_state` stored in `stored_state`, on the
+    device of `model_param`; a float32 `stored_state` is returned as it is.
 
-    int16 is what a float32 parameter has beyond the bfloat16 one beside it: the difference
-    of their bits.
+    An int16 state holds the difference between the bits of a float32 parameter and those of the
+    bfloat16 parameter beside it.
     """
     if stored_state.dtype == torch.float32:
         return stored_state
@@ -78,9 +82,9 @@ def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
 
 
 def encode_float32_state(stored_state: Tensor, float32_value: Tensor, model_param: Tensor) -> None:
-    """Keep float32 numbers in the type of `stored_state`. Exact as int16, where `model_param` is
-    `float32_value` rounded to bfloat16, but for numbers in the middle of two: they may come back
-    smaller by one unit of float32.
+    """Store float32 numbers in `stored_state`, in its type. As int16 the numbers come back exactly
+    where `model_param` is `float32_value` rounded to bfloat16, except numbers halfway between two
+    bfloat16 values, which may come back smaller by one unit of float32.
     """
     if stored_state.dtype == torch.int16:
         bits = float32_value.to(model_param.device).view(torch.int32) - (

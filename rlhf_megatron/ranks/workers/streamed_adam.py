@@ -204,7 +204,7 @@ class _OptimizerPiece:
         return len(set(kinds)) == 1 and place == end
 
     def decoding_params(self, stored_state: Tensor) -> Tensor:
-        """Return what one of `stored_state` is read beside: see `kept_state.restored`. On the
+        """Return what one of `stored_state` is read beside: see `optimizer_state_format.decode_float32_state`. On the
         stream that copies.
         """
         return torch.cat(self.models) if stored_state.dtype == torch.int16 else self.models[0]

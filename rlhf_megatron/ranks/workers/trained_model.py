@@ -104,11 +104,11 @@ class TrainedModel:
     def _run_optimizer_step(
         self, pass_result: _PassResult, packed_batch: PackedBatch, capsule_dir: Path | None
     ) -> UpdateResult | None:
-        """The optimizer step after a pass over `packed_batch`. The result on leaders;
-        None elsewhere.
+        """Take the optimizer step after a pass over `packed_batch`, and return the update's result
+        on leaders; None elsewhere. A skipped step adds a report to `skip_reports`.
 
-        `capsule_dir`: where the weights go when the step is skipped; only those of the first such
-        step with this name do.
+        `capsule_dir` receives the weights when the step is skipped, but only for the first skipped
+        step in a row with this directory.
         """
         if self.role == "actor" and faults.reach_fault_point("actor.before_optimizer_step"):
             _inject_fault(self.backend.named_gradients(), math.nan)
@@ -129,8 +129,8 @@ class TrainedModel:
     def _rerun_pass(
         self, packed_batch: PackedBatch, row_loss: RowLossFunction
     ) -> UpdateResult | None:
-        """A pass without the optimizer step, watched; `take_skip_reports` tells what was seen, of a
-        finite pass too.
+        """Run a watched training pass without the optimizer step, add a report to `skip_reports`
+        (also where all numbers are finite), and return the result on leaders; None elsewhere.
         """
         with NonFiniteWatch(self.backend.watched_modules) as watch:
             done = self._run_training_pass(packed_batch, row_loss, watch)
@@ -148,22 +148,24 @@ class TrainedModel:
         )
 
     def take_skip_reports(self) -> list[NonFiniteReport]:
-        """Take what this rank saw in the steps that were skipped since the last call,
-        in their order.
+        """Return this rank's reports on the steps that were skipped since the last call, in order,
+        and clear them. `rerun_forward_backward` adds a report, too.
         """
         taken = list(self.skip_reports)
         self.skip_reports.clear()
         return taken
 
     def check_replicas(self) -> ReplicaReport:
-        """Compare what this rank holds alike with others."""
+        """Compare the tensors that this rank holds alike with other ranks, and return the report.
+        All ranks must call it.
+        """
         self.offloadable_memory.require_parts(["parameters", "optimizer"])
         self.backend.gather_parameters()
         return self.backend.check_replicas()
 
     def save_weights(self, directory: Path) -> str:
-        """Model and random states into a capsule; "" or why they could not be written.
-        See `ranks.workers.capsule_weights`.
+        """Write model and random states into a capsule; return "" or the reason why they could not
+        be written. See `ranks.workers.capsule_weights`.
         """
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
@@ -172,8 +174,8 @@ class TrainedModel:
         )
 
     def load_weights(self, directory: Path) -> None:
-        """The model of a capsule, under any layout. The optimizer stays as it is. Raises
-        ValueError as `load`.
+        """Load the model of a capsule, which may come from another layout. The optimizer stays as
+        it is. Raise ValueError as `load`.
         """
         self.offloadable_memory.require_parts(["parameters"], will_change=True)
         self.backend.restore_state(directory / WEIGHTS, None)
@@ -184,10 +186,16 @@ class TrainedModel:
         row_loss: RowLossFunction,
         nonfinite_watch: NonFiniteWatch | None = None,
     ) -> _PassResult:
+        """Run the loss forward and backward over all micro-batches from zero gradients, and return
+        the losses, metric sums and row values of this rank.
+        """
         self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         names: list[str] = []
 
         def collect_rows(micro_batch: MicroBatch, hidden_states: Tensor) -> RowsResult:
+            """Return (the loss of a micro-batch, 0, its loss, metrics and row values in one flat
+            tensor).
+            """
             value, sums, rows_R = row_loss(hidden_states[0], micro_batch)
             if nonfinite_watch is not None:
                 nonfinite_watch.record_tensor(
@@ -213,6 +221,9 @@ class TrainedModel:
     def _make_update_result(
         self, pass_result: _PassResult, step_result: OptimizerStepResult
     ) -> UpdateResult | None:
+        """Return the metric sums, summed over cp ranks, and the step's result on leaders; None
+        elsewhere.
+        """
         if pass_result.metric_sums is None:  # not on the last stage
             return None
         totals = sum_over_cp(pass_result.metric_sums, self.world)
@@ -225,6 +236,9 @@ class TrainedModel:
     def _make_nonfinite_report(
         self, pass_result: _PassResult, packed_batch: PackedBatch, grad_norm: float
     ) -> NonFiniteReport:
+        """Return the report on numbers of this rank that are not finite: gradients, parameters,
+        losses and row values.
+        """
         values = (
             torch.cat(pass_result.row_values).cpu() if pass_result.row_values else torch.zeros(0)
         )
@@ -240,8 +254,8 @@ class TrainedModel:
         )
 
     def _write_capsule(self, report: NonFiniteReport, capsule_dir: Path | None) -> NonFiniteReport:
-        """`report`, once the weights have been written where they are wanted. All
-        ranks decide alike.
+        """Write the weights into `capsule_dir`, unless it is None or was written last, and return
+        the report with the outcome. All ranks decide alike.
         """
         if capsule_dir is None or capsule_dir == self._last_capsule:
             return report
@@ -250,7 +264,9 @@ class TrainedModel:
         return replace(report, has_weights=not error, error=error)
 
     def reset_optimizer(self, phase: str) -> None:
-        """Enter a phase with a fresh optimizer. Raises ValueError for an unknown one."""
+        """Enter a phase with a fresh optimizer; float32 main parameters are kept. Raise ValueError
+        for an unknown phase.
+        """
         self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         if phase not in self.phases:
             raise ValueError(f"unknown phase {phase!r}; known: {', '.join(self.phases)}.")
@@ -258,15 +274,15 @@ class TrainedModel:
         self._begin_current_phase(keeps_main_params=True)
 
     def replace_weights(self, weight_source: WeightSource) -> None:
-        """Become the model of `weight_source`, with a fresh optimizer of the current phase."""
+        """Load the weights of `weight_source`, with a fresh optimizer of the current phase."""
         self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         self.backend.gather_parameters()
         self.backend.load_weights(weight_source)
         self._begin_current_phase()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """This rank's shards with their table rules, all gathered. Raises on numbers that
-        are not finite.
+        """Yield the table's rules with this rank's shards, after gathering updated parameters.
+        Raise ValueError on all ranks where a weight is not finite.
         """
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
@@ -274,7 +290,7 @@ class TrainedModel:
         return self.backend.export_shards()
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Free the device's memory of these parts."""
+        """Free the device memory of these parts, after gathering updated parameters."""
         if "parameters" in parts and not self.offloadable_memory.is_dropped("parameters"):
             self.offloadable_memory.require_parts(["parameters"])
             self.backend.gather_parameters()
@@ -284,11 +300,13 @@ class TrainedModel:
     def onload(
         self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False
     ) -> None:
-        """Undo `offload`."""
+        """Give these parts their device memory and bytes back; `is_read_only` promises that nothing
+        changes them before the next `offload`.
+        """
         self.offloadable_memory.restore_parts(parts, is_read_only)
 
     def memory_report(self) -> MemoryReport:
-        """Report what this rank holds now."""
+        """Report the memory that this rank holds now."""
         return self.offloadable_memory.make_report()
 
     def estimate_save_bytes(self) -> int:
@@ -296,7 +314,9 @@ class TrainedModel:
         return self.backend.estimate_save_bytes()
 
     def begin_save(self, directory: Path) -> None:
-        """Copy what is saved to host memory, and begin to write it."""
+        """Copy model, optimizer and phase to host memory, and begin to write them in the
+        background. One save may run at a time.
+        """
         self.offloadable_memory.require_parts(["parameters", "optimizer"])
         assert self._background_save is None, "one save at a time"
         self.backend.gather_parameters()
@@ -307,18 +327,20 @@ class TrainedModel:
         )
 
     def is_save_done(self) -> bool:
-        """This rank writes nothing any more."""
+        """Return whether this rank has no files left to write: there is no save, or its files are
+        written or failed.
+        """
         return self._background_save is None or self._background_save.is_done
 
     def finish_save(self, timeout_s: float) -> SaveResult:
-        """End what `begin_save` began."""
+        """Wait for the save that `begin_save` began, and return its files or error."""
         assert self._background_save is not None, "no save was begun"
         save = self._background_save
         self._background_save = None
         return save.finish(timeout_s)
 
     def save(self, directory: Path) -> None:
-        """`begin_save` and `finish_save`. Raises OSError."""
+        """Save model, optimizer and phase, and wait for the files. Raise OSError."""
         directory.parent.mkdir(parents=True, exist_ok=True)
         self.begin_save(directory)
         result = self.finish_save(SAVE_TIMEOUT_S)
@@ -326,7 +348,9 @@ class TrainedModel:
             raise OSError(result.error)
 
     def load(self, directory: Path) -> None:
-        """Become what was saved. Raises ValueError."""
+        """Load a saved model with its optimizer, and enter its phase. Raise ValueError where it
+        does not fit.
+        """
         self.offloadable_memory.require_parts(TRAINER_PARTS, will_change=True)
         plain = load_plain_values(directory)
         if plain["phase"] != self.phase_name:
@@ -334,12 +358,13 @@ class TrainedModel:
         self.backend.restore_state(directory, plain)
 
     def _begin_current_phase(self, keeps_main_params: bool = False) -> None:
+        """Start the optimizer and schedules of the current phase."""
         phase = self.phases[self.phase_name]
         self.backend.begin_phase(phase.optim, phase.num_steps, keeps_main_params)
 
 
 def _inject_fault(tensors: Mapping[str, Tensor], added_value: float) -> None:
-    """The damage that a fault plan asks for: `added_value` added to one element of the first of a
-    rank's tensors.
+    """Add `added_value` to one element of a rank's first tensor: the damage that a fault plan
+    requests.
     """
     next(iter(tensors.values())).data.view(-1)[0] += added_value

@@ -101,7 +101,7 @@ def list_unprotected_accesses(active_layers: tuple[str, ...]) -> list[str]:
 
 
 class LocalSandbox:
-    """See `base.Sandbox`. Started at the first program, by the thread that uses it."""
+    """See `ProgramSandbox`. Started at the first program, by the thread that uses it."""
 
     def __init__(self, settings: SandboxSettings, timeout_s: float) -> None:
         """`timeout_s`: of one run."""
@@ -172,7 +172,7 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def open_session(self, program: SandboxProgram) -> Iterator[LocalSandboxSession]:
-        """See `base.Sandbox`."""
+        """See `ProgramSandbox`."""
         if self._control is None:
             self.start_guardian()
         session = LocalSandboxSession(self, program)
@@ -212,7 +212,7 @@ class LocalSandbox:
         return str(told["why"]) if told["why"] else None
 
     def close(self) -> None:
-        """See `base.Sandbox`."""
+        """See `ProgramSandbox`."""
         control = self._control
         process = self._process
         self._control = self._process = None

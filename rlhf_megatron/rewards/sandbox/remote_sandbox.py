@@ -37,7 +37,7 @@ print("\\n" + {mark!r} + _value)
 
 @dataclass(frozen=True)
 class RemoteSandbox:
-    """See `base.Sandbox`."""
+    """See `ProgramSandbox`."""
 
     endpoint: RewardEndpoint
     protocol: Protocol
@@ -46,11 +46,11 @@ class RemoteSandbox:
 
     @contextlib.contextmanager
     def open_session(self, program: SandboxProgram) -> Iterator[RemoteSandboxSession]:
-        """See `base.Sandbox`. Each run is a request of its own."""
+        """See `ProgramSandbox`. Each run is a request of its own."""
         yield RemoteSandboxSession(self, program)
 
     def close(self) -> None:
-        """See `base.Sandbox`."""
+        """See `ProgramSandbox`."""
 
 
 @dataclass(frozen=True)

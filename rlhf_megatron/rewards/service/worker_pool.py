@@ -70,7 +70,7 @@ class RewardWorkerPool:
         self._selector.register(self.template_process.control, selectors.EVENT_READ)
 
     def wait_until_ready(self) -> TemplateProcess:
-        """Raises what `TemplateProcess.await_ready` does."""
+        """Raises what `TemplateProcess.wait_until_ready` does."""
         assert self.template_process is not None, "the pool is not started"
         if not self._is_ready:
             self.template_process.wait_until_ready()

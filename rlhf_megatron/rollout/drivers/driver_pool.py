@@ -48,9 +48,10 @@ connect_through_gate: Callable[[str, int], socket.socket] | None = None
 def choose_driver_counts(
     gate_by_engine: Sequence[str], num_requested: int | None
 ) -> tuple[int, int]:
-    """Drivers on this machine for the engines whose machines start none, and on each other machine.
-    `gate_by_engine`: where the machine of each engine starts some, or "".
-    `num_requested`: `rollout.num_drivers`.
+    """Return how many drivers this machine starts for the engines without a gate, and how many each
+    other machine with a gate starts. `gate_by_engine`: for each engine the HOST:PORT at which its
+    machine starts drivers, or "". `num_requested`: `rollout.num_drivers`, which both numbers
+    follow; None chooses them by the number of engines and cores.
     """
     hosts = Counter(gate.rpartition(":")[0] for gate in gate_by_engine)
     near = hosts.pop("", 0)
@@ -66,8 +67,9 @@ def choose_driver_counts(
 
 
 class DriverPool:
-    """The drivers of this process: its questions go through `count` of them, and through
-    `count_elsewhere` on each machine with engines that starts some, until `close`.
+    """The drivers of this process. Until `close`, the generation queries of this process go through
+    `num_local` drivers on this machine, and `num_per_machine` on each other machine that has
+    engines and a driver gate.
     """
 
     def __init__(self, num_local: int, num_per_machine: int = 0) -> None:
@@ -80,16 +82,19 @@ class DriverPool:
 
     @property
     def pids(self) -> list[int]:
+        """Return the process ids of the drivers on this machine."""
         return [driver.pid for driver in self._local_drivers]
 
     @property
     def are_all_ready(self) -> bool:
-        """All have said that they are there."""
+        """Return whether every driver has sent its first sign of life since it was started."""
         return all(driver.is_ready for driver in self._iterate_drivers())
 
     def send_query(self, query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
-        """Ask a driver, as `generation_queries.ask` asks an engine: one on the engine's machine
-        where there is one. Raises DriverLostError where the driver ends before it answers.
+        """Have the least busy driver send the query and return the samples of each request: a
+        driver on the engine's machine where there is one, else a local driver. Without local
+        drivers this process sends the query itself. Raise DriverLostError where the driver ends
+        before it answers, or where no driver is left.
         """
         able = [
             driver
@@ -109,7 +114,9 @@ class DriverPool:
         ).send_query(query)
 
     def _get_machine_drivers(self, gate: str) -> Sequence[_DriverHandle]:
-        """The drivers of a machine, which start when they are asked for the first time."""
+        """Return the drivers of the machine with this gate; start them at the first call. Return
+        none where the gate is "" or other machines start no drivers.
+        """
         host = gate.rpartition(":")[0]
         if not host or connect_through_gate is None or not self._num_per_machine:
             return ()
@@ -124,19 +131,24 @@ class DriverPool:
         return self._remote_drivers[host]
 
     def _iterate_drivers(self) -> Iterator[_DriverHandle]:
+        """Iterate over all drivers, the local ones first."""
         return itertools.chain(self._local_drivers, *self._remote_drivers.values())
 
     def take_restart_count(self) -> int:
-        """Since the last time."""
+        """Return how often drivers were started again since the last call."""
         taken = self._num_restarts
         self._num_restarts = 0
         return taken
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """End all drivers; this process sends its queries itself from then on. Safe to call twice.
+        """
         http_client.run_in_event_loop(self._close_drivers(), _OPEN_TIMEOUT_S)
 
     async def _open_drivers(self, num_local: int) -> None:
+        """Start the local drivers and the heartbeat checks, and route the loop's queries through
+        this pool.
+        """
         http_client.set_connection_limit(max(1, num_local))
         self._local_drivers = [
             _LocalDriverHandle(number, self._count_restart)
@@ -146,6 +158,7 @@ class DriverPool:
         generation_queries.set_query_sender(self)
 
     async def _close_drivers(self) -> None:
+        """Stop the heartbeat checks, restore the direct queries, and end all drivers."""
         self._watch_task.cancel()
         generation_queries.set_query_sender(None)
         http_client.set_connection_limit(1)
@@ -153,6 +166,7 @@ class DriverPool:
             driver.close()
 
     async def _check_drivers_forever(self) -> None:
+        """Check the heartbeat of every driver every few seconds, until cancelled."""
         while True:
             await asyncio.sleep(_CHECK_INTERVAL_S)
             for driver in self._iterate_drivers():
@@ -163,8 +177,8 @@ class DriverPool:
 
 
 class _DriverHandle:
-    """Asks one driver, and starts it again where it ends. Used in the loop of
-    `rollout.http_client` alone.
+    """Send queries to one driver process, and start it again where it ends. Use it only in the loop
+    of `rollout.http_client`.
     """
 
     _channel: UnixMessageChannel | NetworkMessageChannel
@@ -181,17 +195,24 @@ class _DriverHandle:
 
     @property
     def num_open_queries(self) -> int:
+        """Return the number of queries that the driver has not answered."""
         return len(self._future_by_query)
 
     @property
     def is_ready(self) -> bool:
+        """Return whether the driver has sent a message since it was last started."""
         return self._num_starts == 0
 
     @property
     def is_given_up(self) -> bool:
+        """Return whether the driver failed to start too often and is not started again."""
         return self._num_starts > _MAX_FAILED_STARTS
 
     async def send_query(self, query: GenerationQuery) -> SampleGroups:
+        """Send the query to the driver and return the samples of each request. Raise what the query
+        raised in the driver, or DriverLostError. Where the waiting task is cancelled, tell the
+        driver to cancel the query.
+        """
         number = next(self._query_numbers)
         future = self._future_by_query[number] = asyncio.get_running_loop().create_future()
         self._channel.send_message(number, codec.encode_message_pieces(query))
@@ -202,7 +223,9 @@ class _DriverHandle:
                 self._channel.send_message(number)
 
     def check_heartbeat(self) -> None:
-        """End the driver if it has said nothing for a minute."""
+        """Count one more check without a message from the driver; after a minute of them, end the
+        driver and start it again.
+        """
         self._num_silent_checks += 1
         if self._num_silent_checks >= _MAX_SILENT_CHECKS and not self.is_given_up:
             logger.warning("%s hangs", self)
@@ -210,19 +233,25 @@ class _DriverHandle:
             self._restart_or_give_up()
 
     def close(self) -> None:
+        """End the driver, and fail its open queries with DriverLostError."""
         self._channel.close()
         self._end_process()
         self._fail_open_queries("the drivers were closed")
 
     def _start_driver(self) -> None:
-        """Begin to start it, with a new port."""
+        """Begin to start the driver, and set `_channel` to a new channel to it."""
         raise NotImplementedError
 
     def _end_process(self) -> tuple[str, bool]:
-        """End what is left of it. Returns how it has ended, and whether it did so by itself."""
+        """End what is left of the driver. Return how it ended, as the end of a sentence, and
+        whether it ended by itself.
+        """
         return "is gone", True
 
     def _handle_message(self, query_number: int, data: bytearray) -> None:
+        """Take a message of the driver: a heartbeat, or the answer to a query, which goes to the
+        query's future. Remove the route files of an answer that nobody awaits.
+        """
         self._num_starts = self._num_silent_checks = 0
         if query_number == HEARTBEAT:
             return
@@ -237,7 +266,9 @@ class _DriverHandle:
             future.set_exception(error)
 
     def _restart_or_give_up(self) -> None:
-        """Start the driver again, or give it up: its end of the connection is closed."""
+        """Fail the open queries and start the driver again, or give it up after too many failed
+        starts. The driver's end of the connection is closed already.
+        """
         how, is_own = self._end_process()
         self._fail_open_queries(f"{self} {how}")
         self._num_starts = max(1, self._num_starts + is_own)
@@ -254,6 +285,7 @@ class _DriverHandle:
         self._start_driver()
 
     def _fail_open_queries(self, exit_message: str) -> None:
+        """Fail all open queries with DriverLostError and remember the message."""
         self.exit_message = exit_message
         asked = self._future_by_query
         self._future_by_query = {}
@@ -263,29 +295,37 @@ class _DriverHandle:
 
 
 class _LocalDriverHandle(_DriverHandle):
-    """A child of this process."""
+    """A driver that is a child of this process."""
 
     def __str__(self) -> str:
         return f"driver{self._driver_number} (process {self.pid})"
 
     @property
     def pid(self) -> int:
+        """Return the driver's process id."""
         return self._process.pid
 
     def _start_driver(self) -> None:
+        """Start the driver process with one end of a socket pair, and open the channel on the other
+        end.
+        """
         ours, theirs = make_socket_pair()
         with theirs:
             self._process = start_driver_process(theirs, self._driver_number)
         self._channel = UnixMessageChannel(ours, self._handle_message, self._restart_or_give_up)
 
     def _end_process(self) -> tuple[str, bool]:
+        """Kill the driver and wait for its end. A negative exit code, of a signal, does not count
+        as its own failure.
+        """
         self._process.kill()
         code = self._process.wait()
         return f"has ended with code {code}", code >= 0  # whoever kills one may do so at any time
 
 
 class _RemoteDriverHandle(_DriverHandle):
-    """A child of another machine's gate, which ends it with the connection."""
+    """A driver that another machine's gate starts as its child, and ends when the connection ends.
+    """
 
     def __init__(self, driver_number: int, count_restart: Callable[[], None], gate: str) -> None:
         self.gate = gate
@@ -295,12 +335,16 @@ class _RemoteDriverHandle(_DriverHandle):
         return f"driver{self._driver_number} at {self.gate}"
 
     def _start_driver(self) -> None:
+        """Open a channel without a connection, and begin to connect it through the gate."""
         self._channel = NetworkMessageChannel(self._handle_message, self._restart_or_give_up)
         self._connect_task = asyncio.get_running_loop().create_task(
             self._connect_channel(self._channel)
         )
 
     async def _connect_channel(self, channel: NetworkMessageChannel) -> None:
+        """Connect the channel to a new driver through the gate, after a delay that grows with the
+        failed starts. Where it fails, restart or give up the driver.
+        """
         await asyncio.sleep((self._num_starts - 1) * _RECONNECT_DELAY_S)
         assert connect_through_gate is not None
         try:
@@ -316,7 +360,9 @@ class _RemoteDriverHandle(_DriverHandle):
 def start_driver_process(
     driver_socket: socket.socket, driver_number: int
 ) -> subprocess.Popen[bytes]:
-    """Start a driver of this machine, which ends with the other end of `driver_socket`."""
+    """Start a driver process on this machine and return it. It serves `driver_socket` and ends when
+    the other end of that socket closes.
+    """
     return subprocess.Popen(
         [
             sys.executable,

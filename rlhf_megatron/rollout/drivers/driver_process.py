@@ -29,13 +29,17 @@ HEARTBEAT_INTERVAL_S = 1.0
 
 
 class DriverServer:
-    """The work of a driver: its questions are tasks of one loop, by number."""
+    """Answer the controller's queries in a driver process; each query is a task of one loop, by its
+    number.
+    """
 
     def __init__(self) -> None:
         self._task_by_query: dict[int, asyncio.Task[None]] = {}
 
     async def serve_controller(self, connection: socket.socket) -> None:
-        """Answer the controller at the other end, until that is gone."""
+        """Answer queries that come over `connection` and send heartbeats, forever. The process
+        exits with code 0 when the controller's end is gone.
+        """
         self._channel: UnixMessageChannel | NetworkMessageChannel
         if connection.family == socket.AF_UNIX:
             self._channel = UnixMessageChannel(
@@ -50,7 +54,9 @@ class DriverServer:
             await asyncio.sleep(HEARTBEAT_INTERVAL_S)
 
     def _handle_message(self, query_number: int, data: bytearray) -> None:
-        """Begin with a question; without data, cancel it."""
+        """Start to answer the query in `data`; where `data` is empty, cancel the query of that
+        number.
+        """
         if data:
             self._task_by_query[query_number] = asyncio.get_running_loop().create_task(
                 self._answer_query(query_number, data)
@@ -59,6 +65,8 @@ class DriverServer:
             self._task_by_query[query_number].cancel()
 
     async def _answer_query(self, query_number: int, data: bytearray) -> None:
+        """Send the query to its engine, and send the samples, or the error, back to the controller.
+        """
         try:
             try:
                 # one of both is enough while the engine works
@@ -75,6 +83,7 @@ class DriverServer:
 
 
 def main() -> None:
+    """Run a driver with the command line of the module's docstring; it returns only by an error."""
     descriptor, number, *plugins = sys.argv[1:]
     faults.install_fault_plan_from_env(f"driver{number}")
     load_plugins(plugins)

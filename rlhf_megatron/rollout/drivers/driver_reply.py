@@ -36,6 +36,9 @@ class DriverReply:
 
     @staticmethod
     def from_error(error: Exception) -> DriverReply:
+        """Make the reply for a failed query; an error that is no known EngineError becomes a
+        RuntimeError.
+        """
         is_known = type(error) in _KNOWN_ERRORS
         words = str(error) if is_known else f"{type(error).__name__}: {error}"
         return DriverReply(
@@ -43,7 +46,9 @@ class DriverReply:
         )
 
     def read_groups(self) -> SampleGroups:
-        """Raises what the question has raised; RuntimeError for what is no EngineError."""
+        """Return the samples of each request. Raise the EngineError of a failed query again, and
+        RuntimeError for an error that was no EngineError.
+        """
         if self.error_name:
             kind = next(
                 (each for each in _KNOWN_ERRORS if each.__name__ == self.error_name), RuntimeError

@@ -21,13 +21,13 @@ _MAX_MESSAGES_AT_ONCE = 64  # messages; then others of the loop have their turn
 
 
 def make_socket_pair() -> tuple[socket.socket, socket.socket]:
-    """Return two connected ends, which keep messages apart."""
+    """Return two connected Unix sockets, which keep the borders of messages."""
     return socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
 
 class UnixMessageChannel:
-    """One end of the connection between controller and driver. Make and use it in the
-    loop that runs.
+    """One end of the connection between the controller and a driver on the same machine. Make and
+    use it in the running loop.
     """
 
     def __init__(
@@ -36,7 +36,9 @@ class UnixMessageChannel:
         on_message: Callable[[int, bytearray], None],
         on_closed: Callable[[], None],
     ) -> None:
-        """`on_message` is called with each message, `on_closed` when the other end is gone."""
+        """Read messages from `connection` in the running loop: call `on_message` with the number
+        and bytes of each, and `on_closed` when the other end is gone.
+        """
         self._connection = connection
         self._on_message = on_message
         self._on_closed = on_closed
@@ -47,17 +49,21 @@ class UnixMessageChannel:
 
     @property
     def is_outbox_empty(self) -> bool:
-        """Whether nothing waits to be sent."""
+        """Return whether nothing waits to be sent."""
         return not self._outbox
 
     def send_message(self, message_number: int, payload_parts: Sequence[codec.Buffer] = ()) -> None:
-        """Does not wait. What the other end does not read any more is lost."""
+        """Queue a message, send what the socket takes, and return at once. Messages that the other
+        end no longer reads are lost.
+        """
         self._outbox.append((message_number, payload_parts))
         if len(self._outbox) == 1:
             self._flush_outbox()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Close the connection and drop what waits to be sent, without calling `on_closed`. Safe to
+        call twice.
+        """
         if self._connection.fileno() >= 0:
             self._event_loop.remove_reader(self._connection)
             self._event_loop.remove_writer(self._connection)
@@ -65,6 +71,9 @@ class UnixMessageChannel:
             self._connection.close()
 
     def _flush_outbox(self) -> None:
+        """Send queued messages until the socket is full; the loop then calls this again when there
+        is room. Drop all messages where the socket fails.
+        """
         while self._outbox:
             try:
                 self._send_now(*self._outbox[0])
@@ -79,6 +88,9 @@ class UnixMessageChannel:
             self._event_loop.remove_writer(self._connection)
 
     def _send_now(self, message_number: int, payload_parts: Sequence[codec.Buffer]) -> None:
+        """Send one message, in the socket where it is small, else in a memory file whose descriptor
+        the socket carries. Raise BlockingIOError where the socket is full.
+        """
         size = sum(map(len, payload_parts))
         header = _HEADER.pack(message_number, size)
         if size <= _MAX_INLINE_BYTES:
@@ -92,6 +104,9 @@ class UnixMessageChannel:
             socket.send_fds(self._connection, [header], [file.fileno()])
 
     def _read_messages(self) -> None:
+        """Call `on_message` for the messages that are there, a limited number at once. Where the
+        other end is gone, close and call `on_closed`.
+        """
         for _ in range(_MAX_MESSAGES_AT_ONCE):
             try:
                 data, files, _, _ = socket.recv_fds(
@@ -116,8 +131,8 @@ class UnixMessageChannel:
 
 
 def _copy_file_content(descriptor: int, size: int) -> bytearray:
-    """A copy in memory of this process: the file is gone with it,
-    whatever becomes of the columns.
+    """Return the first `size` bytes of the file and close the descriptor. A copy, so that the
+    file's memory is freed, however long the columns live.
     """
     try:
         data = bytearray(size)

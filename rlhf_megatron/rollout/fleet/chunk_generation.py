@@ -68,6 +68,7 @@ class ServedVersions:
     all_versions: set[int] = field(default_factory=set)  # the current one too
 
     def set_current(self, version: int) -> None:
+        """Set the current version, and add it to the versions that engines have served."""
         self.current_version = version
         self.all_versions.add(version)
 
@@ -86,8 +87,9 @@ class FleetResources:
 
 
 class ChunkGeneration:
-    """The thread that has the fleet's lock calls `take_back_chunks`, `dispatch_chunks`,
-    `harvest_answers`, again and again; `wait_for_answers` and `add_chunk` need no lock.
+    """Generates the samples of chunks on the engines of a fleet. The thread that holds the fleet's
+    lock calls `take_back_chunks`, `dispatch_chunks`, `harvest_answers`, again and again;
+    `wait_for_answers` and `add_chunk` need no lock.
     """
 
     def __init__(
@@ -99,10 +101,10 @@ class ChunkGeneration:
         is_session: bool = False,
         keeps_failures: bool = False,
     ) -> None:
-        """`has_named_calls`: others work on the engines as well, so that calls are ended one by
-        one. `is_session`: it goes on over weight syncs, whose time does not count.
-        `keeps_failures`: what no engine can do is added to `failed_chunks`, where it would
-        raise otherwise.
+        """Queue `chunks`. `has_named_calls`: other work runs on the engines as well, so that calls
+        get names and are aborted one by one. `is_session`: the work goes on over weight syncs,
+        whose time does not count. `keeps_failures`: a chunk that no engine can do is added to
+        `failed_chunks`, instead of raising its error.
         """
         self._resources = resources
         self._supervisor = resources.supervisor
@@ -127,11 +129,13 @@ class ChunkGeneration:
 
     @property
     def is_finished(self) -> bool:
+        """Return whether no chunk waits or is on its way."""
         return not self._waiting_chunks and not self._task_by_call
 
     def take_back_chunks(self) -> None:
-        """Chunks of engines that serve no more. What such an engine still answers is
-        read by nobody.
+        """Queue the chunks again that were sent to engines that no longer serve, as failed ones.
+        Later answers of those engines are dropped. Raise EngineError where a chunk has used up its
+        retries.
         """
         if all(_is_answer_awaited(member, engine) for member, engine in self._call_counts):
             return
@@ -142,9 +146,11 @@ class ChunkGeneration:
                 self._retry_chunk(call.assignment, member.reason)
 
     def dispatch_chunks(self, version: int | None, other_load: OutstandingLoad) -> None:
-        """Send what the balancer has a place for. Raises EngineError when no engine is left.
+        """Send waiting chunks in order, as long as the balancer has a place for them. Raise
+        EngineError when no engine serves and none will come back.
 
-        `version`: that engines serve. `other_load`: other work that is on its way to them.
+        `version` is the version that the engines serve, and `other_load` other work that is on its
+        way to them.
         """
         if not self._waiting_chunks:
             return
@@ -164,7 +170,9 @@ class ChunkGeneration:
             self._send_chunk(self._waiting_chunks.popleft(), sent, version)
 
     def wait_for_answers(self) -> bool:
-        """Wait a moment. True: something has come."""
+        """Wait for an answer, or for `wake_waiter`, for about 0.1 s at most. Return whether one
+        came.
+        """
         has_come = self._wake_event.wait(POLL_S)
         self._wake_event.clear()
         return has_come
@@ -174,8 +182,11 @@ class ChunkGeneration:
         self._wake_event.set()
 
     def harvest_answers(self, version: int | None) -> list[tuple[RequestChunk, SampleGroups]]:
-        """Chunks whose samples have come and are accepted; the others wait to be sent again.
-        `version`: that engines serve now.
+        """Return the chunks whose answers came and are accepted, with the samples of each request.
+        Queue the chunks again whose answers failed, were aborted or come from wrong weights, and
+        mark the engines to blame. `version` is the version that the engines serve now. Raise
+        EngineError where a chunk has used up its retries, EngineRequestError where a request itself
+        is wrong.
         """
         accepted: list[tuple[RequestChunk, SampleGroups]] = []
         while self._ended_calls:
@@ -228,10 +239,11 @@ class ChunkGeneration:
         return accepted
 
     def add_chunk(self, chunk: RequestChunk) -> None:
+        """Queue a chunk behind the waiting ones."""
         self._waiting_chunks.append(chunk)
 
     def drop_chunks(self, chunks: Collection[RequestChunk]) -> None:
-        """These are wanted no more: engines are told to end them."""
+        """Drop these chunks, waiting or on their way, and abort their calls on the engines."""
         if not chunks:
             return
         gone = set(map(id, chunks))
@@ -244,7 +256,10 @@ class ChunkGeneration:
         self._abort_on_engines(dropped)
 
     def expire_late_calls(self) -> None:
-        """Chunks that have taken longer than `request_timeout_s` of the clock fail."""
+        """Fail the calls that run longer than `request_timeout_s`: mark their engines as failed,
+        queue their chunks again, and abort the calls. The time of weight syncs does not count in a
+        session.
+        """
         now = self._read_clock()
         most_s = self._resources.request_timeout_s
         late = list(takewhile(lambda call: now - call.sent_at > most_s, self._task_by_call))
@@ -259,7 +274,9 @@ class ChunkGeneration:
         self._abort_on_engines(late)
 
     def abandon_calls(self) -> None:
-        """Make the engines finish at once what nobody will read. Waits for them a moment."""
+        """Abort all calls on the engines, wait for that a few seconds at most, and remove the route
+        files of all answers, also of later ones.
+        """
         self._is_abandoned = True
         wait(self._abort_on_engines(self._task_by_call), timeout=_ABORT_TIMEOUT_S)
         for spawned in self._task_by_call.values():
@@ -269,6 +286,7 @@ class ChunkGeneration:
     def _send_chunk(
         self, chunk: RequestChunk, assignment: ChunkAssignment, version: int | None
     ) -> None:
+        """Start the call that generates the chunk's samples, and count it in the load."""
         name = make_call_name(chunk.num_samples) if self._has_named_calls else ""
         named = {"name": name} if name else {}
         timeout_s = self._resources.request_timeout_s + (_ALLOWANCE_S if self._is_session else 0.0)
@@ -282,27 +300,33 @@ class ChunkGeneration:
         )
 
     def _record_ended_call(self, call: ChunkCall, task: asyncio.Task[SampleGroups]) -> None:
+        """Note, in the event loop, that a call ended, and wake the waiting thread. Discard the
+        answer where this generation was abandoned.
+        """
         self._ended_calls.append((call, task))
         self._wake_event.set()
         if self._is_abandoned:
             self._discard_ended_calls()
 
     def _discard_ended_calls(self) -> None:
-        """Any thread may call it."""
+        """Drop the answers that were not harvested, with their route files. Any thread may call it.
+        """
         with suppress(IndexError):
             while True:
                 _discard_groups(self._ended_calls.popleft()[1])
 
     def _cancel_call(self, call: ChunkCall) -> None:
-        """Give up a call whose answer nobody reads. It must not keep its connection where the
-        engine never answers.
+        """Forget a call whose answer nobody reads, and cancel it after a minute, so that it does
+        not keep its connection where the engine never answers.
         """
         spawned = self._remove_call(call)
         if spawned is not None:
             spawned.cancel_after(_CANCEL_DELAY_S)
 
     def _remove_call(self, call: ChunkCall) -> http_client.EventLoopTask | None:
-        """Take a call off the books; None: it was not on its way."""
+        """Remove a call from the calls under way and from the load, and return its task; None where
+        the call is not under way.
+        """
         spawned = self._task_by_call.pop(call, None)
         if spawned is None:
             return None
@@ -314,7 +338,9 @@ class ChunkGeneration:
         return spawned
 
     def _abort_on_engines(self, calls: Iterable[ChunkCall]) -> list[Future[None]]:
-        """Make engines end these: all that they do, where nobody else asks them for anything."""
+        """Abort these calls on their engines, and in the router, in threads, and return the
+        futures. Where calls have no names, abort all calls of those engines.
+        """
         calls = list(calls)
         names = dict[FleetMember, list[str]]()
         of_router = [call.call_name for call in calls if call.assignment.member is None]
@@ -341,14 +367,19 @@ class ChunkGeneration:
         reason: str,
         mark_member: Callable[[FleetMember, str], None],
     ) -> None:
+        """Mark the engine of a failed call with `mark_member`, unless it was restarted or does not
+        serve any more. Where a router chose the engine, mark all serving engines as suspect.
+        """
         if assignment.member is None:
             self._supervisor.mark_all_suspect(reason)
         elif assignment.has_current_engine and assignment.member.state is MemberState.SERVING:
             mark_member(assignment.member, reason)
 
     def _retry_chunk(self, assignment: ChunkAssignment, reason: str, culprit: str = "") -> None:
-        """Ask for the chunk again, with the same seeds. `culprit`: a driver, which was lost; "":
-        whom it was sent to has failed. Raises EngineError when it has used up its retries.
+        """Queue the chunk again, first in line and with the same seeds, and count its failure.
+        `culprit` names a driver that was lost; "" means that the engine or router of the assignment
+        failed. A chunk that has used up its retries is given up: raise EngineError, unless failures
+        are kept.
         """
         chunk = assignment.chunk
         chunk.num_failures += not culprit
@@ -380,20 +411,23 @@ class ChunkGeneration:
         self._waiting_chunks.appendleft(chunk)
 
     def _give_up_chunk(self, chunk: RequestChunk, error: EngineError) -> None:
+        """Raise the error, or note the chunk with its error where failures are kept."""
         if not self._keeps_failures:
             raise error
         self.failed_chunks.append((chunk, error))
 
 
 def _discard_groups(task: asyncio.Task[SampleGroups]) -> None:
-    """Nobody reads what came: files that an engine has written for it go."""
+    """Remove the route files of a finished call whose samples nobody reads."""
     if not task.cancelled() and task.exception() is None:
         remove_route_files(sample.routes for group in task.result() for sample in group)
 
 
 def _is_answer_awaited(member: FleetMember | None, engine: InferenceEngine | None) -> bool:
-    """Whether what was sent there is still awaited. A router's connection breaks when the engine
-    behind it is killed, and one that is STALE aborts it.
+    """Return whether the answer of a call to this engine is still awaited: the member still has
+    this engine, and serves, is examined or commits. It is true for calls through a router (None),
+    whose connection breaks when the engine behind it is killed; an engine that becomes STALE aborts
+    them.
     """
     if member is None:
         return True
@@ -403,13 +437,14 @@ def _is_answer_awaited(member: FleetMember | None, engine: InferenceEngine | Non
 
 
 def get_version_spans(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
-    """Whole: of a sample that says nothing of spans, all tokens are of its version."""
+    """Return the version spans of the sample; one span over all tokens where the sample has none.
+    """
     return sample.version_spans or (VersionSpan(sample.policy_version, 0, len(sample.token_ids)),)
 
 
 def describe_wrong_version(groups: SampleGroups, version: int | None) -> str:
-    """Checks samples made between two syncs; `version`: the one that was served then, None: any.
-    Returns "" or the problem.
+    """Return "" where all samples, made between two syncs, come from the weights of `version`, else
+    a text of the wrong versions. None as `version` accepts any.
     """
     versions = {sample.policy_version for group in groups for sample in group}
     if version is None or versions <= {version}:
@@ -420,9 +455,10 @@ def describe_wrong_version(groups: SampleGroups, version: int | None) -> str:
 def describe_wrong_spans(
     groups: SampleGroups, version_when_sent: int | None, served_versions: ServedVersions
 ) -> str:
-    """Checks samples that went on over syncs. `version_when_sent`: the version served when they
-    were asked for. Returns "" where each token is of a version that engines had since
-    then, in order.
+    """Return "" where each token of these samples, generated over weight syncs, comes from a
+    version that engines have served since the request was sent, in rising order; else a text of the
+    problem. `version_when_sent` is the version that was served when the samples were requested;
+    None accepts any.
     """
     current = served_versions.current_version
     if version_when_sent is None or current is None:

@@ -32,7 +32,7 @@ def make_call_name(num_samples: int) -> str:
 
 
 def list_sample_names(call_name: str) -> list[str]:
-    """Returns the names of a call's samples."""
+    """Return the names of the samples of a call, by the number at the end of the call's name."""
     return [f"{call_name}-{index}" for index in range(int(call_name.rsplit("-", 1)[1]))]
 
 
@@ -72,10 +72,13 @@ class EngineCallLog:
         self._thread_numbers = itertools.count()
 
     def start_in_thread(self, engine: str, verb: str, make_call: Callable[[], T]) -> Future[T]:
-        """Run `make_call` in a thread of its own."""
+        """Run `make_call` in a daemon thread of its own, record it as a call of `verb` to `engine`,
+        and return the future of its result.
+        """
         future: Future[T] = Future()
 
         def run_recorded() -> None:
+            """Run and record the call, and put its result or error into the future."""
             try:
                 with self.record_call(engine, verb):
                     result = make_call()
@@ -95,30 +98,34 @@ class EngineCallLog:
         coroutine: Coroutine[Any, Any, T],
         on_done: Callable[[asyncio.Task[T]], None],
     ) -> http_client.EventLoopTask:
-        """Run `coroutine` in the loop of `rollout.http_client`, without a thread of its own. The
-        loop calls `on_done`.
+        """Start `coroutine` in the loop of `rollout.http_client`, record it as a call, and return
+        its task without waiting. The loop calls `on_done` with the task when it ends.
         """
         call = self.record_call(engine, verb)
 
         async def run_recorded() -> T:
+            """Await the coroutine, and end its record with it."""
             with call:
                 return await coroutine
 
         return http_client.EventLoopTask(run_recorded(), on_done)
 
     def record_call(self, engine: str, verb: str) -> EngineCallRecord:
-        """Return a call that is over at the end of a `with` block."""
+        """Add a record of a call that begins now, and return it: a context manager whose end ends
+        the call.
+        """
         call = EngineCallRecord(time.monotonic(), engine, verb)
         self._records.append(call)
         return call
 
     def list_recent_calls(self) -> list[EngineCallRecord]:
-        """The newest calls, oldest first."""
+        """Return the records of the newest calls, also of running ones, oldest first."""
         return list(self._records)
 
 
 class FairLock:
-    """Taken in the order in which it was asked for; whoever has it gets it again. Thread-safe.
+    """A lock that threads get in the order of their requests; the thread that holds it may take it
+    again. Thread-safe.
 
     threading.RLock is not fair: a session that polls could keep a weight sync waiting.
     """
@@ -132,17 +139,22 @@ class FairLock:
 
     @property
     def is_held_by_caller(self) -> bool:
+        """Return whether the calling thread holds the lock."""
         return bool(self._depth) and self._queue[0] is threading.current_thread()
 
     def read_unlocked_clock(self) -> float:
-        """Seconds that stand still while somebody has the lock: what engines have had to work."""
+        """Return a clock in seconds that stands still while any thread holds the lock; its
+        differences are the time that engines had for their work.
+        """
         with self._condition:
             now = time.monotonic()
             return now - self._total_held_s - (now - self._held_since if self._depth else 0.0)
 
     @contextmanager
     def hold_lock(self) -> Iterator[None]:
-        """Raises RuntimeError naming the thread that keeps it."""
+        """Hold the lock within the block. Raise RuntimeError, with the name of the thread that
+        holds it, where it does not come free within two hours.
+        """
         with self.try_hold_lock(_MAX_LOCK_WAIT_S) as is_mine:
             if not is_mine:
                 raise RuntimeError(
@@ -153,7 +165,9 @@ class FairLock:
 
     @contextmanager
     def try_hold_lock(self, timeout_s: float) -> Iterator[bool]:
-        """False: another thread had it all that time."""
+        """Wait for the lock for at most `timeout_s`. Yield whether the block holds it; the block
+        runs in both cases.
+        """
         me = threading.current_thread()
         with self._condition:
             has_come = self.is_held_by_caller
@@ -179,5 +193,8 @@ class FairLock:
                     self._leave_queue(me)
 
     def _leave_queue(self, thread: threading.Thread) -> None:
+        """Remove the thread from the queue, and wake the others: another one may now be the first.
+        The caller holds the condition.
+        """
         self._queue.remove(thread)
         self._condition.notify_all()  # another one may be the first now

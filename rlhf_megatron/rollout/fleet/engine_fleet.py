@@ -61,12 +61,12 @@ _LATE_COMMIT_WAIT_S = 5.0  # that engines which commit are waited for when one h
 
 
 class EngineFleet:
-    """Engines that serve the same weights. One caller at a time, and beside it the
-    one of a session.
+    """Several engines that serve the same weights, used as one. One thread at a time may use it,
+    and beside that the thread of a session.
 
     In `generate`, engines that fail are started again where `supervision` allows it, and brought to
-    the current weights by `resync_engines`. In a weight sync an engine that fails is left out; it
-    is mended in the next `generate`.
+    the current weights by `resync_engines`. In a weight sync an engine that fails is left out, and
+    mended in the next `generate`.
     """
 
     def __init__(
@@ -81,16 +81,17 @@ class EngineFleet:
         check_stop: Callable[[], None] = lambda: None,
         driver_pool: DriverPool | None = None,
     ) -> None:
-        """`balancer`: who spreads the work; None: `LeastOutstandingBalancer`. It is closed
-        with the fleet.
+        """Make a fleet of these clients. `balancer` spreads the work; None:
+        `LeastOutstandingBalancer`. It is closed with the fleet.
 
-        `is_isolated`: engines decode each piece of work by itself, so the cuts must not depend on
-        what is known.
+        `is_isolated`: engines decode each chunk by itself, so the borders of chunks must not depend
+        on the groups that are known already.
 
-        `check_stop` is called every moment while samples are awaited:
-        `StopRequest.check`, which raises.
+        `check_stop` is called every moment while samples are awaited: `StopRequest.check`, which
+        raises.
 
-        `driver_pool`: through which this process asks engines; closed with the fleet.
+        `driver_pool`: the drivers through which this process calls engines; closed with the fleet.
+        Raise ValueError without engines.
         """
         if not engines:
             raise ValueError("a fleet needs at least one engine; set rollout.num_engines.")
@@ -120,12 +121,13 @@ class EngineFleet:
 
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
+        """Return the client of each engine, also of engines that do not serve."""
         return tuple(member.engine for member in self._supervisor.members)
 
     @property
     def live_engines(self) -> tuple[InferenceEngine, ...]:
-        """Engines that serve, or take part in the weight sync that is under way: the ones that
-        weights go to.
+        """Return the clients of the engines that weights go to: those that take part in the weight
+        sync that is under way and do not commit yet, else those that serve.
         """
         return tuple(member.engine for member in self._live_members)
 
@@ -146,17 +148,18 @@ class EngineFleet:
         self._supervisor.resync_engines = function
 
     def set_engine_aside(self, engine_name: str, reason: str) -> None:
-        """Take an engine out that missed the weights of the current sync: it serves nothing
+        """Mark an engine that missed the weights of the current sync as STALE: it serves nothing
         until it has them.
         """
         self._supervisor.mark_stale(self._supervisor.get_member(engine_name), reason)
 
     def list_recent_calls(self) -> list[EngineCallRecord]:
-        """The last calls to engines, oldest first; those that still run too."""
+        """Return the records of the last calls to engines, oldest first, with those that still run.
+        """
         return self._call_log.list_recent_calls()
 
     def take_counters(self) -> dict[str, float]:
-        """Metrics since the last time."""
+        """Return the metrics of COUNTERS, counted since the last call, and reset them."""
         with self._lock.hold_lock():
             counters = self._supervisor.counters
             if self._driver_pool is not None:
@@ -171,13 +174,14 @@ class EngineFleet:
         on_groups: GroupsCallback | None = None,
         known_groups: Mapping[int, list[GeneratedSample]] | None = None,
     ) -> SampleGroups:
-        """Per request its samples, in order; each sample exactly once, whatever failed on the way,
-        and each of the current policy version.
+        """Generate the samples of each request and return them in the order of the requests; each
+        sample exactly once, whatever fails on the way, and each of the current policy version.
 
         `on_groups(first, groups)` is called with neighbouring groups as they come, once for each
-        group. `known_groups`: groups by index that an earlier process got; they are not asked for,
-        nor handed to `on_groups`. Raises EngineRequestError when a request itself is wrong,
-        EngineError when retries or engines run out, and what `check_stop` raises.
+        group. `known_groups`: groups by index that an earlier process got. They are returned, but
+        neither generated nor handed to `on_groups`; those of another version are generated again.
+        Raise EngineRequestError when a request itself is wrong, EngineError when retries or engines
+        run out, and what `check_stop` raises.
         """
         self._learn_served_version()
         known_groups = self._select_current_groups(known_groups or {})
@@ -210,9 +214,9 @@ class EngineFleet:
         return [group for group in results if group is not None]
 
     def open_session(self, keeps_failures: bool = False) -> GenerationSession:
-        """Opens generation that goes on over weight syncs. One at a time. From now on a sync is
-        made with `hold_exclusively`. Asks the engines how much they decode at once.
-        `keeps_failures`: see `GenerationSession`.
+        """Open and return a session, whose generation goes on over weight syncs; one at a time.
+        While it is open, a sync must run inside `hold_exclusively`. Ask the engines first how many
+        samples they decode at once. `keeps_failures`: see `GenerationSession`.
         """
         assert self._session is None, "a session is open"
         self._learn_served_version()
@@ -226,6 +230,7 @@ class EngineFleet:
             member.max_running_samples = count
 
         def clear_session() -> None:
+            """Forget the session, when it closes."""
             self._session = None
 
         self._session = GenerationSession(
@@ -242,12 +247,12 @@ class EngineFleet:
 
     @contextmanager
     def hold_exclusively(self) -> Iterator[None]:
-        """Inside, nobody else changes what is known of the engines, nor sends them anything: for a
-        weight sync beside a session, whose `poll` finds nothing meanwhile. Requests that run stay
-        where they are, and go on afterwards.
+        """Hold the fleet's lock within the block: for a weight sync beside a session, whose
+        `poll_finished` finds nothing meanwhile. No other thread changes the state of the engines or
+        sends them anything. Running requests stay on their engines and go on afterwards.
 
-        Waits for the slices of other threads, which last milliseconds. The same thread may take it
-        again. Raises EngineError where what must be sent again has used up its retries.
+        It waits for other threads, which hold the lock for milliseconds. The same thread may take
+        it again. Raise EngineError where a chunk that must be sent again has used up its retries.
         """
         with self._lock.hold_lock():
             if self._session is not None:
@@ -255,9 +260,9 @@ class EngineFleet:
             yield
 
     def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
-        """Opens a sync on all engines that answer; `live_engines` are then those that take part. It
-        may be none where some will be mended later. Raises EngineError where nothing is left to
-        mend, or nothing but a refusal was heard.
+        """Open a sync on all engines that answer; `live_engines` are then those that take part.
+        There may be none where some will be mended later. Raise EngineError where none takes part
+        and none can be mended, or where the engines refused and a restart would not help.
         """
         self._assert_exclusive()
         supervisor = self._supervisor
@@ -284,12 +289,13 @@ class EngineFleet:
         self._require_usable_engine(len(done), failures.values())
 
     def commit_weight_update(self, version: int, waits_for_all: bool = True) -> None:
-        """Commit on all engines that take part, then ask each whether it serves `version`. From
-        then on that is the current version, also where an engine does not have it. Raises
+        """Commit on all engines that take part, then check that each serves `version`. Afterwards
+        `version` is the fleet's current version, also where an engine does not have it. Raise
         EngineError as `begin_weight_update` does.
 
-        `waits_for_all` False: work goes on with engines that serve it, where others take longer.
-        Such a one gets none until it says that it serves `version` too; one that fails is STALE.
+        `waits_for_all` False: return when some engines serve `version` and a few seconds have
+        passed for the others. A late engine gets no work until it serves `version` too; an engine
+        that fails is STALE. With a router it always waits for all.
         """
         self._assert_exclusive()
         supervisor = self._supervisor
@@ -318,8 +324,8 @@ class EngineFleet:
         self._served_versions.set_current(version)
 
     def abandon_weight_update(self, reason: str) -> None:
-        """Ends the sync that is under way: engines that take part are STALE, until they have the
-        weights of before.
+        """End the sync that is under way: the engines that take part become STALE, until they get
+        the weights of the current version again.
         """
         self._assert_exclusive()
         for member in self._supervisor.list_members(MemberState.SYNCING):
@@ -327,8 +333,8 @@ class EngineFleet:
         self._supervisor.stop_watching()
 
     def get_served_version(self) -> int | None:
-        """The version that all engines serve; None: never synced or STALE. Raises EngineError
-        when they differ.
+        """Ask the live engines and return the version that all of them serve; None: never synced or
+        STALE. Raise EngineError when they differ, one fails, or none lives.
         """
         if not self.live_engines:
             raise EngineError(self._supervisor.no_engine_message)
@@ -343,8 +349,8 @@ class EngineFleet:
         return next(iter(found.values()))
 
     def get_weight_digests(self) -> dict[str, dict[str, str] | None]:
-        """Per engine name what `InferenceEngine.weight_digests` returns. An engine that
-        fails is set aside.
+        """Return what `InferenceEngine.get_weight_digests` returns for each live engine, by engine
+        name. An engine that fails is set aside and left out.
         """
         found, failures = self._supervisor.call_members(
             "weight_digests", lambda engine: engine.get_weight_digests(), self._live_members
@@ -354,8 +360,9 @@ class EngineFleet:
         return {member.name: digests for member, digests in found.items()}
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Release memory of all running engines, whether they serve or not. It waits for those that
-        are being started, and kills one that does not release its memory, since that would keep it.
+        """Release memory of all running engines, whether they serve or not. Wait first for engines
+        that commit or are being started, and kill an engine that fails to release its memory, since
+        it would keep it.
         """
         self._assert_exclusive()
         self._supervisor.await_commits(self._served_versions.current_version, VERB_TIMEOUT_S)
@@ -366,14 +373,18 @@ class EngineFleet:
         )
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Undoes `release_memory`."""
+        """Take the memory of these parts back on all running engines after `release_memory`; kill
+        an engine that fails.
+        """
         self._supervisor.call_running_members(
             f"resume_memory {' '.join(memory_parts)}",
             lambda engine: engine.resume_memory(memory_parts),
         )
 
     def close(self) -> None:
-        """Drop all connections. Safe to call twice."""
+        """Close the session, the balancer, the clients and the drivers. The servers keep running.
+        Safe to call twice.
+        """
         if self._session is not None:
             self._session.close()
         for purpose in ("sync", _WATCH_PURPOSE):
@@ -386,6 +397,7 @@ class EngineFleet:
 
     @property
     def _live_members(self) -> list[FleetMember]:
+        """Return the members of `live_engines`."""
         syncing = [
             member
             for member in self._supervisor.list_members(MemberState.SYNCING)
@@ -395,6 +407,9 @@ class EngineFleet:
 
     @contextmanager
     def _open_generation(self, chunks: Sequence[RequestChunk]) -> Iterator[ChunkGeneration]:
+        """Yield the generation of these chunks, with the engines watched meanwhile. Abort its calls
+        where the block raises.
+        """
         supervisor = self._supervisor
         work = self._current_generation = ChunkGeneration(
             self._resources, chunks, has_named_calls=self._session is not None
@@ -414,7 +429,9 @@ class EngineFleet:
     def _advance_generation(
         self, generation: ChunkGeneration
     ) -> list[tuple[RequestChunk, SampleGroups]]:
-        """Send what can be sent, wait a moment without the lock, and take what has come."""
+        """Update the states of the engines, send waiting chunks, wait a moment without the lock,
+        and return the chunks that finished, with their samples.
+        """
         supervisor = self._supervisor
         version = self._served_versions.current_version
         with self._lock.hold_lock():
@@ -432,13 +449,14 @@ class EngineFleet:
             return generation.harvest_answers(version)
 
     def _assert_exclusive(self) -> None:
+        """Assert that the caller holds the lock where a session is open."""
         assert self._session is None or self._lock.is_held_by_caller, (
             "a session is open: do this within `exclusive`"
         )
 
     def _learn_served_version(self) -> None:
-        """Ask the engines for their version where this fleet has made no sync: they may have got
-        weights another way.
+        """Where this fleet has made no sync, ask the serving engines for their version, and take it
+        as the current one where all agree: they may have got weights another way.
         """
         if self._served_versions.current_version is None:
             members = self._supervisor.list_members(MemberState.SERVING)
@@ -453,6 +471,9 @@ class EngineFleet:
     def _select_current_groups(
         self, known_groups: Mapping[int, list[GeneratedSample]]
     ) -> dict[int, list[GeneratedSample]]:
+        """Return the known groups whose samples are all of the current version; all groups before
+        the first sync.
+        """
         version = self._served_versions.current_version
         if version is None:
             return dict(known_groups)
@@ -469,6 +490,7 @@ class EngineFleet:
         return good
 
     def _is_answering_again(self, member: FleetMember) -> bool:
+        """Return whether an engine that was down passes a health check again."""
         try:
             member.engine.check_health(_HEALTH_TIMEOUT_S)
         except EngineError:
@@ -479,8 +501,8 @@ class EngineFleet:
     def _require_usable_engine(
         self, num_successes: int, failures: Collection[BaseException]
     ) -> None:
-        """Check, after a verb of a sync, that some engine is left or will come back.
-        Raises EngineError.
+        """Raise EngineError where a verb of a sync succeeded on no engine and none will come back;
+        `failures` are the errors of the others.
 
         Before the first sync, or where a request itself is refused, a restart would not help unless
         a server has died or is being started again.

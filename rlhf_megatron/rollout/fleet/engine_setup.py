@@ -49,6 +49,9 @@ class EngineSetup:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> EngineSetup:
+        """Return the engine setup of a run's configuration, with the number of weight senders and
+        the length of the longest sample computed from it.
+        """
         megatron = config.actor.megatron
         num_engines = len(config.rollout.endpoints) or config.rollout.num_engines
         pp = megatron.pipeline_model_parallel_size
@@ -63,14 +66,16 @@ class EngineSetup:
         return self.rollout.dtype or self.model.dtype
 
     def get_transfer_parent(self, run_dir: Path) -> str | Path | None:
-        """The parent of the transfer directory; None: `make_transfer_dir` finds room in memory."""
+        """Return the directory in which to make the transfer directory; None:
+        `make_transfer_directory` finds room in memory.
+        """
         return self.rollout.transfer_dir or (
             run_dir if self.rollout.weight_transport == "disk" else None
         )
 
     def compute_transfer_bytes(self) -> int:
-        """Room that all senders need in the transfer directory, bytes: two buffers each, or two
-        versions of the weights; for broadcasts, none.
+        """Return the bytes that all senders need together in the transfer directory: two buffers
+        for each sender; two versions of the weights for transport disk; 0 for process_group.
         """
         if self.rollout.weight_transport == "process_group":
             return 0
@@ -85,7 +90,9 @@ class EngineSetup:
 
     @property
     def is_placed_by_launcher(self) -> bool:
-        """Whether the launcher says where servers run, and gives them their devices there."""
+        """Return whether the launcher decides on which machines servers run and which devices they
+        get.
+        """
         return (
             self.trainer.runtime == "ray"
             or self.trainer.nnodes > 1
@@ -93,8 +100,8 @@ class EngineSetup:
         )
 
     def make_machine_gpus(self, is_placed_by_launcher: bool = False) -> MachineGpus:
-        """This machine's GPUs: the trainer's ranks take the first of them.
-        `is_placed_by_launcher`: see there.
+        """Describe this machine's GPUs for servers: the trainer's ranks use the first of them. With
+        `is_placed_by_launcher` the description leaves machines and devices to the launcher.
         """
         if is_placed_by_launcher:
             return MachineGpus(is_shared=self.rollout.colocated, is_placed_by_launcher=True)
@@ -102,8 +109,8 @@ class EngineSetup:
         return MachineGpus(count_devices(), num_trainer, self.rollout.colocated)
 
     def check_servers(self) -> None:
-        """Raise ValueError where there is no environment for servers, or running ones do not fit.
-        Starts and changes nothing.
+        """Raise ValueError where servers or the balancer could not be started, or the servers of
+        rollout.endpoints do not fit. Start and change nothing.
         """
         get_balancer_kind(self.rollout.router).check_rollout(self.rollout)
         get_engine_kind(self.rollout.engine).check_setup(self)
@@ -115,8 +122,9 @@ class EngineSetup:
         progress: StartProgress | None,
         placement: LaunchPlacement = launch_here,
     ) -> EngineServers | AttachedEngines:
-        """Servers of `rollout.engine`, where `placement` says, without weights: the first sync
-        brings them. Raises EngineError.
+        """Check the balancer, then start servers of `rollout.engine` without weights, where
+        `placement` puts them, or attach to running ones. The first sync brings the weights. Raise
+        EngineError, and ValueError for the balancer.
         """
         get_balancer_kind(self.rollout.router).check_rollout(
             self.rollout
@@ -132,9 +140,9 @@ class EngineSetup:
         transfer_dir: Path,
         check_stop: Callable[[], None],
     ) -> EngineFleet:
-        """Make a supervised fleet of the servers. Attached ones are neither killed nor started
-        again. `check_stop`:
-        see EngineFleet. WeightSync sets its `resync`.
+        """Make a supervised fleet of the servers, with its balancer and drivers started. Attached
+        servers are neither killed nor started again. `check_stop`: see EngineFleet. WeightSync sets
+        its `resync_engines`.
         """
         rollout = self.rollout
         balancer = get_balancer_kind(rollout.router)
@@ -172,7 +180,9 @@ class EngineSetup:
 
 
 def register_engine_faults(servers: EngineServers | AttachedEngines) -> None:
-    """The actions kill_engine and stop_engine of this process's plan; nothing without one."""
+    """Define the fault actions kill_engine and stop_engine of this process's fault plan: they send
+    SIGKILL or SIGSTOP to the first server that runs. Without a plan nothing ever triggers them.
+    """
     faults.define_fault_action("kill_engine", _make_signal_action(servers, signal.SIGKILL))
     faults.define_fault_action("stop_engine", _make_signal_action(servers, signal.SIGSTOP))
 
@@ -180,6 +190,7 @@ def register_engine_faults(servers: EngineServers | AttachedEngines) -> None:
 def _make_signal_action(
     servers: EngineServers | AttachedEngines, signal_number: int
 ) -> Callable[[faults.PlannedFault], None]:
+    """Return a fault action that sends this signal to the first server that runs."""
     def signal_first_live(fault: faults.PlannedFault) -> None:
         live = [process for process in servers.processes if process.exit_code is None]
         if live:

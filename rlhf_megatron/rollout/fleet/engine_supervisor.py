@@ -44,7 +44,7 @@ _EXIT_DELAY_S = 0.5  # a process that ends closes its connections a moment befor
 
 
 class RestartableServers(Protocol):
-    """The processes of the engines. Thread-safe. See `process.EngineServers`."""
+    """The processes of the engines. Thread-safe. See `server_process.EngineServers`."""
 
     def describe_exit(self, name: str) -> str | None: ...
     def kill_server(self, name: str) -> None: ...
@@ -94,14 +94,16 @@ class FleetMember:
 
     @property
     def is_committing(self) -> bool:
-        """It has the weights of a sync that is over for others, and has not said that
-        it serves them.
+        """Return whether the engine takes part in a sync and has a commit under way: it has the
+        weights but has not confirmed that it serves them.
         """
         return self.state is MemberState.SYNCING and self.pending_call is not None
 
 
 class EngineSupervisor:
-    """One thread at a time calls it, the one that has the fleet's lock."""
+    """Knows the state of each engine of a fleet, and kills, restarts and mends engines. One thread
+    at a time calls it, the thread that holds the fleet's lock.
+    """
 
     def __init__(
         self,
@@ -122,32 +124,40 @@ class EngineSupervisor:
         self._illness_by_name: dict[str, str] = {}  # name -> what a watch found
 
     def list_members(self, *states: MemberState) -> list[FleetMember]:
+        """Return the members in any of these states, in the order of the fleet."""
         return [member for member in self.members if member.state in states]
 
     def get_member(self, name: str) -> FleetMember:
+        """Return the member of this name. Raise StopIteration where there is none."""
         return next(member for member in self.members if member.name == name)
 
     @property
     def may_recover(self) -> bool:
-        """An engine that does not serve may do so later without a full sync."""
+        """Return whether some engine that does not serve may serve later without a full sync."""
         return any(self._may_return_to_service(member) for member in self.members)
 
     @property
     def no_engine_message(self) -> str:
-        """The message when no engine is left."""
+        """Return the message for the case that no engine is left, with the state and reason of
+        each.
+        """
         words = "; ".join(
             f"{member.name} {member.state.value}: {member.reason}" for member in self.members
         )
         return f"no engine is left of {len(self.members)}: {words}"
 
     def describe_exit(self, name: str) -> str | None:
-        """How the server of that name ended; None while it runs, or where that is not known."""
+        """Return how the server of this name ended; None while it runs, or where the run did not
+        start it.
+        """
         return (
             None if self._settings.servers is None else self._settings.servers.describe_exit(name)
         )
 
     def start_watching(self, purpose: str = "sync") -> None:
-        """Look after all engines until `stop_watching`, for this and every other purpose."""
+        """Watch the health of all running engines until `stop_watching` was called for every
+        purpose. An engine that is ill is killed at once.
+        """
         self._watch_purposes.add(purpose)
         for member in self.list_members(
             MemberState.SERVING, MemberState.CHECKED, MemberState.SYNCING, MemberState.STALE
@@ -155,14 +165,15 @@ class EngineSupervisor:
             self._watch_member(member)
 
     def stop_watching(self, purpose: str = "sync") -> None:
+        """End the watch for this purpose; stop watching the engines when no purpose is left."""
         self._watch_purposes.discard(purpose)
         if not self._watch_purposes:
             for member in self.members:
                 self._stop_member_watch(member)
 
     def mark_failed(self, member: FleetMember, reason: str) -> None:
-        """A request to it failed: it gets no further one until it has answered for its health
-        and its weights.
+        """Take an engine out of service after a failed request, and examine its health and version
+        in a thread; `advance_states` puts it back, or marks it STALE or down.
         """
         self._leave_service(member, MemberState.CHECKED, reason)
         member.pending_call = self._call_log.start_in_thread(
@@ -170,8 +181,9 @@ class EngineSupervisor:
         )
 
     def mark_all_suspect(self, reason: str) -> None:
-        """A request failed that a router gave to one of those that serve: none gets a further one
-        until it has answered for its health and has drawn a token from the current weights.
+        """Take all serving engines out of service, because a request failed that a router gave to
+        one of them, and examine each in a thread: its health, and a token that it draws from the
+        current weights.
         """
         for member in self.list_members(MemberState.SERVING):
             member.state = MemberState.CHECKED
@@ -181,7 +193,9 @@ class EngineSupervisor:
             member.pending_call = self._call_log.start_in_thread(member.name, "check", examine)
 
     def mark_stale(self, member: FleetMember, reason: str) -> None:
-        """Mark an engine as without the current weights, whatever it says itself."""
+        """Mark an engine as without the current weights, whatever version it reports. An engine
+        that was found so twice in a row is marked down and killed.
+        """
         member.num_stale_in_a_row += 1
         if member.num_stale_in_a_row > _MAX_STALE_IN_A_ROW:
             self.mark_down(member, reason)
@@ -189,7 +203,9 @@ class EngineSupervisor:
             self._leave_service(member, MemberState.STALE, reason)
 
     def mark_down(self, member: FleetMember, reason: str) -> None:
-        """Kill the process of an engine that does not answer or cannot be mended."""
+        """Mark an engine as down, because it does not answer or cannot be mended, stop its watch,
+        and kill its server process, where the run started it.
+        """
         self._leave_service(member, MemberState.DOWN, reason)
         self._stop_member_watch(member)
         with self._lock:
@@ -198,7 +214,9 @@ class EngineSupervisor:
             self._settings.servers.kill_server(member.name)
 
     def mark_serving(self, member: FleetMember, is_proven: bool = False) -> None:
-        """`is_proven`: it has returned samples of the current weights, or committed them."""
+        """Put an engine into service. `is_proven` says that it has returned samples of the current
+        weights, or committed them, which resets its count of stale findings.
+        """
         member.state = MemberState.SERVING
         member.reason = ""
         member.pending_call = None
@@ -207,16 +225,17 @@ class EngineSupervisor:
             member.num_stale_in_a_row = 0
 
     def mark_syncing(self, member: FleetMember) -> None:
-        """Mark an engine as having opened a weight sync."""
+        """Mark an engine as taking part in a weight sync that is open."""
         member.state = MemberState.SYNCING
         member.reason = "a weight sync is under way"
         member.pending_call = None
 
     def advance_states(self, version: int | None) -> None:
-        """Take in what threads have found, and start servers again.
+        """Update the states by what the watches and the pending calls have found, and begin to
+        restart engines that are down. Return at once.
 
-        `version`: the current one; None before the first sync, when an engine that was started
-        again just waits for it.
+        `version` is the current version; None before the first sync, when a restarted engine serves
+        at once, without weights.
         """
         for member in self.members:
             with self._lock:
@@ -231,11 +250,13 @@ class EngineSupervisor:
     def start_commits(
         self, members: Sequence[FleetMember], version: int
     ) -> dict[FleetMember, Future[int | None]]:
-        """Have these commit a sync and say which version they serve, each in a thread, which
-        `advance_states` hears of.
+        """Make these members commit the sync to `version` and then report the version that they
+        serve, each in a thread. Return the futures; `advance_states` and `await_commits` act on the
+        results.
         """
 
         def commit_and_get_version(engine: InferenceEngine) -> int | None:
+            """Commit the sync on the engine and return the version that it serves afterwards."""
             engine.commit_weight_update(version)
             return engine.get_served_version()
 
@@ -253,7 +274,10 @@ class EngineSupervisor:
     def await_commits(
         self, version: int | None, timeout_s: float, num_required: int | None = None
     ) -> None:
-        """Wait until so many of those that commit do serve, None: until all are done."""
+        """Wait until all commits under way have ended, or until `num_required` engines serve, but
+        no longer than `timeout_s`, and update the states of the engines that ended. `version` is
+        the version that they should serve then.
+        """
         deadline = time.monotonic() + timeout_s
         while committing := [member for member in self.members if member.is_committing]:
             if (
@@ -271,8 +295,8 @@ class EngineSupervisor:
                     self._conclude_pending_call(member, member.pending_call, version)
 
     def await_starts(self, version: int | None) -> None:
-        """Waits until no server is being started any more; their launcher has a deadline for that.
-        Starts none anew.
+        """Wait until no server is being started any more, and update the states; their launcher
+        limits the time. Begin no further restart.
         """
         for member in self.list_members(MemberState.STARTING):
             if member.pending_call is not None:
@@ -281,8 +305,8 @@ class EngineSupervisor:
                     self._conclude_pending_call(member, member.pending_call, version)
 
     def mend_stale_members(self, version: int | None) -> None:
-        """Bring engines to the current version. The hosts send weights for it, so
-        they must be free.
+        """Send the current weights to all STALE engines and put them into service; do nothing
+        without `resync_engines` or a version. The hosts send the weights, so they must be free.
         """
         if self.resync_engines is not None and version is not None:
             for member in self.list_members(MemberState.STALE):
@@ -295,7 +319,10 @@ class EngineSupervisor:
         members: Collection[FleetMember],
         timeout_s: float = VERB_TIMEOUT_S,
     ) -> tuple[dict[FleetMember, T], dict[FleetMember, EngineError]]:
-        """Call these engines at once: what they returned, and what those that failed said."""
+        """Call `call_engine` on the engines of these members, each in a thread, and wait for all.
+        Return the results of those that succeeded and the errors of those that failed or took
+        longer than `timeout_s`, by member. Any other error than EngineError is raised.
+        """
         futures = {
             member: self._call_log.start_in_thread(
                 member.name, verb_name, partial(call_engine, member.engine)
@@ -319,8 +346,8 @@ class EngineSupervisor:
     def call_running_members(
         self, verb_name: str, call_engine: Callable[[InferenceEngine], object]
     ) -> None:
-        """Call all engines that run, whether they serve or not. Those that fail are
-        down afterwards.
+        """Call `call_engine` on all running engines, whether they serve or not, and wait for all.
+        An engine that fails is marked down and killed.
         """
         _, failures = self.call_members(
             verb_name,
@@ -333,6 +360,7 @@ class EngineSupervisor:
             self.mark_down(member, str(error))
 
     def _may_return_to_service(self, member: FleetMember) -> bool:
+        """Return whether the member may serve later without a full sync."""
         if member.state in (MemberState.CHECKED, MemberState.STARTING) or member.is_committing:
             return True
         if member.state is MemberState.STALE:
@@ -340,6 +368,9 @@ class EngineSupervisor:
         return member.state is MemberState.DOWN and self._settings.servers is not None
 
     def _leave_service(self, member: FleetMember, state: MemberState, reason: str) -> None:
+        """Put a member into a state in which it does not serve, with the reason logged, and drop
+        its pending call. Count a failure where it served or took part in a sync.
+        """
         if member.state in (MemberState.SERVING, MemberState.SYNCING) or member.is_suspect:
             self.counters["rollout/engine_failures"] += 1
         logger.warning("%s %s: %s", member.name, state.value, reason)
@@ -351,8 +382,9 @@ class EngineSupervisor:
     def _examine_engine(
         self, name: str, engine: InferenceEngine, draws_token: bool = False
     ) -> int | None:
-        """Return an engine's version; with `draws_token`, the one that a token says it comes from.
-        Raises EngineError where it is not well.
+        """Check the engine's health and return the version that it serves; with `draws_token` the
+        version of a token that it generates. Raise EngineError where it fails, with the exit of its
+        process where that ended.
         """
         try:
             engine.check_health(self._settings.health_timeout_s)
@@ -371,6 +403,9 @@ class EngineSupervisor:
     def _conclude_pending_call(
         self, member: FleetMember, pending_call: Future[Any], version: int | None
     ) -> None:
+        """Change the state of a member by the result of its call that ended: a commit, an
+        examination, or a restart, which also gives it a new client.
+        """
         member.pending_call = None
         try:
             found = pending_call.result(timeout=0)
@@ -415,6 +450,9 @@ class EngineSupervisor:
             self._watch_member(member)
 
     def _restart_server(self, member: FleetMember) -> None:
+        """Begin to restart the server of an engine that is down, in a thread; mark it LOST where
+        rollout.max_engine_restarts is used up. Do nothing for servers that the run did not start.
+        """
         servers = self._settings.servers
         if servers is None:
             return
@@ -436,7 +474,9 @@ class EngineSupervisor:
         )
 
     def _resync_member(self, member: FleetMember, version: int) -> None:
-        """Weights again, verified. It serves only when it says that it has this version."""
+        """Abort the engine's calls, send it the current weights again, verified, and put it into
+        service where it reports `version`. Mark it down where that fails.
+        """
         assert self.resync_engines is not None
         try:
             with self._call_log.record_call(member.name, "abort"):
@@ -453,6 +493,7 @@ class EngineSupervisor:
         self.mark_serving(member)
 
     def _watch_member(self, member: FleetMember) -> None:
+        """Start the health watch of a member that has none."""
         if member.server_watch is not None:
             return
         limits = self._settings
@@ -467,14 +508,15 @@ class EngineSupervisor:
         )
 
     def _stop_member_watch(self, member: FleetMember) -> None:
+        """Stop the health watch of a member, where it has one."""
         with self._lock:
             if member.server_watch is not None:
                 member.server_watch.stop_watching()
                 member.server_watch = None
 
     def _kill_ill_server(self, member: FleetMember, watch: ServerWatch, reason: str) -> None:
-        """Kills the process at once, in the watch's thread,
-        so that no call to it goes on waiting.
+        """Note the illness for `advance_states`, and kill the server process at once, in the
+        watch's thread, so that no call to it goes on waiting. Ignore a watch that was stopped.
         """
         with self._lock:
             if member.server_watch is not watch:

@@ -17,11 +17,11 @@ class GenerationSession:
     """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context
     manager that closes it.
 
-        session.submit(7, requests)             # a key and its requests, which travel together
-        for key, groups in session.poll(): ...  # again and again; each key once
+        session.submit_requests(7, requests)             # a key and its requests, which travel together
+        for key, groups in session.poll_finished(): ...  # again and again; each key once
 
-    One thread submits, polls and aborts. Another one may, meanwhile, sync weights
-    (`with fleet.exclusive():`), call `fleet.generate`, and must call `mend_engines` where engines
+    One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with
+    fleet.hold_exclusively():`), call `fleet.generate`, and must call `mend_engines` where engines
     may have died: nothing else gives them weights between syncs.
     """
 
@@ -32,8 +32,9 @@ class GenerationSession:
         on_close: Callable[[], None],
         keeps_failures: bool = False,
     ) -> None:
-        """`get_other_load`: work of the fleet beside the session's. `keeps_failures`: pieces that
-        no engine can do are for `take_failures`, and `poll_finished` raises for none of them.
+        """Open the session. `get_other_load` returns the work of the fleet beside the session's.
+        `keeps_failures`: `take_failures` returns the keys that no engine can do, and
+        `poll_finished` does not raise for them.
         """
         self._lock = resources.lock
         self._supervisor = resources.supervisor
@@ -51,19 +52,21 @@ class GenerationSession:
 
     @property
     def num_running(self) -> int:
-        """Keys that were submitted and neither came back nor were aborted."""
+        """Return the number of keys that were submitted and neither came back nor were aborted."""
         return len(self._chunk_by_key)
 
     @property
     def outstanding_load(self) -> OutstandingLoad:
-        """The samples on their way to engines. Only the thread that has the lock may read it."""
+        """Return the session's chunks and samples on their way to engines. Only the thread that
+        holds the lock may read it.
+        """
         return self._generation.outstanding_load
 
     def submit_requests(self, key: int, requests: Sequence[GenerateRequest]) -> None:
-        """A piece of work: all its requests go to one engine, as soon as one has room.
-        Does not wait.
+        """Queue work under a key: all its requests go to one engine, as soon as one has room.
+        Return at once.
 
-        `key`: none that is running; one that came back or was aborted may be used again.
+        `key` must not be running; a key that came back or was aborted may be used again.
         """
         assert requests, f"key {key} has no request"
         assert key not in self._chunk_by_key, f"key {key} is running"
@@ -72,13 +75,13 @@ class GenerationSession:
         self._generation.add_chunk(self._chunk_by_key[key])
 
     def poll_finished(self) -> list[tuple[int, SampleGroups]]:
-        """Keys that have finished since the last time, with one list of samples a request. Returns
-        at once when there are any, else after at most about 0.1 s; so too while another thread
-        syncs weights.
+        """Return the keys that finished since the last call, each with one list of samples for each
+        request. Return at once when there are any, else after at most about 0.1 s; so too while
+        another thread syncs weights.
 
-        Raises EngineError when retries or engines run out, EngineRequestError when a request itself
-        is wrong: the session is to be closed then. Work for engines of which all are STALE waits
-        for a sync or for `mend_engines`.
+        Raise EngineError when retries or engines run out, EngineRequestError when a request itself
+        is wrong: the session must be closed then. While all engines are STALE, work waits for a
+        sync or for `mend_engines`.
         """
         found = self._advance_and_collect()
         if found == [] and self._generation.wait_for_answers():
@@ -86,8 +89,9 @@ class GenerationSession:
         return found or []
 
     def take_failures(self) -> list[tuple[int, EngineError]]:
-        """Keys that no engine could do since the last time, and why. To be called by the
-        thread that polls.
+        """Return the keys that no engine could do since the last call, with the error of each; they
+        do not run any more. Empty while another thread holds the lock. The thread that polls calls
+        it.
         """
         with self._lock.try_hold_lock(0.0) as is_mine:
             if not is_mine:
@@ -104,15 +108,15 @@ class GenerationSession:
         return found
 
     def wake_poll(self) -> None:
-        """End a `poll_finished` that waits: there is something to submit.
-        Any thread may call it.
+        """End a `poll_finished` that waits, for example to submit something. Any thread may call
+        it.
         """
         self._generation.wake_waiter()
 
     def abort_keys(self, keys: Collection[int]) -> None:
-        """They never come back; engines are told to end them, at the next `poll_finished` where
-        another thread syncs weights. Waits for at most about 0.1 s. Keys that do not
-        run are ignored.
+        """Abort the work of these keys, which never come back. The engines are told at once, or at
+        the next `poll_finished` where another thread syncs weights. Wait for at most about 0.1 s.
+        Keys that do not run are ignored.
         """
         self._aborted_chunks += [
             self._chunk_by_key.pop(key) for key in keys if key in self._chunk_by_key
@@ -122,9 +126,10 @@ class GenerationSession:
                 self._drop_aborted_chunks()
 
     def mend_engines(self) -> None:
-        """Bring engines that were started again, or are STALE, to the current weights. Called by
-        the thread that syncs, while the hosts are free. Returns at once where there are none, and
-        after `close`: another thread may have closed it because of an error, which is to be heard.
+        """Bring engines that were started again, or are STALE, to the current weights. The thread
+        that syncs calls it, while the hosts are free. Return at once where there are none, and
+        after `close`: another thread may have closed the session because of an error, which it
+        reports itself.
         """
         with self._lock.hold_lock():
             if self._is_closed:
@@ -134,13 +139,13 @@ class GenerationSession:
             self._supervisor.mend_stale_members(self._served_versions.current_version)
 
     def take_back_chunks(self) -> None:
-        """Sends pieces of engines that do not serve to others. Only the thread that has the
-        lock may call it.
+        """Queue the chunks again that were sent to engines that no longer serve. Only the thread
+        that holds the lock may call it.
         """
         self._generation.take_back_chunks()
 
     def close(self) -> None:
-        """Engines end what still runs; nothing of it comes back. Safe to call twice."""
+        """Abort the work that still runs; none of it comes back. Safe to call twice."""
         with self._lock.hold_lock():
             if self._is_closed:
                 return
@@ -157,8 +162,9 @@ class GenerationSession:
         self.close()
 
     def _advance_and_collect(self) -> list[tuple[int, SampleGroups]] | None:
-        """Sends work and returns what has come. None: another thread has the lock, or the
-        session is closed.
+        """Update the states of the engines, send waiting work, and return the keys that finished,
+        with their samples. Return None where another thread holds the lock or the session is
+        closed.
         """
         with self._lock.try_hold_lock(POLL_S) as is_mine:
             if not is_mine or self._is_closed:
@@ -181,7 +187,9 @@ class GenerationSession:
             return finished
 
     def _drop_aborted_chunks(self) -> None:
-        """Drop aborted groups. Call it before harvesting, so that none of them comes back."""
+        """Drop the chunks of aborted keys. Call it before harvesting, so that none of them comes
+        back.
+        """
         dropped = self._aborted_chunks
         self._aborted_chunks = []
         self._generation.drop_chunks(dropped)

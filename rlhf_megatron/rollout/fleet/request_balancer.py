@@ -42,13 +42,16 @@ class RequestChunk:
 
     @property
     def num_samples(self) -> int:
+        """Return the number of samples of all requests."""
         return sum(len(request.seeds) for request in self.requests)
 
 
 def cut_chunks(
     requests: Sequence[GenerateRequest], num_engines: int, is_isolated: bool = False
 ) -> list[RequestChunk]:
-    """See `sizes.cut_sizes`."""
+    """Cut the requests into chunks of neighbouring requests; see
+    `chunk_sizes.divide_groups_into_chunks`.
+    """
     sizes = [len(request.seeds) for request in requests]
     return [
         RequestChunk(run.start, requests[run.start : run.stop])
@@ -59,8 +62,9 @@ def cut_chunks(
 def select_unknown_chunks(
     chunks: Sequence[RequestChunk], known_indexes: Container[int], is_isolated: bool
 ) -> list[RequestChunk]:
-    """Returns the pieces still to ask for. `is_isolated`: a piece that lacks something is asked for
-    whole, since what an engine answers depends on what it decodes together.
+    """Return chunks with the requests whose indexes are not in `known_indexes`. `is_isolated`: a
+    chunk that lacks a group is returned whole, since an engine's answer depends on all requests
+    that it decodes together.
     """
     left: list[RequestChunk] = []
     for chunk in chunks:
@@ -78,7 +82,9 @@ def select_unknown_chunks(
 def find_unknown_runs(
     start: int, num_groups: int, known_indexes: Container[int]
 ) -> Iterator[range]:
-    """The stretches of start .. start + count - 1 without a known index."""
+    """Yield the ranges of consecutive indexes from `start` to `start + num_groups - 1` that are not
+    in `known_indexes`.
+    """
     first = start
     for index in range(start, start + num_groups + 1):
         if index == start + num_groups or index in known_indexes:
@@ -101,14 +107,16 @@ class ChunkAssignment:
 
     @property
     def has_current_engine(self) -> bool:
-        """The engine that it was sent to is still the one of its name, or is not known."""
+        """Return whether the member still has the engine that the chunk was sent to (a restart
+        replaces it); True where a router chose the engine.
+        """
         return self.member is None or self.member.engine is self.engine
 
 
 class OutstandingLoad:
-    """Counts pieces and samples on their way to each engine. Open pieces, a session's, are counted
-    apart: they fill the engines whatever a `generate` asks for, so neither is held up by the
-    limits of the other.
+    """Counts chunks and samples on their way to each engine. Chunks of a session are counted apart:
+    they fill the engines whatever a `generate` sends, so neither is held up by the limits of the
+    other.
     """
 
     def __init__(self) -> None:
@@ -116,35 +124,45 @@ class OutstandingLoad:
         self._sample_counts: Counter[tuple[FleetMember | None, bool]] = Counter()
 
     def add_chunk(self, assignment: ChunkAssignment, sign: int = 1) -> None:
-        """`sign`: -1 where it is on its way no more."""
+        """Count the chunk and its samples for its engine; `sign` -1 takes them off again."""
         key = (assignment.member, assignment.chunk.is_session)
         self._chunk_counts[key] += sign
         self._sample_counts[key] += sign * assignment.chunk.num_samples
 
     def __add__(self, other: OutstandingLoad) -> OutstandingLoad:
+        """Return the sum of both loads."""
         both = OutstandingLoad()
         both._chunk_counts = self._chunk_counts + other._chunk_counts
         both._sample_counts = self._sample_counts + other._sample_counts
         return both
 
     def count_chunks(self, member: FleetMember | None, is_session: bool) -> int:
+        """Return the chunks on their way to this engine (None: the router), either a session's or
+        others.
+        """
         return self._chunk_counts[member, is_session]
 
     def count_samples(self, member: FleetMember | None, is_session: bool) -> int:
+        """Return the samples on their way to this engine (None: the router), either a session's or
+        others.
+        """
         return self._sample_counts[member, is_session]
 
     def count_all_samples(self, member: FleetMember | None) -> int:
+        """Return all samples on their way to this engine (None: the router)."""
         return self.count_samples(member, True) + self.count_samples(member, False)
 
 
 class RequestBalancer(Protocol):
-    """One thread at a time calls it, the one that has the fleet's lock."""
+    """Cuts requests into chunks and places them on engines. One thread at a time calls it, the
+    thread that holds the fleet's lock.
+    """
 
     def cut_chunks(
         self, requests: Sequence[GenerateRequest], num_engines: int, is_isolated: bool
     ) -> list[RequestChunk]:
-        """Cuts requests into the pieces that travel, by the configuration alone. `is_isolated`:
-        see `cut_chunks`.
+        """Cut requests into the chunks that travel, by the configuration alone. `is_isolated`: see
+        `chunk_sizes.divide_groups_into_chunks`.
         """
 
     def place_chunk(
@@ -154,34 +172,36 @@ class RequestBalancer(Protocol):
         load: OutstandingLoad,
         version: int | None,
     ) -> ChunkAssignment | None:
-        """Chooses where that piece goes; None: nowhere yet, it is asked again in a moment.
-        Returns at once.
+        """Choose where the chunk goes; None where nothing has room now, and the fleet asks again in
+        a moment. Return at once.
 
-        `serving_members`: at least one. `version`: of the weights that they serve. Raises
-        EngineError where it will never go.
+        `serving_members`: at least one. `version`: of the weights that they serve. Raise
+        EngineError where the chunk can never be sent.
         """
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
-        """End the calls of these names that have reached no engine yet;
-        without names all of them.
+        """Abort the calls with these names that wait in the balancer's client and have reached no
+        engine yet, or all such calls where `call_names` is empty.
         """
 
     def is_balancer_failure(self, error: EngineError) -> bool:
-        """Whether a failed piece says nothing about the engines."""
+        """Return whether this error of a call is the balancer's own, so that no engine is to blame.
+        """
 
     def close(self) -> None:
-        """Stop what was started for it. Safe to call twice."""
+        """Stop the processes and clients of the balancer. Safe to call twice."""
 
 
 class LeastOutstandingBalancer:
-    """Send each piece to the engine with the fewest outstanding samples, and a failed piece to
-    another engine where there is one. An engine has two pieces of a `generate` at once; of a
-    session as many as keep it full.
+    """Sends each chunk to the engine with the fewest outstanding samples, and a failed chunk to
+    another engine where there is one. An engine has at most two chunks of a `generate` at once, and
+    as many of a session as keep it full.
     """
 
     def cut_chunks(
         self, requests: Sequence[GenerateRequest], num_engines: int, is_isolated: bool
     ) -> list[RequestChunk]:
+        """Cut the requests as the function `cut_chunks` does."""
         return cut_chunks(requests, num_engines, is_isolated)
 
     def place_chunk(
@@ -191,6 +211,9 @@ class LeastOutstandingBalancer:
         load: OutstandingLoad,
         version: int | None,
     ) -> ChunkAssignment | None:
+        """Assign the chunk to the engine with the fewest outstanding samples, preferably one that
+        has not failed with it; return None where that engine is full.
+        """
         fresh = [
             member for member in serving_members if member.name not in chunk.failure_by_engine
         ] or serving_members
@@ -208,17 +231,20 @@ class LeastOutstandingBalancer:
         )
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
+        """Do nothing: no call waits in the balancer."""
         pass
 
     def is_balancer_failure(self, error: EngineError) -> bool:
+        """Return False: every failure is an engine's."""
         return False
 
     def close(self) -> None:
+        """Do nothing: the balancer has started nothing."""
         pass
 
 
 def compute_session_sample_limit(member: FleetMember) -> int:
-    """Samples of a session that keep the engine's batch full while others of unfinished
-    groups have ended.
+    """Return how many samples of a session to send to this engine at once, so that its batch stays
+    full while other samples of unfinished groups have ended.
     """
     return OVERFILL_FACTOR * (member.max_running_samples or _DEFAULT_MAX_RUNNING)

@@ -41,7 +41,9 @@ LOOPBACK = "127.0.0.1"
 
 
 def wrap_for_reaper(command: Sequence[str]) -> list[str]:
-    """`command` as a process that waits for its `ChildReaper`."""
+    """Return a command line that runs `command` only after its `ChildReaper` has given the signal
+    to go.
+    """
     return ["/bin/sh", "-c", _GUARDED_START_SCRIPT, "sh", *command]
 
 
@@ -51,8 +53,8 @@ class ChildReaper:
     """
 
     def __init__(self, child: subprocess.Popen[bytes]) -> None:
-        """`child`: started with `wrap_for_reaper`, as leader of its group and with a pipe as its
-        standard input. It begins.
+        """Watch `child` and let it begin. `child` must be started with `wrap_for_reaper`, as leader
+        of its process group and with a pipe as its standard input.
         """
         self._shell_process = subprocess.Popen(
             ["/bin/sh", "-c", _REAPER_SCRIPT, "sh", str(child.pid)],
@@ -64,13 +66,18 @@ class ChildReaper:
         _send_go_signal(child)
 
     def end_watch(self) -> None:
-        """The group has ended; its number may belong to somebody else soon. Safe to call twice."""
+        """End the watching shell, after the child's process group has ended, whose number may soon
+        belong to other processes. Safe to call twice.
+        """
         _send_go_signal(self._shell_process)
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._shell_process.wait(1.0)
 
 
 def _send_go_signal(process: subprocess.Popen[bytes]) -> None:
+    """Write the line that the shell script waits for, and close its standard input; ignore a
+    process that has ended or got the line before.
+    """
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError, ValueError):  # it has ended, or heard it before
         process.stdin.write(b"go\n")
@@ -90,12 +97,13 @@ _running_servers: weakref.WeakSet[ServerProcess] = weakref.WeakSet()
 def make_throttled_progress(
     report_line: Callable[[str], None], check_stop: Callable[[], None], interval_s: float = 10.0
 ) -> StartProgress:
-    """Progress that says a line for each server every so often. `check_stop` is called each time:
-    what it raises ends the start.
+    """Return a progress callback that reports a line for each server every `interval_s` seconds. It
+    calls `check_stop` each time; an error of `check_stop` ends the start.
     """
     said: dict[str, float] = {}
 
     def report_progress(name: str, seconds: float, line: str) -> None:
+        """Report the line where the interval has passed for this server."""
         check_stop()
         if seconds - said.get(name, 0.0) >= interval_s:
             said[name] = seconds
@@ -105,8 +113,8 @@ def make_throttled_progress(
 
 
 class ServerProcess:
-    """A child in a process group of its own, which ends with this process; stdout and stderr go to
-    `log`, for this user to read.
+    """A child in a process group of its own, which ends with this process; its output goes to the
+    file `log`, which only this user can read.
     """
 
     def __init__(
@@ -117,8 +125,8 @@ class ServerProcess:
         env: Mapping[str, str],
         secret_token: str = "",
     ) -> None:
-        """`secret_token`: what must not be seen of its log, where some servers write
-        their arguments.
+        """Start the command, with `env` added to this process's environment. `secret_token` is
+        masked in the log texts that this object returns, since some servers log their arguments.
         """
         self.name = name
         self.log = log
@@ -140,23 +148,26 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
+        """Return the process id, which is also the id of the process group."""
         return self._process.pid
 
     def send_signal(self, signal_number: int) -> None:
-        """Sends a signal to its process group."""
+        """Send the signal to the process group."""
         os.killpg(self.pid, signal_number)
 
     @property
     def exit_code(self) -> int | None:
-        """The exit code; None while it runs."""
+        """Return the exit code; None while the process runs."""
         return self._process.poll()
 
     def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
-        """The last lines of its log."""
+        """Return the last lines of the log, with the token masked."""
         return "\n".join(self.read_log().splitlines()[-num_lines:])
 
     def read_log(self, start_byte: int = 0) -> str:
-        """Read its log from byte `start_byte` on, without the token."""
+        """Return the log from byte `start_byte` on, with the token masked; "" where it cannot be
+        read.
+        """
         try:
             text = self.log.read_bytes()[start_byte:].decode(errors="replace")
         except OSError:
@@ -164,7 +175,9 @@ class ServerProcess:
         return text.replace(self._secret_token, HIDDEN_TOKEN) if self._secret_token else text
 
     def hide_token_in_log(self) -> None:
-        """Write over the token wherever it stands in the log so far. The server only appends."""
+        """Overwrite the token with asterisks in the log file, as far as it is written. The server
+        only appends.
+        """
         if self._secret_token:
             with contextlib.suppress(OSError), self.log.open("r+b") as file:
                 data = file.read()
@@ -174,7 +187,7 @@ class ServerProcess:
                     os.pwrite(file.fileno(), b"*" * len(token), at)
 
     def request_stop(self) -> None:
-        """SIGTERM to the group; does not wait."""
+        """Send SIGTERM to the process group and return at once."""
         if self not in _running_servers:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -182,7 +195,7 @@ class ServerProcess:
             os.killpg(self.pid, signal.SIGCONT)  # a stopped process would not see it
 
     def stop(self) -> None:
-        """SIGTERM to the group, SIGKILL to what is left after a grace period.
+        """Send SIGTERM to the process group, wait a few seconds for its end, and kill what is left.
         Safe to call twice.
         """
         if self not in _running_servers:
@@ -193,7 +206,9 @@ class ServerProcess:
         self.kill()
 
     def kill(self) -> None:
-        """SIGKILL to the group. Safe to call twice."""
+        """Send SIGKILL to the process group and wait for its end, logging an error where it does
+        not come. Safe to call twice.
+        """
         if self not in _running_servers:
             return
         with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -211,7 +226,7 @@ class ServerProcess:
         _running_servers.discard(self)
 
     def archive_log(self) -> None:
-        """Rename the log to a number; the next process of this name begins a new one."""
+        """Rename the log to a numbered name; the next process of this name begins a new log."""
         archive_log(self.log)
 
 
@@ -222,7 +237,7 @@ class ServerProcessHandle(Protocol):
 
     @property
     def log(self) -> Path:
-        """The path of its log, on its machine."""
+        """Return the path of the log, on the server's machine."""
 
     @property
     def pid(self) -> int: ...
@@ -237,7 +252,7 @@ class ServerProcessHandle(Protocol):
 
 
 def stop_processes(processes: Iterable[ServerProcessHandle]) -> None:
-    """Stop all; they use the grace period at the same time."""
+    """Stop all processes; their grace periods run at the same time."""
     processes = list(processes)
     for process in processes:
         process.request_stop()
@@ -247,6 +262,7 @@ def stop_processes(processes: Iterable[ServerProcessHandle]) -> None:
 
 @atexit.register
 def _stop_running_servers() -> None:
+    """Stop all servers of this process that still run, at its exit."""
     stop_processes(_running_servers)
 
 
@@ -262,7 +278,7 @@ class ServerSeat:
 
 
 class ServerLaunch(Protocol):
-    """One server, and how it is started. Before that it can be pickled, and started in
+    """A server that can be started and awaited. Before its start it can be pickled, and started in
     another process.
     """
 
@@ -274,29 +290,33 @@ class ServerLaunch(Protocol):
 
     @property
     def transfer_dir(self) -> Path:
-        """The directory through which its weights come."""
+        """Return the directory through which the server gets its weights."""
 
     @property
     def process(self) -> ServerProcessHandle | None:
-        """The process; None before `start`."""
+        """Return the process; None before `start`."""
 
     # of a part of a server that spans machines: what the first part said that
     # it `get_rendezvous_address`
     rendezvous_address: str
 
     def take_seat(self, seat: ServerSeat) -> None:
-        """Take a seat, before `start`. Raises EngineError where the server cannot run there."""
+        """Set the machine and the devices of the server, before `start`. Raise EngineError where
+        the server cannot run there.
+        """
 
     def get_rendezvous_address(self) -> str:
-        """Return, after `start`, HOST:PORT where other parts of this server find it;
-        "": it has none.
+        """Return, after `start`, the HOST:PORT at which other parts of this server find it; ""
+        where it has none.
         """
 
     def start(self) -> None:
-        """A new process with a new token, and a new port."""
+        """Start a new process with a new token and a new port, and return without waiting."""
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Waits until it is healthy. Raises EngineError."""
+        """Wait until the server is healthy, at most until `deadline` of time.monotonic(), and
+        return its address. Raise EngineError.
+        """
 
 
 LaunchPlacement = Callable[[ServerLaunch], ServerLaunch]
@@ -304,13 +324,15 @@ LaunchPlacement = Callable[[ServerLaunch], ServerLaunch]
 
 
 def launch_here(launch: ServerLaunch) -> ServerLaunch:
-    """A `LaunchPlacement`: on this machine, as children of this process."""
+    """Return the launch unchanged, so that the server starts on this machine as a child of this
+    process: the plainest `LaunchPlacement`.
+    """
     return launch
 
 
 class EngineServers:
-    """Servers that were started together. A context manager:
-    they stop when it ends. Thread-safe.
+    """Servers that were started together. A context manager that stops them at its end.
+    Thread-safe.
     """
 
     def __init__(
@@ -319,8 +341,8 @@ class EngineServers:
         startup_timeout_s: float,
         progress: StartProgress | None = None,
     ) -> None:
-        """Starts all and waits until they are healthy. Raises EngineError; no server is
-        left running then.
+        """Start all servers and wait until they are healthy. Raise EngineError where one fails; no
+        server is left running then.
         """
         self._launch_by_name = {launch.name: launch for launch in launches}
         self._address_by_name: dict[str, EngineAddress] = {}
@@ -339,13 +361,14 @@ class EngineServers:
 
     @property
     def processes(self) -> tuple[ServerProcessHandle, ...]:
-        """The processes that run now: a server that was started again has another one."""
+        """Return the current process of each server; a restart replaces it."""
         return tuple(
             launch.process for launch in self._launch_by_name.values() if launch.process is not None
         )
 
     @property
     def addresses(self) -> tuple[EngineAddress, ...]:
+        """Return the current address of each server; a restart replaces it."""
         return tuple(self._address_by_name.values())
 
     def __enter__(self) -> EngineServers:
@@ -355,18 +378,19 @@ class EngineServers:
         self.stop()
 
     def stop(self) -> None:
-        """Safe to call twice."""
+        """Stop all servers for good; they are not restarted afterwards. Safe to call twice."""
         with self._lock:
             self._is_stopped = True
         stop_processes(self.processes)
 
     def get_process(self, name: str) -> ServerProcessHandle:
+        """Return the current process of the server of this name."""
         process = self._launch_by_name[name].process
         assert process is not None, f"{name} was never started"
         return process
 
     def describe_exit(self, name: str) -> str | None:
-        """How that server ended, with the end of its log; None while it runs."""
+        """Return how the server of this name ended, with the end of its log; None while it runs."""
         process = self.get_process(name)
         if process.exit_code is None:
             return None
@@ -376,14 +400,15 @@ class EngineServers:
         )
 
     def kill_server(self, name: str) -> None:
-        """SIGKILL to its process group, at once."""
+        """Kill the server of this name at once, with its whole process group."""
         self.get_process(name).kill()
 
     def restart_server(self, name: str) -> EngineAddress:
-        """Kill what is left of that server and start it again: another port, another token, the log
-        so far kept under a number. Blocks until it is healthy.
+        """Kill what is left of the server of this name, start it again with another port and token,
+        wait until it is healthy, and return its new address. The old log is kept under a number.
 
-        Raises EngineError; it does not run then.
+        Raise EngineError where it does not start or the servers are being stopped; it does not run
+        then.
         """
         launch = self._launch_by_name[name]
         old = self.get_process(name)
@@ -406,7 +431,9 @@ class EngineServers:
 
 
 def archive_log(log: Path) -> None:
-    """engine0.log becomes engine0.1.log, or the next free number."""
+    """Rename engine0.log to engine0.1.log, or the next free number; do nothing where there is no
+    log.
+    """
     free = next(
         path for n in itertools.count(1) if not (path := log.with_suffix(f".{n}.log")).exists()
     )
@@ -420,10 +447,11 @@ def await_server_ready(
     deadline: float,
     progress: StartProgress | None = None,
 ) -> None:
-    """Poll `is_ready` until it is true. `deadline`: of time.monotonic().
+    """Poll `is_ready` until it is true, and report progress about once a second. `deadline` is a
+    time of time.monotonic().
 
-    Raises EngineError with the end of the server's log when it exits, EngineTimeoutError
-    at the deadline.
+    Raise EngineError with the end of the server's log when it exits, EngineTimeoutError at the
+    deadline.
     """
     start = reported = time.monotonic()
     while not is_ready():
@@ -447,7 +475,7 @@ def await_server_ready(
 
 
 def write_token_file(path: Path) -> str:
-    """A fresh random token in a file that only this user can read."""
+    """Write a new random token to a file that only this user can read, and return the token."""
     token = secrets.token_hex(
         32
     )  # letters and digits: one that begins with - would be taken for an option
@@ -456,7 +484,9 @@ def write_token_file(path: Path) -> str:
 
 
 def write_private_file(path: Path, text: str) -> Path:
-    """A file that only this user can read."""
+    """Write the text to a new file that only this user can read, in place of any old one, and
+    return its path.
+    """
     path.unlink(missing_ok=True)
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(descriptor, "w") as out:

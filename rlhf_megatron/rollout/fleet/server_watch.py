@@ -13,8 +13,8 @@ _RETRY_S = 0.5  # after a health check that failed at once
 
 
 class ServerWatch:
-    """Calls `on_ill` with what is wrong, at most once, from its own thread, unless
-    `stop_watching` came before.
+    """Watches one server from a thread of its own, and calls `on_ill` with the problem, at most
+    once, and not after `stop_watching`.
     """
 
     def __init__(
@@ -27,9 +27,10 @@ class ServerWatch:
         timeout_s: float,
         poll_s: float = PROCESS_POLL_S,
     ) -> None:
-        """`check_health`: raises EngineError where it has not answered well within so many seconds.
-        `describe_exit`: how its process ended, None while it runs, looked at every `poll_s`. A
-        first check comes after `interval_s`.
+        """Start the watch. `check_health` raises EngineError where the server does not answer well
+        within the given seconds; it is called every `interval_s`, first after `interval_s`.
+        `describe_exit` returns how the process ended, None while it runs; it is called every
+        `poll_s`.
         """
         self._check_health = check_health
         self._describe_exit = describe_exit
@@ -41,10 +42,13 @@ class ServerWatch:
         threading.Thread(target=self._watch_until_ill, name=f"watch-{name}", daemon=True).start()
 
     def stop_watching(self) -> None:
-        """Does not wait for a check that is under way; what it finds is dropped."""
+        """Stop the watch without waiting for a check that is under way; its result is dropped."""
         self._stop_event.set()
 
     def _watch_until_ill(self) -> None:
+        """Check the process and the health in turns until a problem is found or the watch is
+        stopped.
+        """
         due = time.monotonic() + self._interval_s
         while not self._stop_event.wait(self._poll_s):
             words = self._describe_exit()
@@ -56,8 +60,8 @@ class ServerWatch:
                 return
 
     def _find_health_problem(self) -> str | None:
-        """Check the health once; None: it answered. A check that fails at once is repeated until
-        the time is over.
+        """Check the health once and return the problem; None where the server answers well or the
+        watch is stopped. A check that fails at once is repeated until `timeout_s` has passed.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:

@@ -23,7 +23,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
 
 
 class SpanningServerProcess:
-    """Shows its parts as one `process.Process`."""
+    """The parts of a server that spans machines, used as one `ServerProcessHandle`."""
 
     def __init__(self, parts: Sequence[ServerProcessHandle]) -> None:
         self.name = parts[0].name
@@ -31,36 +31,44 @@ class SpanningServerProcess:
 
     @property
     def pid(self) -> int:
+        """Return the process id of the first part."""
         return self._parts[0].pid
 
     @property
     def log(self) -> Path:
+        """Return the log of a part that has ended, else of the first part."""
         return self._reporting_part.log
 
     @property
     def exit_code(self) -> int | None:
-        """Return that of a part that has ended; None while all run."""
+        """Return the exit code of the first part that has ended; None while all run."""
         return next((code for part in self._parts if (code := part.exit_code) is not None), None)
 
     def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """Return the end of the log of a part that has ended, else of the first part."""
         return self._reporting_part.read_log_tail(num_lines)
 
     def send_signal(self, signal_number: int) -> None:
+        """Send the signal to the process groups of all parts."""
         for part in self._parts:
             part.send_signal(signal_number)
 
     def request_stop(self) -> None:
+        """Ask all parts to stop, and return at once."""
         for part in self._parts:
             part.request_stop()
 
     def stop(self) -> None:
+        """Stop all parts and wait for their end."""
         stop_processes(self._parts)
 
     def kill(self) -> None:
+        """Kill all parts, one after the other."""
         for part in self._parts:
             part.kill()
 
     def archive_log(self) -> None:
+        """Rename the log of each part to a numbered name."""
         for part in self._parts:
             part.archive_log()
 
@@ -72,7 +80,7 @@ class SpanningServerProcess:
 
 @dataclass
 class SpanningServerLaunch:
-    """Starts and awaits its parts as one `process.Launch`."""
+    """The launches of the parts of a server that spans machines, used as one `ServerLaunch`."""
 
     parts: Sequence[ServerLaunch]
     started_parts: list[ServerLaunch] = field(default_factory=list)  # of this start
@@ -92,15 +100,18 @@ class SpanningServerLaunch:
 
     @property
     def process(self) -> SpanningServerProcess | None:
+        """Return the started parts as one process; None before any was started."""
         started = [part.process for part in self.parts if part.process is not None]
         return SpanningServerProcess(started) if started else None
 
     def take_seat(self, seat: ServerSeat) -> None:
+        """Refuse with AssertionError: each part takes a seat of its own."""
         raise AssertionError("each part has its own")
 
     def start(self) -> None:
-        """Start the first part, which says where they meet and waits there, then the others.
-        Raises EngineError.
+        """Start the first part, wait for the address at which the parts meet, and start the others
+        with it. Where the first part has no address, the others are not started, and
+        `wait_until_healthy` reports the failure. Raise EngineError.
         """
         first, *others = self.parts
         first.start()
@@ -114,11 +125,12 @@ class SpanningServerLaunch:
             self.started_parts.append(part)
 
     def get_rendezvous_address(self) -> str:
+        """Return "": the parts meet among themselves."""
         return ""
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Wait until all parts are up. Raises the EngineError of the part that fails first: the
-        others wait for it.
+        """Wait until all started parts are up, and return the address of the server. Raise the
+        EngineError of the part that fails first, without waiting for the others.
         """
         calls = EngineCallLog()
         waits = []

@@ -95,7 +95,7 @@ class LentBucketBody(VerbBody):
     memory: tuple[LentSegment, ...]
 
     def parse_manifest(self) -> BucketManifest:
-        """Raises ValueError as `BucketManifest.from_json` does."""
+        """Raises ValueError as `BucketManifest.parse_json` does."""
         return BucketManifest.parse_json(bytes(self.manifest).decode())
 
 
@@ -108,7 +108,7 @@ class ExchangedBucketBody(VerbBody):
     exchange: BucketExchange
 
     def parse_manifest(self) -> BucketManifest:
-        """Raises ValueError as `BucketManifest.from_json` does."""
+        """Raises ValueError as `BucketManifest.parse_json` does."""
         return BucketManifest.parse_json(bytes(self.manifest).decode())
 
 

@@ -2,7 +2,7 @@
 given back as they can go on serving. They are never killed nor started again.
 
 A server is for one run at a time. Nothing keeps another one away, but samples of weights that
-another run has brought are told by the name of their version (`samples.version_name`), and a weight
+another run has brought are told by the name of their version (`sglang_samples.make_version_name`), and a weight
 update that is open is not joined.
 """
 

@@ -56,7 +56,9 @@ class ProcessLocation:
 
 
 def locate_process() -> ProcessLocation:
-    """Return where this process runs."""
+    """Return the machine, the process number and the devices of this process, which must be part of
+    a Ray cluster.
+    """
     devices = ray.get_runtime_context().get_accelerator_ids().get(GPU, [])
     return ProcessLocation(
         ray.util.get_node_ip_address(), read_machine_id(), os.getpid(), tuple(map(str, devices))
@@ -69,6 +71,9 @@ class _ObjectActor:
     """
 
     def __init__(self, make_object: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+        """Set LOCAL_RANK to the index of the device that Ray gave this process, where Ray gave one,
+        and make the object.
+        """
         if devices := locate_process().devices:
             os.environ["LOCAL_RANK"] = str(
                 find_visible_device_index(devices[0], os.environ.get("CUDA_VISIBLE_DEVICES", ""))
@@ -76,9 +81,11 @@ class _ObjectActor:
         self._object = make_object(*arguments)
 
     def whereabouts(self) -> ProcessLocation:
+        """Return the place where the actor's process runs."""
         return locate_process()
 
     def call(self, method: str, arguments: tuple[Any, ...]) -> Any:
+        """Call the object's method and return its result."""
         return getattr(self._object, method)(*arguments)
 
 
@@ -91,25 +98,33 @@ class RayObject:
         self._location_reference = actor.whereabouts.remote()  # before a call that lasts
 
     def wait_for_location(self, timeout_s: float) -> ProcessLocation:
-        """Waits until the process runs. Raises as `call_method`."""
+        """Wait until the process runs, and return where it runs. Raise the errors that
+        `call_method` raises.
+        """
         return self._wait_for_result(self._location_reference, "start", timeout_s)
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
-        """Call the method there and return its result. Raises what it raises there,
-        ProcessLostError and LateAnswerError.
+        """Call the object's method in its process and return the result. Raise the exception that
+        the method raises there, RemoteProcessLostError where the process has ended, or
+        LateAnswerError after `timeout_s`.
         """
         return self._wait_for_result(self._actor.call.remote(method, arguments), method, timeout_s)
 
     def submit_call(self, method: str, *arguments: Any) -> RayCall:
-        """Make the same call without waiting for its answer."""
+        """Make the same call without waiting, and return a handle of the answer."""
         return RayCall(self, method, self._actor.call.remote(method, arguments))
 
     def kill(self) -> None:
-        """SIGKILL to its process; what that has started must end with it. Safe to call twice."""
+        """Kill the object's process with SIGKILL; the children of that process must end with it.
+        Safe to call twice.
+        """
         with contextlib.suppress(RayError, ValueError):  # the cluster is gone, and it with it
             ray.kill(self._actor, no_restart=True)
 
     def _wait_for_result(self, reference: Any, method: str, timeout_s: float) -> Any:
+        """Wait for the result of a Ray task, and turn Ray's exceptions into those that
+        `call_method` raises.
+        """
         try:
             return ray.get(reference, timeout=timeout_s)
         except GetTimeoutError as error:
@@ -131,12 +146,14 @@ class RayCall:
     reference: Any
 
     def wait_for_result(self, timeout_s: float) -> Any:
-        """Raises as `RayObject.call`."""
+        """Wait for the call's result and return it. Raise the errors that `RayObject.call_method`
+        raises.
+        """
         return self.ray_object._wait_for_result(self.reference, self.method, timeout_s)
 
     @property
     def is_done(self) -> bool:
-        """True also when its process has ended."""
+        """Return whether the call has an answer, or has failed because the process ended."""
         return bool(ray.wait([self.reference], timeout=0)[0])
 
 
@@ -152,6 +169,9 @@ class RayCluster:
     def __init__(
         self, address: str | None, directory: Path, num_cpus: int, has_dashboard: bool = False
     ) -> None:
+        """Start a cluster on this machine where `address` is None, else connect to the cluster
+        there. Raise ValueError where no cluster answers.
+        """
         self.is_own = address is None
         self.is_stuck = (
             False  # it was left though it did not answer: threads of Ray still wait for it
@@ -194,14 +214,17 @@ class RayCluster:
 
     @property
     def has_gpus(self) -> bool:
+        """Return whether any machine of the cluster has a GPU."""
         return ray.cluster_resources().get(GPU, 0) > 0
 
     def list_machine_resources(self) -> list[dict[str, float]]:
-        """Resources of each machine of the cluster, in all."""
+        """Return the total resources of each living machine of the cluster, by Ray's resource
+        names.
+        """
         return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
     def list_accelerator_types(self) -> list[str]:
-        """Kinds that there are, as Ray names them: "H200"."""
+        """Return the kinds of accelerators in the cluster, sorted, under Ray's names: "H200"."""
         prefix = "accelerator_type:"
         return sorted(
             {
@@ -215,8 +238,11 @@ class RayCluster:
     def reserve_bundles(
         self, bundles: Sequence[ResourceBundle], is_spread: bool, timeout_s: float
     ) -> None:
-        """Hold room for all of them at once. Raises ValueError when there is none within
-        `timeout_s`; at once where the cluster is of this machine, which does not grow.
+        """Reserve room for all bundles at once, on different machines where possible if
+        `is_spread`, and wait for the room.
+
+        Raise ValueError where there is no room within `timeout_s`; a cluster of this machine does
+        not grow, and gets GROWS_S at most. Call it once.
         """
         assert self._placement_group is None, "one reservation a run"
         self._bundles = bundles
@@ -262,12 +288,12 @@ class RayCluster:
         num_gpus: float = 0,
         environment: Mapping[str, str],
     ) -> RayObject:
-        """Run `make_object(*arguments)` in a new process in that bundle of the reservation, -1 the
-        last. Returns at once.
+        """Run `make_object(*arguments)` in a new process in the bundle `bundle_index` of the
+        reservation (-1 is the last). Return the object's handle at once.
 
-        `num_gpus`: that Ray takes from the bundle's and shows to the process; with 0 it sees those
-        that `environment` names. `make_object` and `arguments` are pickled by Ray: no secrets in
-        them (Ray keeps them); those go by `call`.
+        Ray takes `num_gpus` GPUs from the bundle and shows them to the process; with 0 the process
+        sees the GPUs that `environment` names. Ray pickles `make_object` and `arguments` and keeps
+        them: pass secrets by `RayObject.call_method` instead.
         """
         assert self._placement_group is not None, "reserve comes first"
         number = bundle_index % len(self._bundles)
@@ -286,10 +312,11 @@ class RayCluster:
         return made
 
     def close(self) -> None:
-        """End the processes that were started here, give the room back, leave the cluster. Safe
-        to call twice.
+        """Kill the processes that were started here, free the reservation and leave the cluster.
+        Safe to call twice.
 
-        Takes CLOSE_S at most: a cluster that has lost a server of its own does not answer any more.
+        Takes CLOSE_S at most, since a cluster that has lost one of its servers does not answer any
+        more; `is_stuck` is True then.
         """
         if ray.is_initialized():
             self._leave_cluster_in_time()
@@ -299,6 +326,9 @@ class RayCluster:
             child.kill()
 
     def _leave_cluster_in_time(self) -> None:
+        """Leave the cluster in a thread. After CLOSE_S without an end set `is_stuck`, and kill the
+        servers of a cluster that this process made.
+        """
         leaving = threading.Thread(target=self._leave_cluster, name="leaving Ray", daemon=True)
         with _restore_signal_handlers():
             leaving.start()
@@ -311,6 +341,8 @@ class RayCluster:
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def _leave_cluster(self) -> None:
+        """Kill the processes that were started here, free the reservation, and disconnect from Ray.
+        """
         for made in self._objects:
             made.kill()
         with contextlib.suppress(RayError):
@@ -326,8 +358,8 @@ class RayCluster:
 
 
 def _find_raylet_children() -> list[ChildProcess]:
-    """Return the children of the raylet that this process has started: agents of Ray, and
-    workers that wait.
+    """Return the children of the raylet that this process has started: Ray's agents, and idle
+    workers.
     """
     node = worker._global_node
     started: list[Any] = [] if node is None else node.all_processes.get("raylet", [])
@@ -335,7 +367,9 @@ def _find_raylet_children() -> list[ChildProcess]:
 
 
 def _check_cluster_listens(address: str) -> None:
-    """Raises OSError where nothing listens: Ray would try for minutes."""
+    """Raise OSError where no server listens at the cluster's address. Ray itself would try for
+    minutes.
+    """
     found = services.canonicalize_bootstrap_address(address)
     if found is None:
         raise ConnectionError("Ray knows of none on this machine")
@@ -346,7 +380,9 @@ def _check_cluster_listens(address: str) -> None:
 
 @contextmanager
 def _restore_signal_handlers() -> Iterator[None]:
-    """Ray takes SIGTERM for itself when it starts, without asking."""
+    """Restore the signal handlers after the block, if this is the main thread: Ray replaces the
+    handler of SIGTERM when it starts.
+    """
     numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
     before = {number: signal.getsignal(number) for number in numbers}
     try:
@@ -358,6 +394,8 @@ def _restore_signal_handlers() -> Iterator[None]:
 
 
 def _join_first_lines(error: BaseException) -> str:
-    """Ray's errors bring a page of advice with them."""
+    """Return the first three lines of an error's message in one line, without the page of advice
+    that Ray appends.
+    """
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])

@@ -116,8 +116,8 @@ class RayRankProcess:
     """A rank, in a process of the cluster."""
 
     def serve(self, instructions: RankInstructions, secret: bytes) -> None:
-        """Live as the host, on the main thread. Raises ConnectionError when it cannot
-        reach the driver.
+        """Run as the host of a rank until the run ends, on the main thread. Raise ConnectionError
+        when the driver cannot be reached.
         """
         with contextlib.suppress(OSError):  # this machine has no such directory
             os.chdir(instructions.working_dir)
@@ -134,6 +134,7 @@ class RayRankProcess:
         startup = timedelta(seconds=instructions.deadlines.startup_s)
 
         def open_pool_store() -> dist.Store:
+            """Return a connection to the driver's store, with keys of the rank's pool."""
             store = dist.TCPStore(
                 instructions.driver_address,
                 instructions.store_port,
@@ -166,11 +167,12 @@ def run_ray_driver(
     job: RayJob,
     stop_request: StopRequest,
 ) -> int:
-    """Connect to the cluster, or make one; reserve, start the ranks, `run_job`, end all. Returns
-    what `run_job` does, which is given the hosts, and where the rest of the run stands.
+    """Connect to the Ray cluster, or make a cluster of this machine; reserve the bundles, start the
+    ranks, call `run_job` with the group of hosts and the placement of the rest of the run, and end
+    everything. Return the exit code that `run_job` returns.
 
-    A signal becomes `stop_request`, which `run_job` is to look at. Raises ValueError where there is
-    no cluster or no room in it, and as `run_controller` of the torchrun launcher. On
+    A signal becomes `stop_request`, which `run_job` must look at. Raise ValueError where there is
+    no cluster or no room, and the errors that `run_torchrun_controller` raises. Must be called on
     the main thread.
     """
     ray_environment.check_ray_version()
@@ -213,8 +215,8 @@ def run_ray_driver(
 
 
 def _exit_process(exit_code: int) -> None:
-    """A thread of Ray's that is in C++ while the interpreter shuts down crashes the process, and
-    its code is lost.
+    """End this process at once with `exit_code`: a thread of Ray that is in C++ while the
+    interpreter shuts down would crash the process and lose the code.
     """
     logging.shutdown()
     sys.stdout.flush()
@@ -230,6 +232,9 @@ class _DeviceCounts:
 
 
 def _count_devices(job: RayJob, cluster: RayCluster) -> _DeviceCounts:
+    """Return whether the ranks have GPUs, and the number of GPUs of an engine and of a reward-model
+    server.
+    """
     kind = job.trainer.device
     has_gpus = kind == "cuda" or (kind == "auto" and cluster.has_gpus)
     if not has_gpus or not job.has_engines:
@@ -243,9 +248,11 @@ def _count_devices(job: RayJob, cluster: RayCluster) -> _DeviceCounts:
 def _plan_bundles(
     job: RayJob, device_counts: _DeviceCounts, driver_address: str
 ) -> list[ResourceBundle]:
-    """The machines' shares of the ranks, then the engines', then those of the rewards. Where
-    weights go through memory of the driver's machine (transport tensor, the bundled engine), the
-    engines and the ranks that send are on it.
+    """Return the bundles of the reservation, in order: the machines' shares of the ranks, the
+    engines, the reward-model servers, the reward actors.
+
+    Where weights go through memory of the driver's machine (transport tensor, the bundled engine),
+    the engines and the first share of the ranks are bound to `driver_address`.
     """
     ranks = list(make_rank_bundles(job.trainer, job.ray, job.rollout, device_counts.has_gpus))
     if not job.has_engines:
@@ -265,6 +272,9 @@ def _plan_bundles(
 
 
 def _plan_reward_bundles(job: RayJob, device_counts: _DeviceCounts) -> list[ResourceBundle]:
+    """Return the bundles of the reward-model servers, if they are not colocated, and of the reward
+    actors.
+    """
     served = None if job.rollout.colocated else job.served_reward_model
     return [
         *make_reward_server_bundles(
@@ -283,6 +293,9 @@ def _run_on_cluster(
     job: RayJob,
     stop_handler: ControllerStopHandler,
 ) -> int:
+    """Start the ranks, make the placers of engines and reward-model servers, and call `run_job`
+    with the hosts. Return the exit code that `run_job` returns.
+    """
     from rlhf_megatron.runtime.ray.ray_engines import RayServerPlacer
 
     given = message_channel.read_secret(os.environ)
@@ -296,6 +309,7 @@ def _run_on_cluster(
     tasks = _start_ranks(cluster, device_counts, job, order, secret)
 
     def locate_ranks() -> list[ProcessLocation]:
+        """Wait until all ranks run, and return where they run, by rank."""
         return [task.ray_object.wait_for_location(job.deadlines.startup_s) for task in tasks]
 
     engines = RayServerPlacer(
@@ -342,7 +356,9 @@ def _make_rank_instructions(
     device_counts: _DeviceCounts,
     job: RayJob,
 ) -> RankInstructions:
-    """The order for the first rank; those of the others differ in their place."""
+    """Return the instructions for rank 0; the instructions of another rank differ only in
+    `job_rank`.
+    """
     plan = os.environ.get(faults.PLAN_ENV)
     return RankInstructions(
         job_rank=JobRank(0, job.pools[0]),
@@ -359,11 +375,15 @@ def _make_rank_instructions(
 
 
 def _choose_reward_pool(cluster: RayCluster, job: RayJob) -> RewardPoolFactory:
+    """Return the factory of the reward workers: a pool of this machine where ray.reward_actors is
+    0, else a pool over that many actors.
+    """
     ray = job.ray
     if ray.reward_actors == 0:
         return RewardWorkerPool
 
     def start_reward_actor(actor_index: int) -> RayObject:
+        """Start the reward actor of this index in its bundle, and return its handle."""
         return cluster.start_object(
             f"rewards{actor_index}",
             RewardPoolActor,
@@ -383,7 +403,9 @@ def _start_ranks(
     instructions: RankInstructions,
     secret: bytes,
 ) -> list[RayCall]:
-    """Start the ranks and return their tasks, by rank. Each task lasts until the run ends."""
+    """Start the processes of all ranks, and return their calls of `serve`, by rank. Each call lasts
+    until the run ends.
+    """
     environment = ray_environment.make_rank_environment(
         os.environ,
         job.trainer,
@@ -409,13 +431,15 @@ def _start_ranks(
 
 
 def _copy_ray_logs(ray_dir: Path, target_dir: Path) -> None:
-    """Copy the logs of Ray's servers and processes to those of the ranks."""
+    """Copy the logs of Ray's servers and processes to `target_dir`; ignore errors of the files."""
     with contextlib.suppress(OSError, shutil.Error):
         shutil.copytree(ray_dir / "session_latest" / "logs", target_dir, dirs_exist_ok=True)
 
 
 def _find_lost_rank(rank_calls: Sequence[RayCall]) -> HostError | None:
-    """A rank that ended before all had registered, with what Ray knows of it."""
+    """Return an error with what Ray knows of the first rank whose process has ended, or None while
+    all run. For use before all ranks have registered.
+    """
     for task in rank_calls:
         if task.is_done:
             where = task.ray_object.name

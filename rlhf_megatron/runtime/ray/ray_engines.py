@@ -42,8 +42,8 @@ class SelfSeatingKeeper(ServerKeeper):
     """A keeper in the actor's process, which finds out where Ray has put it."""
 
     def __init__(self, working_dir: str) -> None:
-        """`working_dir`: the driver's, from which relative paths of the settings count, where this
-        machine has it.
+        """Change to `working_dir` where this machine has the directory: relative paths of the
+        settings count from the driver's working directory.
         """
         super().__init__()
         self._transfer_dir: TransferDirectory | None = None  # made here
@@ -59,8 +59,12 @@ class SelfSeatingKeeper(ServerKeeper):
         makes_transfer_dir: bool,
         secret: bytes,
     ) -> str:
-        """Begin, as `begin` does, on this machine. `makes_transfer_dir`: weights come through its
-        memory alone. `secret`: of the run, where the machine starts drivers; b"": it starts none.
+        """Start the server on this machine, with the seat that follows from the place where Ray has
+        put this process; see `ServerKeeper.start_server` for the rest, also for the result.
+
+        `makes_transfer_dir`: weights come through memory of this machine alone, and the keeper
+        makes the directory. `secret`: the run's secret, where this machine may start drivers; b""
+        elsewhere.
         """
         if secret and locate_process().machine != seating.driver_machine:
             self.driver_gate = DriverGate(locate_process().address, secret)
@@ -71,6 +75,7 @@ class SelfSeatingKeeper(ServerKeeper):
         )
 
     def stop(self) -> None:
+        """Stop the server, and remove the transfer directory that this keeper made."""
         super().stop()
         if self._transfer_dir is not None:
             self._transfer_dir.remove_directory()
@@ -93,11 +98,13 @@ class RayServerPlacer:
         secret: bytes,
         first_bundle: int | None = None,
     ) -> None:
-        """`num_cpus`, `num_gpus`: of an engine on one machine; 0 GPUs on a CPU. `locate_ranks`:
-        where those of the trainer run, in order; it waits until they do. `environment`: of the
-        actors, and so of the servers. `secret`: of the run, where other machines than the driver's
-        start drivers. `first_bundle`: theirs, where they score and take no weights: others than the
-        ranks and the driver ask them then.
+        """Keep what placing needs. `num_cpus` and `num_gpus` count for an engine on one machine; 0
+        GPUs on a CPU. `locate_ranks` waits until the trainer's ranks run and returns their places,
+        by rank. `environment` is the actors', and so the servers'.
+
+        `secret` is the run's, where other machines than the driver's start drivers. `first_bundle`
+        is None for engines; for servers that score and take no weights, which other processes than
+        the ranks and the driver call, the index of their first bundle.
         """
         self._cluster = cluster
         self._rollout = rollout
@@ -111,6 +118,9 @@ class RayServerPlacer:
         self._num_placed = 0
 
     def __call__(self, launch: ServerLaunch) -> ServerLaunch:
+        """Return a launch that starts the server from an actor in the next bundle. Nothing starts
+        yet; each call takes another bundle.
+        """
         index = self._num_placed
         self._num_placed += 1
         rollout = self._rollout
@@ -125,6 +135,9 @@ class RayServerPlacer:
         )
 
         def start_keeper(is_restart: bool) -> tuple[RemoteHandle, CallHandle]:
+            """Start the actor, call it to start the server, and return the actor's handle and the
+            call.
+            """
             seating = EngineSeating(
                 launch.name,
                 read_machine_id() if is_known else "",

@@ -64,8 +64,9 @@ _OF_OWN_CLUSTER = {
 
 
 def find_cluster_address(ray_config: RayConfig, environment: Mapping[str, str]) -> str | None:
-    """Return the address of the cluster to join; None: one is made. Raises ValueError for an
-    environment that names none, or one that the settings do not fit.
+    """Return the address of the cluster to join, from ray.address or RAY_ADDRESS; None where the
+    run makes a cluster. Raise ValueError for a RAY_ADDRESS that is no address, or that contradicts
+    ray.dashboard.
     """
     if ray_config.address is not None:
         return ray_config.address
@@ -81,7 +82,7 @@ def find_cluster_address(ray_config: RayConfig, environment: Mapping[str, str]) 
 
 
 def check_ray_version() -> None:
-    """Raises ValueError where ray is missing or too old."""
+    """Raise ValueError where ray is not installed or is too old."""
     wanted = ".".join(map(str, OLDEST_RAY))
     command = f'pip install "ray>={wanted}"'
     try:
@@ -101,7 +102,10 @@ def check_ray_version() -> None:
 def set_ray_environment(
     address: str | None, environment: dict[str, str] | os._Environ[str]
 ) -> None:
-    """Set what Ray reads in this process, when it is imported, and in those that it starts here."""
+    """Set the variables of Ray that `environment` does not have yet; Ray reads them when it is
+    imported. `address` itself is not set: None means a cluster of the run's own, which also gets
+    token authentication and no RAY_ADDRESS.
+    """
     wanted = dict(_OF_ALL)
     if address is None:
         wanted |= _OF_OWN_CLUSTER
@@ -122,10 +126,12 @@ def make_rank_environment(
     uses_gpus: bool,
     accelerator_types: Sequence[str],
 ) -> dict[str, str]:
-    """Return the environment of the processes of the ranks.
+    """Return the environment variables to set for the processes of the ranks, with those that the
+    driver forwards.
 
-    `environment`: the driver's. `megatron_sections`: the pools' layouts. `accelerator_types`:
-    accelerators of the cluster, Ray's names.
+    `environment`: the driver's. `megatron_sections`: the pools' layouts. `accelerator_types`: the
+    accelerators of the cluster under Ray's names. `is_one_machine`: gloo uses the loopback
+    interface.
     """
     cores = (os.cpu_count() or 1) // trainer.n_gpus_per_node
     threads = cores if is_one_machine else int(ray_config.num_cpus_per_rank)
@@ -137,8 +143,8 @@ def make_rank_environment(
 
 
 def make_engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of processes that start servers. `environment`: the driver's; the
-    servers set OMP_NUM_THREADS themselves.
+    """Return the variables of the driver's `environment` to set for processes that start servers;
+    the servers set OMP_NUM_THREADS themselves.
     """
     return {
         name: value
@@ -148,7 +154,7 @@ def make_engine_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def select_forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the part of the driver's environment that processes on all machines get."""
+    """Return the variables of the driver's `environment` that processes on all machines get."""
     return {
         name: value
         for name, value in environment.items()
@@ -157,8 +163,8 @@ def select_forwarded_variables(environment: Mapping[str, str]) -> dict[str, str]
 
 
 def find_visible_device_index(device: str, visible_devices: str) -> int:
-    """Return the number of the device that Ray gave a process, in `visible_devices`,
-    its CUDA_VISIBLE_DEVICES.
+    """Return the index of `device`, which Ray gave this process, in `visible_devices`, the value of
+    CUDA_VISIBLE_DEVICES. Return 0 for a device that is not listed.
     """
     seen = [name.strip() for name in visible_devices.split(",")] if visible_devices else []
     if seen:

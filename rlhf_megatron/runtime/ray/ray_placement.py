@@ -52,7 +52,7 @@ class ResourceBundle:
 
     @property
     def resources(self) -> dict[str, float]:
-        """Return the resources as Ray takes them, without those that are 0."""
+        """Return the amounts by Ray's resource names, without amounts of 0."""
         found = {
             name: amount
             for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus))
@@ -63,7 +63,7 @@ class ResourceBundle:
         )  # every machine has 1 of its own
 
     def __str__(self) -> str:
-        """ "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
+        """Return the bundle as messages name it: "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
         return (
             f"{self.name}: {format_resources(self.resources) or 'nothing'}"
             f"{f' on {self.machine_address}' if self.machine_address else ''}"
@@ -73,8 +73,8 @@ class ResourceBundle:
 def make_rank_bundles(
     trainer: TrainerConfig, ray_config: RayConfig, rollout: RolloutConfig, uses_gpus: bool
 ) -> tuple[ResourceBundle, ...]:
-    """Return a bundle a machine (trainer.nnodes) for its ranks: bundle i has ranks i x
-    n_gpus_per_node and on.
+    """Return one bundle for each machine (trainer.nnodes): bundle i holds the ranks from i x
+    n_gpus_per_node on, and the CPUs of the colocated engines there.
     """
     each = trainer.n_gpus_per_node
     num_machines = trainer.nnodes
@@ -97,8 +97,8 @@ def make_rank_bundles(
 def make_engine_bundles(
     rollout: RolloutConfig, ray_config: RayConfig, uses_gpus: bool, gpus_per_part: int = 1
 ) -> tuple[ResourceBundle, ...]:
-    """One a part of the engines that the run starts beside the ranks: () where engines are
-    colocated or attached to.
+    """Return one bundle for each part of the engines that the run starts beside the ranks; () where
+    the engines are colocated or run already (rollout.endpoints).
     """
     if rollout.colocated or rollout.endpoints:
         return ()
@@ -112,7 +112,9 @@ def make_engine_bundles(
 def make_reward_server_bundles(
     num_servers: int, ray_config: RayConfig, num_gpus: int
 ) -> tuple[ResourceBundle, ...]:
-    """Return one a server of the reward model beside the ranks, which has `num_gpus`."""
+    """Return one bundle, of `num_gpus` GPUs, for each server of the reward model that runs beside
+    the ranks.
+    """
     return tuple(
         ResourceBundle(f"reward{index}", ray_config.num_cpus_per_engine, num_gpus)
         for index in range(num_servers)
@@ -120,7 +122,7 @@ def make_reward_server_bundles(
 
 
 def make_reward_actor_bundles(ray_config: RayConfig) -> tuple[ResourceBundle, ...]:
-    """Return one an actor of the rewards."""
+    """Return one bundle for each of the ray.reward_actors actors that compute rewards."""
     return tuple(
         ResourceBundle(f"rewards{index}", ray_config.num_cpus_per_reward_actor)
         for index in range(ray_config.reward_actors)
@@ -128,8 +130,8 @@ def make_reward_actor_bundles(ray_config: RayConfig) -> tuple[ResourceBundle, ..
 
 
 def count_own_cluster_cpus(bundles: Sequence[ResourceBundle], num_cores: int) -> int:
-    """CPUs that a cluster of this machine is told to have: Ray only counts them, and few cores
-    run many ranks.
+    """Return the number of CPUs that a cluster of this machine declares: the machine's cores, or
+    more where the bundles need more. Ray only counts CPUs, and few cores can run many ranks.
     """
     return max(num_cores, math.ceil(sum(bundle.num_cpus for bundle in bundles)))
 
@@ -140,9 +142,11 @@ def describe_shortage(
     waited_s: float,
     is_own_cluster: bool,
 ) -> str:
-    """Why there was no place for `bundles`: what was asked for, what there is, what to do.
+    """Return the message for a run that got no room: the bundles, the resources of the machines,
+    and the fix.
 
-    `machines`: resources of each in all; `waited_s`: how long the run has waited.
+    `machines` holds the total resources of each machine; `waited_s` is the time that the run has
+    waited.
     """
     asked = _sum_resources([bundle.resources for bundle in bundles])
     total = _sum_resources(machines)
@@ -182,20 +186,22 @@ def describe_shortage(
 
 
 def format_resources(resources: Mapping[str, float]) -> str:
-    """Return "8 CPU, 2 GPU": what a run asks for, of all that a machine has."""
+    """Return the CPUs and GPUs of `resources` as "8 CPU, 2 GPU", without amounts of 0."""
     return ", ".join(f"{resources[name]:g} {name}" for name in (CPU, GPU) if resources.get(name))
 
 
 def _is_machine_too_small(bundle: ResourceBundle, machine: Mapping[str, float]) -> bool:
+    """Return whether the machine has less of some resource than the bundle needs."""
     return any(amount > machine.get(name, 0) for name, amount in bundle.resources.items())
 
 
 def _sum_resources(resource_amounts: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Return the sums of the CPUs and the GPUs."""
     return {name: sum(part.get(name, 0) for part in resource_amounts) for name in (CPU, GPU)}
 
 
 class PlacedProcess(Protocol):
-    """The place where a process runs; see `runtime.ray.Whereabouts`."""
+    """The place where a process runs; see `ProcessLocation`."""
 
     @property
     def address(self) -> str: ...
@@ -221,8 +227,8 @@ class EngineSeating:
 
 
 def count_gpus_per_part(rollout: RolloutConfig) -> int:
-    """GPUs of an engine on one machine; 0: its server runs on a CPU. Raises ValueError
-    as `check_sglang_environment`.
+    """Return the number of GPUs that an engine uses on one machine; 0 where its server runs on a
+    CPU. Raise ValueError as `check_sglang_environment` does.
     """
     elsewhere = MachineGpus(is_placed_by_launcher=True)
     return (
@@ -235,7 +241,9 @@ def count_gpus_per_part(rollout: RolloutConfig) -> int:
 def count_gpus_per_server(
     server_config: SGLangConfig | ServedRewardModelConfig, machine: MachineGpus | None = None
 ) -> int:
-    """Return the same of servers with these settings."""
+    """Return the number of GPUs that a server with these settings uses on one machine; 0 where the
+    server runs on a CPU. Raise ValueError as `check_sglang_environment` does.
+    """
     arguments: Mapping[str, object] = {}
     if server_config.args:
         arguments = check_sglang_environment(
@@ -247,8 +255,9 @@ def count_gpus_per_server(
 
 
 def must_share_driver_machine(rollout: RolloutConfig) -> bool:
-    """Whether engines can only work on the driver's machine: weights reach them through its memory.
-    Those that take turns with ranks get them through that of their own machine.
+    """Return whether engines must run on the driver's machine, because their weights go through its
+    memory. Colocated engines get weights through the memory of their own machine, and may run
+    elsewhere.
     """
     kind = find_registered_part("engine", rollout.engine)
     is_elsewhere = (
@@ -258,18 +267,19 @@ def must_share_driver_machine(rollout: RolloutConfig) -> bool:
 
 
 def find_part_bundle(num_machines: int, is_colocated: bool, part_index: int) -> int:
-    """Return the number of its bundle in the run's reservation (`ray_places`): one a machine for
-    the ranks, which colocated engines take in turns, then one a part of an engine.
+    """Return the index of an engine part's bundle in the run's reservation. The first bundles are
+    the machines' shares of the ranks, which colocated engine parts take in turn; each other part
+    has a bundle after them.
     """
     return part_index % num_machines if is_colocated else num_machines + part_index
 
 
 def assign_engine_seat(location: PlacedProcess, seating: EngineSeating) -> ServerSeat:
-    """Return the seat of an engine that Ray has placed at `location`.
+    """Return the seat (address and devices) of an engine that Ray has placed at `location`.
 
-    It listens to its machine only where driver and ranks are on it too. It sees its own devices
-    first, then those of the ranks on its machine, whose memory it opens to take weights. Raises
-    EngineError where it cannot work there.
+    The engine listens on the loopback address only where the driver and all ranks are on its
+    machine. It sees its own devices first, then those of the ranks on its machine, whose memory it
+    opens to take weights. Raise EngineError where the engine cannot work there.
     """
     if seating.must_share_machine and location.machine != seating.driver_machine:
         raise EngineError(
@@ -297,8 +307,9 @@ def assign_engine_seat(location: PlacedProcess, seating: EngineSeating) -> Serve
 def order_server_devices(
     seating: EngineSeating, own_devices: Sequence[str], rank_devices: Sequence[str]
 ) -> list[str]:
-    """Return the devices in the order in which the server counts them, each once. Raises
-    EngineError where engines that take turns with the ranks are too many for their devices.
+    """Return the devices in the order in which the server counts them, each device once: the
+    engine's own or shared devices, then the ranks'. Raise EngineError where colocated engines need
+    more devices than the ranks have.
     """
     first = list(own_devices)
     if seating.num_shared_devices and rank_devices:

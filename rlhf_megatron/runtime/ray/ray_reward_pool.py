@@ -42,8 +42,8 @@ class RewardPoolActor:
     """Holds a share of the workers, in the process of an actor."""
 
     def __init__(self, working_dir: str) -> None:
-        """`working_dir`: the driver's, from which relative paths of the settings count, where this
-        machine has it.
+        """Change to `working_dir` where this machine has the directory: relative paths of the
+        settings count from the driver's working directory.
         """
         with contextlib.suppress(OSError):
             os.chdir(working_dir)
@@ -51,11 +51,13 @@ class RewardPoolActor:
         self._tasks: list[RewardTask] = []
 
     def read_machine_id(self) -> str:
+        """Return the id of the actor's machine."""
         return read_machine_id()
 
     def start_pool(self, plugins: Sequence[str], pool_arguments: tuple[Any, ...]) -> list[str]:
-        """Wait until the rewards are loaded. Return what is wrong with them. `pool_arguments`:
-        arguments of the WorkerPool.
+        """Load the plugins, start the workers and wait until they have loaded the rewards. Return
+        the problems of the rewards, [] without any. `pool_arguments` are the arguments of
+        RewardWorkerPool.
         """
         try:
             load_plugins(plugins)
@@ -72,10 +74,13 @@ class RewardPoolActor:
         return []
 
     def add_tasks(self, tasks: Sequence[RewardTask]) -> None:
-        """Keep tasks of the next batch."""
+        """Append tasks to the next batch."""
         self._tasks += tasks
 
     def score_tasks(self) -> list[RewardResult]:
+        """Score the tasks that were added since the last call, and return one result for each task,
+        in order.
+        """
         assert self._pool is not None, "start comes first"
         tasks = self._tasks
         self._tasks = []
@@ -95,8 +100,9 @@ class RayRewardPool:
         log_path: Path | None,
         waits_s: Sequence[float | None] = (),
     ) -> None:
-        """`start_actor`: a new actor of that number, which holds a `RewardPoolActor`. `log_path`:
-        its name gets the number.
+        """Divide `num_workers` over `num_actors` actors; nothing starts yet. `start_actor(index)`
+        starts a new actor that holds a `RewardPoolActor`. Each actor's log gets its index in the
+        name.
         """
         self._start_actor = start_actor
         self._actors: dict[int, RemoteHandle] = {}
@@ -111,14 +117,14 @@ class RayRewardPool:
         ]
 
     def start(self) -> None:
-        """Start without waiting."""
+        """Start all actors, without waiting."""
         self._actors = {
             index: self._start_actor(index) for index in range(len(self._pool_arguments))
         }
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError with what is wrong with the rewards on any machine, ValueError when an
-        actor is lost.
+        """Wait until all actors have loaded the rewards. Raise ConfigError with the problems of the
+        rewards on any machine, ValueError where an actor did not start.
         """
         if self._num_machines:
             return
@@ -140,6 +146,7 @@ class RayRewardPool:
             raise ConfigError(list(dict.fromkeys(problems)))
 
     def _load_rewards(self, actor_index: int) -> CallHandle:
+        """Call the actor to start its workers, and return the call."""
         return self._actors[actor_index].submit_call(
             "start_pool",
             list_loaded_plugins(),
@@ -147,7 +154,10 @@ class RayRewardPool:
         )
 
     def score_tasks(self, tasks: Sequence[RewardTask]) -> list[RewardResult]:
-        """Return one result a task, in order."""
+        """Score the tasks on all actors, and return one result for each task, in order. Tasks of an
+        actor that is lost go to the actors that are left. Raise ValueError when all actors are
+        lost.
+        """
         self.wait_until_ready()
         results: dict[int, RewardResult] = {}
         num_lost = 0
@@ -172,6 +182,9 @@ class RayRewardPool:
     def _assign_tasks(
         self, actor_index: int, tasks: Sequence[RewardTask]
     ) -> CallHandle | Exception:
+        """Send tasks to an actor, and return its call that scores them, or the error of an actor
+        that is lost or late.
+        """
         part = self._actors[actor_index]
         try:
             for start in range(0, len(tasks), NUM_TASKS):
@@ -183,8 +196,8 @@ class RayRewardPool:
         return part.submit_call("score_tasks")
 
     def _replace_actor(self, actor_index: int, loss_reason: str, num_losses: int) -> None:
-        """Start an actor again; where that does not work, the others have its share. Raises
-        ValueError without any.
+        """Start a lost actor again. Leave it out where that fails, or after MAX_RESTARTS losses in
+        the batch. Raise ValueError where no actor is left.
         """
         logger.warning("rewards%d is lost and started again: %s", actor_index, loss_reason)
         self._actors.pop(actor_index).kill()
@@ -203,7 +216,7 @@ class RayRewardPool:
             )
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """Kill all actors. Safe to call twice."""
         for part in self._actors.values():
             part.kill()
         self._actors = {}

@@ -26,7 +26,7 @@ from types import FrameType
 
 if (
     __name__ == "__main__"
-):  # what comes while torch is imported waits until `LocalRanks.take_signals`
+):  # what comes while torch is imported waits until `LocalRanks.forward_signals`
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
 
 # Read when torch is imported. A store that goes away is an ordinary end here, no reason for a
@@ -65,16 +65,19 @@ class LocalRanks:
     """The ranks of this machine, as far as signals go."""
 
     def __init__(self, stop_limit_s: float, list_pids: Callable[[], list[int]]) -> None:
-        """`list_pids`: of those that run."""
+        """`list_pids` returns the pids of the ranks that run; `stop_limit_s` is the time from a
+        signal to their kill.
+        """
         self._stop_limit_s = stop_limit_s
         self._list_pids = list_pids
         self._is_kill_scheduled = False
 
     def forward_signals(self) -> None:
-        """Signals go to the ranks; the agent goes on until they have ended. On the main thread.
+        """Forward signals to the ranks from now on; the agent goes on until the ranks have ended.
+        Must be called on the main thread.
 
-        Every version of torch sets its own handler when it starts the ranks, and looks for it
-        in its module.
+        Every version of torch sets its own handler when it starts the ranks, and looks for it in
+        its module: that handler is replaced.
         """
         assert hasattr(elastic_processes, "_terminate_process_handler"), (
             "this torch takes signals in another way"
@@ -89,11 +92,16 @@ class LocalRanks:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
     def request_end(self) -> None:
-        """The run is over elsewhere. On any thread."""
+        """Send this agent SIGTERM, and shorten the time until the ranks are killed, because the run
+        is over on another node. Any thread may call it.
+        """
         self._stop_limit_s = OTHERS_ENDED_LIMIT_S
         os.kill(os.getpid(), signal.SIGTERM)
 
     def _forward_signal(self, signal_number: int, frame: FrameType | None) -> None:
+        """Send the signal to the ranks, and schedule their kill after the stop limit. Exit where no
+        rank runs.
+        """
         if signal_number not in SIGNALS:
             self._torch_handler(signal_number, frame)
         pids = self._list_pids()
@@ -107,10 +115,11 @@ class LocalRanks:
             timer.start()
 
     def kill_ranks(self) -> None:
-        """Kill the ranks, from any thread."""
+        """Kill the ranks at once. Any thread may call it."""
         _send_signal(self._list_pids(), signal.SIGKILL)
 
     def _kill_late_ranks(self) -> None:
+        """Write to stderr that the ranks have not ended in time, and kill them."""
         pids = self._list_pids()
         sys.stderr.write(
             f"the ranks {pids} have not ended within {self._stop_limit_s:g} s of a signal; they"
@@ -120,16 +129,18 @@ class LocalRanks:
 
 
 def _send_signal(pids: Sequence[int], signal_number: int) -> None:
+    """Send the signal to the processes that still exist."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal_number)
 
 
 def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | None = None) -> int:
-    """Returns the exit code: the controller's where a rank has it, 128 + n for signal n, 0 when
-    no rank failed.
+    """Run torchrun with `arguments`, and return the exit code: the controller's where a rank has
+    it, 128 + n for signal n, 0 when no rank failed.
 
-    `list_rank_pids`: the ranks' processes, where they do not begin with an interpreter.
+    `list_rank_pids` returns the pids of the ranks, where the ranks are forks; None finds them by
+    their environment.
     """
     for name in list(logging.root.manager.loggerDict):
         if name.startswith(ELASTIC):  # each of them has a level of its own
@@ -169,8 +180,8 @@ def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | Non
 
 
 def _run_with_temporary_log_dir(torchrun_args: argparse.Namespace) -> int:
-    """torchrun leaves a directory of error files behind; here it goes with the agent, or when the
-    next one starts.
+    """Run torchrun and return its exit code. Without --log-dir the error files go to a directory
+    that is removed with the agent, or when the next agent starts.
     """
     if torchrun_args.log_dir is not None:
         return _run_torchrun(torchrun_args)
@@ -180,6 +191,9 @@ def _run_with_temporary_log_dir(torchrun_args: argparse.Namespace) -> int:
 
 
 def _run_torchrun(torchrun_args: argparse.Namespace) -> int:
+    """Run torchrun to the end and return the exit code: of the first rank of this node that failed,
+    128 + n for a signal, USAGE_EXIT_CODE (with a message) where there is no rendezvous.
+    """
     try:
         run(torchrun_args)
     except ChildFailedError as error:

@@ -28,8 +28,8 @@ HEARD_KEY = "control/heard"  # and a machine without ranks: it has the exit code
 
 
 def open_rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
-    """Return a connection of its own to torchrun's store: a blocked call on one does not
-    hold up the other.
+    """Return a new connection to torchrun's store, with keys under `prefix` and the present
+    attempt. A blocked call on one connection does not hold up another.
     """
     store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s)))
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -37,9 +37,9 @@ def open_rendezvous_store(prefix: str, timeout_s: float) -> dist.Store:
 
 
 def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes, dist.Store] | None:
-    """HOST:PORT of the controller and the secret, on a machine without a rank, from the store at
-    MASTER_ADDR, and that store. None: that run is over, and its store soon gone. Raises
-    RuntimeError where there is no store.
+    """Return the controller's HOST:PORT, the secret, and the store at MASTER_ADDR, on a machine
+    without a rank; None where that run is over. Wait `timeout_s` at most. Set torchrun's variables
+    in os.environ. Raise RuntimeError where there is no store.
     """
     place = {
         "RANK": "1",
@@ -55,8 +55,8 @@ def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes,
 
 
 def read_exit_code(store: dist.Store, machine: int) -> int:
-    """Return the controller's exit code, on a machine without a rank. It is 1 when that
-    does not come.
+    """Wait for the controller's exit code, on a machine without a rank, and return it; 1 where it
+    does not come. Tell the store that this machine has read it.
     """
     code = make_exit_code_waiter(store)()
     with contextlib.suppress(RuntimeError):  # the store is gone: nobody waits for this
@@ -65,7 +65,9 @@ def read_exit_code(store: dist.Store, machine: int) -> int:
 
 
 def wait_for_keepers(store: dist.Store, machines: Sequence[int]) -> None:
-    """The store ends with rank 0: machines without a rank must have read the exit code."""
+    """Wait, HEARD_S at most, until the machines without a rank have read the exit code. The store
+    ends with rank 0.
+    """
     deadline = time.monotonic() + HEARD_S
     keys = [f"{HEARD_KEY}/{machine}" for machine in machines]
     with contextlib.suppress(RuntimeError):
@@ -74,8 +76,8 @@ def wait_for_keepers(store: dist.Store, machines: Sequence[int]) -> None:
 
 
 def make_exit_code_waiter(store: dist.Store) -> Callable[[], int]:
-    """A function that waits until rank 0 has published the controller's exit code; 1 when that
-    does not come.
+    """Return a function that waits until rank 0 has published the controller's exit code, and
+    returns the code; 1 where rank 0 ends or the code does not come within EXIT_CODE_S.
     """
 
     def wait_for_exit_code() -> int:

@@ -37,8 +37,9 @@ _is_fork_of_agent = False
 
 
 def can_fork_ranks(device: str) -> bool:
-    """Whether this process may become the agent of ranks that are its forks. `device`: as in
-    the configuration.
+    """Return whether this process may become the agent of ranks that are its forks: Linux, no
+    accelerator in use, one thread, not under torchrun, not switched off by FORKS_ENV. `device` is
+    the configured trainer.device.
     """
     has_driver = bool(read_local_gpu_names()) or Path("/dev/nvidiactl").exists()
     has_accelerator = device == "cuda" or (device == "auto" and has_driver)
@@ -47,17 +48,19 @@ def can_fork_ranks(device: str) -> bool:
 
 
 def is_forked_rank() -> bool:
-    """Whether this process is a rank that was forked: it has imported what its controller needs."""
+    """Return whether this process is a forked rank, which has imported what its controller needs.
+    """
     return _is_fork_of_agent
 
 
 def import_while_checking(
     run_checks: Callable[[], object], modules: Sequence[str], num_processes: int
 ) -> bool:
-    """Import torch, megatron-core and `modules`, while `run_checks` runs in a fork. Returns whether
-    it raised nothing.
+    """Import torch, megatron-core and `modules` while `run_checks` runs in a fork. Return whether
+    `run_checks` raised nothing.
 
-    What it raises is not told: the caller calls it here, too.
+    The exception of `run_checks` is lost in the fork; the caller calls `run_checks` again to see
+    it. Set OMP_NUM_THREADS where it is not set.
     """
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     log_level = os.environ.get(_LOG_LEVEL_ENV)
@@ -76,6 +79,7 @@ def import_while_checking(
 
 
 def _run_check(run_checks: Callable[[], object]) -> int:
+    """Return 0 where the checks raise nothing, else 1."""
     try:
         run_checks()
     except Exception:
@@ -93,8 +97,10 @@ class ForkedProcess(subprocess.Popen[bytes]):
         kept_descriptors: Sequence[int] = (),
         is_session_leader: bool = False,
     ) -> None:
-        """`name`: as `ps -o comm` shows it. `kept_descriptors`: descriptors that it has beside the
-        standard ones. `is_session_leader`: of a session of its own.
+        """Fork this process and call `run_child` in the fork, which exits with the code that
+        `run_child` returns. `name` is the process name that `ps -o comm` shows. The child keeps
+        `kept_descriptors` beside the standard ones. `is_session_leader` gives it a session of its
+        own.
         """
         self._run_child = run_child
         self._kept_descriptors = kept_descriptors
@@ -102,6 +108,7 @@ class ForkedProcess(subprocess.Popen[bytes]):
         super().__init__([name])
 
     def _execute_child(self, *popen_arguments: Any) -> None:
+        """Fork in place of the exec that subprocess.Popen makes."""
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
@@ -110,6 +117,9 @@ class ForkedProcess(subprocess.Popen[bytes]):
         self._child_created = True
 
     def _run_in_child(self, name: str) -> int:
+        """Prepare the fork (session, descriptors, signal handlers, logging, name), call `run_child`
+        and return its exit code.
+        """
         if self._is_session_leader:
             os.setsid()
         for entry in os.listdir("/proc/self/fd"):
@@ -129,6 +139,7 @@ class ForkedRank:
     """A rank that was forked early, and waits for its environment. It ends with this process."""
 
     def __init__(self, local_rank: int, arguments: Sequence[str]) -> None:
+        """Fork the process of the rank, which waits for its environment."""
         self.has_begun = False
         read_end, self._write_end = os.pipe()
         live = partial(_run_as_rank, read_end, arguments)
@@ -136,7 +147,9 @@ class ForkedRank:
         os.close(read_end)
 
     def continue_with_environment(self, environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-        """Return its process, which goes on."""
+        """Send the waiting fork its environment, with which it goes on as the rank, and return the
+        process.
+        """
         self.has_begun = True
         with open(self._write_end, "w", encoding="utf-8") as file:
             json.dump(dict(environment), file)
@@ -144,6 +157,9 @@ class ForkedRank:
 
 
 def _run_as_rank(read_end: int, arguments: Sequence[str]) -> int:
+    """Wait in the fork for the environment, then run the program of the rank. Return the exit code;
+    1 where the agent ended first.
+    """
     global _is_fork_of_agent
     with open(read_end, encoding="utf-8") as file:
         environment = file.read()
@@ -154,8 +170,9 @@ def _run_as_rank(read_end: int, arguments: Sequence[str]) -> int:
 
 
 def run_as_program(arguments: Sequence[str], environment: Mapping[str, str]) -> int:
-    """Do, in a fork, what `python -m MODULE ARGUMENTS`, in `arguments`, does in that environment.
-    Returns its exit code.
+    """Run, in a fork, the program that `arguments` (["-m", MODULE, ...]) name, with that
+    environment, as `python -m MODULE ...` would. Return 0; the program's own SystemExit passes
+    through.
     """
     os.environ.clear()
     os.environ.update(environment)
@@ -168,7 +185,9 @@ def run_as_program(arguments: Sequence[str], environment: Mapping[str, str]) -> 
 
 
 def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: float) -> NoReturn:
-    """Become `launch_single_node`'s agent, after `import_while_checking`."""
+    """Fork the ranks and run as their torchrun agent, after `import_while_checking`. Does not
+    return.
+    """
     from torch.distributed.elastic.multiprocessing import api as elastic_processes
     from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 
@@ -202,17 +221,21 @@ def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: f
 
 
 def _list_running_pids(ranks: Sequence[ForkedRank]) -> list[int]:
+    """Return the pids of the ranks that got their environment and have not ended."""
     return [rank.process.pid for rank in ranks if rank.has_begun and rank.process.poll() is None]
 
 
 def _count_threads() -> int:
+    """Return the number of threads of this process."""
     return (
         len(os.listdir("/proc/self/task")) if sys.platform == "linux" else threading.active_count()
     )
 
 
 def run_and_exit(function: Callable[[], Any]) -> NoReturn:
-    """Call `function`, the rest of the life of this process, and end as an interpreter does."""
+    """Call `function`, the rest of the life of this process, and exit as an interpreter does, with
+    the code that it returns or that its SystemExit carries. Does not return.
+    """
     code: Any = 1
     try:
         code = function()

@@ -78,7 +78,9 @@ def start_keeper_process(
     arguments: Sequence[str],
     environment: Mapping[str, str],
 ) -> None:
-    """Start the keeper of this machine, which ends with the control channel: `python arguments`."""
+    """Start the keeper of this machine as the process `python arguments`, with the controller's
+    address and the secret in its environment. The keeper ends with the control channel.
+    """
     own = {
         KEEPER_ENV: str(machine),
         _ADDRESS_ENV: controller_address,
@@ -91,9 +93,11 @@ def start_keeper_process(
 def run_keeper(
     machine: int, servers: ServerMachines, run_dir: Path, deadlines: RunDeadlines
 ) -> int:
-    """Live as a keeper. Returns its exit code, on a machine without ranks the controller's. Raises
-    ValueError where no engine of the run is on this machine, ConnectionError where there is no
-    controller. On the main thread.
+    """Run as the keeper of `machine` until the run ends. Return its exit code: on a machine without
+    ranks the controller's, else 0. Must be called on the main thread.
+
+    Raise ValueError where no server of the run is on this machine, ConnectionError where there is
+    no controller.
     """
     pool = servers.keeper_pool
     if pool is None or machine not in pool.machines:
@@ -128,8 +132,8 @@ def run_keeper(
 def _register_keeper(
     rank: int, machine: int, timeout_s: float
 ) -> tuple[message_channel.MessageChannel, Callable[[], int]]:
-    """The channel to the controller, and what waits for this process's exit code.
-    Raises ConnectionError.
+    """Register with the controller. Return the channel, and a function that waits for this
+    process's exit code. Raise ConnectionError.
     """
     secret = message_channel.read_secret(os.environ)
     os.environ.pop(message_channel.SECRET_ENV, None)
@@ -152,8 +156,9 @@ def _register_keeper(
 def _register_without_rank(
     rank: int, machine: int, secret: bytes | None, timeout_s: float
 ) -> tuple[message_channel.MessageChannel, Callable[[], int]]:
-    """Register a machine without a rank, which may be early, or find what is left of an attempt
-    that has ended.
+    """Register as the keeper of a machine without a rank, for which the controller's address comes
+    from the store at MASTER_ADDR; try again until `timeout_s`, since the machine may be early or
+    find an attempt that has ended. Return the channel, and a function that waits for the exit code.
     """
     from rlhf_megatron.runtime.torchrun.control_store import find_controller, read_exit_code
 
@@ -183,6 +188,9 @@ def _register_without_rank(
 
 
 def _handle_keeper_call(keeper: MachineKeeper, call: RoleCall, keeper_label: str) -> RoleCallReply:
+    """Carry out an order, or collect the reports, and return the reply. A failure is in the reply;
+    no Exception is raised.
+    """
     try:
         is_order = call.method == f"{ENGINES}.order"
         return RoleCallReply(
@@ -198,7 +206,9 @@ class MachineKeeper:
     """Parent of the servers of one machine."""
 
     def __init__(self, servers: ServerMachines, machine: int, run_dir: Path, address: str) -> None:
-        """`address`: of this machine, as the controller reaches it."""
+        """Keep the servers' settings; start the store of routes and the gate of drivers where the
+        machine needs them. `address` is the address at which the controller reaches this machine.
+        """
         self._server_machines = servers
         self._setup = servers.setup
         self._machine = machine
@@ -218,7 +228,9 @@ class MachineKeeper:
         self._driver_gate = DriverGate(address, get_run_secret()) if has_drivers else None
 
     def handle_order(self, machine: int, name: str, verb: str, arguments: Sequence[Any]) -> Any:
-        """Obey, where that is this machine."""
+        """Start the server `name` for the verb "begin", else call the method `verb` of its keeper,
+        and return the result. Return None where `machine` is another machine.
+        """
         if machine != self._machine:
             return None
         if verb == "begin":
@@ -227,11 +239,11 @@ class MachineKeeper:
         return getattr(self._server_keepers[name], verb)(*arguments)
 
     def collect_reports(self) -> dict[str, ServerReport]:
-        """Return the reports, by engine."""
+        """Return the reports of the servers of this machine, by name."""
         return {name: keeper.report() for name, keeper in self._server_keepers.items()}
 
     def close(self) -> None:
-        """All servers end."""
+        """Stop all servers, and remove the transfer directory that this keeper made."""
         stop_processes(
             [
                 keeper.server_process
@@ -250,6 +262,9 @@ class MachineKeeper:
         is_restart: bool,
         rendezvous_address: str,
     ) -> str:
+        """Make the launch of the engine part or reward-model server `name` from this machine's own
+        settings, and start it. Return the rendezvous address.
+        """
         rollout = self._setup.rollout
         if name.startswith(SERVER):
             seat = partial(
@@ -288,6 +303,9 @@ class MachineKeeper:
         is_restart: bool,
         rendezvous_address: str = "",
     ) -> str:
+        """Start the launch under a new keeper and return its rendezvous address. A reward-model
+        server that was started before keeps its port.
+        """
         former = self._server_keepers.get(launch.name)
         address = None if former is None else former.report().address
         if address is not None and isinstance(launch, SGLangServerLaunch) and not launch.is_engine:
@@ -301,6 +319,7 @@ class MachineKeeper:
         )
 
     def _record_launch(self, launch: ServerLaunch) -> ServerLaunch:
+        """Record a launch by its name, and return a substitute that starts nothing."""
         self._engine_launches[launch.name] = launch
         return _RecordedLaunch(launch)
 
@@ -312,10 +331,13 @@ class _RecordedLaunch(RemoteLaunch):
     process: None = None
 
     def take_seat(self, seat: ServerSeat) -> None:
+        """Raise AssertionError: a recorded launch has no seat."""
         raise AssertionError("it has none")
 
     def start(self) -> None:
+        """Do nothing."""
         pass
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
+        """Return an empty address at once."""
         return EngineAddress(self.name, "", "", "")

@@ -52,6 +52,9 @@ class KeeperPoolSpec(PoolSpec):
     machines: tuple[int, ...] = ()  # by place in the pool
 
     def format_rank_label(self, rank: int) -> str:
+        """Return the keeper's name as messages have it: "[engines of machine 2]". `rank` counts in
+        the pool.
+        """
         return f"[{self.name} of machine {self.machines[rank]}]"
 
 
@@ -67,6 +70,9 @@ class ServerMachines:
 
     @classmethod
     def from_config(cls, config: RunConfig) -> ServerMachines:
+        """Return the machines of the engine parts (for the job train) and the reward-model servers
+        that the configuration gives.
+        """
         of_parts = assign_part_machines(config) if config.job == "train" else ()
         keeps_routes = config.actor.router_replay == "r3"
         return cls(
@@ -79,7 +85,9 @@ class ServerMachines:
 
     @property
     def keeper_pool(self) -> KeeperPoolSpec | None:
-        """The pool of keepers; None where all servers are on the controller's machine."""
+        """Return the pool of keepers, one for each machine with servers but machine 0; None where
+        all servers are on machine 0, the controller's.
+        """
         machines = tuple(sorted({*self.engine_part_machines, *self.reward_server_machines} - {0}))
         trainer = self.setup.trainer
         num_ranks = trainer.nnodes * trainer.n_gpus_per_node
@@ -93,7 +101,9 @@ class ServerMachines:
 def assign_reward_server_seat(
     servers: ServerMachines, server_index: int, address: str
 ) -> ServerSeat:
-    """Return the seat of a server of the reward model, behind the engines of its machine."""
+    """Return the seat (`address` and devices) of a reward-model server: devices behind those of the
+    ranks and the engines of its machine. Raise EngineError where the machine has too few devices.
+    """
     machines = servers.reward_server_machines
     served = servers.reward_model.served
     rollout = servers.setup.rollout
@@ -131,9 +141,9 @@ def assign_engine_part_seat(
     index_on_machine: int,
     address: str,
 ) -> ServerSeat:
-    """Return the seat of the part of an engine with that place among those of `machine`: the first
-    free devices there, and those of its ranks, whose memory it opens. Raises EngineError where
-    there are too few.
+    """Return the seat (`address` and devices) of the engine part that is number `index_on_machine`
+    among those of `machine`: the first free devices, then those of the machine's ranks, whose
+    memory the engine opens. Raise EngineError where there are too few devices.
     """
     user = rollout.sglang
     names = {name.replace("_", "-") for name in user.args}
@@ -167,7 +177,9 @@ class MachineServerPlacer:
     """
 
     def __init__(self, servers: ServerMachines, group: RoutedWorkerGroup, run_dir: Path) -> None:
-        """`group`: of the job, keepers included."""
+        """Keep the job's group of hosts, keepers included, and start the store of routes where
+        routes are kept.
+        """
         if servers.keeps_routes:
             self._route_store = start_route_store(run_dir, group.controller_address)
         self._servers = servers
@@ -184,6 +196,9 @@ class MachineServerPlacer:
         self._reports_fetched_at = 0.0
 
     def __call__(self, launch: ServerLaunch) -> ServerLaunch:
+        """Place the next part of an engine: return the launch with its seat on machine 0, else a
+        launch that the keeper of its machine starts.
+        """
         index = self._num_placed
         self._num_placed += 1
         machines = self._servers.engine_part_machines
@@ -198,7 +213,9 @@ class MachineServerPlacer:
         return self._make_keeper_launch(launch, machine, index)
 
     def place_reward_server(self, launch: ServerLaunch) -> ServerLaunch:
-        """Place a server of the reward model. Rewards are computed on the controller's machine."""
+        """Place a server of the reward model, by the number in its name. On machine 0, where
+        rewards are computed, the server listens on the loopback address.
+        """
         index = int(launch.name.removeprefix(SERVER))
         machine = self._servers.reward_server_machines[index]
         if machine == 0:
@@ -209,9 +226,11 @@ class MachineServerPlacer:
     def _make_keeper_launch(
         self, launch: ServerLaunch, machine: int, server_index: int
     ) -> ServerLaunch:
+        """Return a launch that the keeper of `machine` starts."""
         remote = _MachineKeeperHandle(self, machine, launch.name)
 
         def start_by_keeper(is_restart: bool) -> tuple[_MachineKeeperHandle, CallHandle]:
+            """Order the keeper to start the server; return the keeper's handle and the call."""
             return remote, remote.submit_call(
                 "begin", server_index, launch.transfer_dir, is_restart, launch.rendezvous_address
             )
@@ -221,7 +240,9 @@ class MachineServerPlacer:
     def submit_to_keepers(
         self, machine: int, server_name: str, method: str, arguments: Sequence[Any]
     ) -> Future[list[Any]]:
-        """All keepers get the call; the one of the machine obeys."""
+        """Send the order to all keepers, of which only the keeper of `machine` carries it out. The
+        future gets one result for each keeper.
+        """
         order = {
             "machine": machine,
             "name": server_name,
@@ -231,7 +252,9 @@ class MachineServerPlacer:
         return self._group.broadcast_call(f"{ENGINES}.order", **order)
 
     def wait_for_answer(self, future: Future[list[Any]], machine: int, timeout_s: float) -> Any:
-        """Raises ProcessLostError and LateAnswerError."""
+        """Return the answer of the keeper of `machine`. Raise RemoteProcessLostError where a host
+        has failed, LateAnswerError after `timeout_s`.
+        """
         assert self._keeper_pool is not None
         try:
             return future.result(timeout_s)[self._keeper_pool.machines.index(machine)]
@@ -243,7 +266,10 @@ class MachineServerPlacer:
             ) from error
 
     def fetch_report(self, server_name: str, timeout_s: float) -> ServerReport:
-        """Return the report of an engine elsewhere. Raises as `wait_for_answer` does."""
+        """Return the report of a server on another machine, an empty one where its keeper has none
+        yet. Reports of all servers are fetched together, and kept for _FRESH_S. Raise the errors
+        that `wait_for_answer` raises.
+        """
         with self._lock:
             if time.monotonic() - self._reports_fetched_at >= _FRESH_S:
                 try:
@@ -270,17 +296,23 @@ class _MachineKeeperHandle:
     server_name: str
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """Call the method of the server's keeper and return its result; see
+        `RemoteHandle.call_method`.
+        """
         if method == "report":
             return self.placer.fetch_report(self.server_name, timeout_s)
         return self.submit_call(method, *arguments).wait_for_result(timeout_s)
 
     def submit_call(self, method: str, *arguments: Any) -> _KeeperCallHandle:
+        """Order the method from the server's keeper without waiting, and return a handle of the
+        answer.
+        """
         return _KeeperCallHandle(
             self, self.placer.submit_to_keepers(self.machine, self.server_name, method, arguments)
         )
 
     def kill(self) -> None:
-        """The keeper stays, for the machine's other engines."""
+        """Do nothing: the keeper stays, for the machine's other servers."""
 
 
 @dataclass(frozen=True)
@@ -290,7 +322,9 @@ class _KeeperCallHandle:
 
     @property
     def is_done(self) -> bool:
+        """Return whether all keepers have answered, or the call has failed."""
         return self.future.done()
 
     def wait_for_result(self, timeout_s: float) -> Any:
+        """Return the answer of the server's keeper; see `MachineServerPlacer.wait_for_answer`."""
         return self.keeper.placer.wait_for_answer(self.future, self.keeper.machine, timeout_s)

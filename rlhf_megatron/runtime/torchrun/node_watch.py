@@ -31,7 +31,9 @@ _ENDED = "rlhf_megatron/ended"  # key in the store: "<node> <exit code>"
 
 
 def format_early_exit(reason: str) -> str:
-    """`reason`: which node has ended, or is lost."""
+    """Return the message for a run that another node ended. `reason` says which node has ended or
+    is lost.
+    """
     return f"{reason} before this run was over; the output there says why.\n"
 
 
@@ -50,6 +52,9 @@ class OtherNodesWatcher:
         end_ranks: Callable[[], None],
         kill_ranks: Callable[[], None],
     ) -> None:
+        """Start the thread that watches node 0's store. `end_ranks` asks the ranks of this node to
+        end, `kill_ranks` kills them.
+        """
         self.early_exit: tuple[str, int] | None = (
             None  # which one, with the exit code that is to be this agent's too
         )
@@ -63,7 +68,9 @@ class OtherNodesWatcher:
         self._thread.start()
 
     def report_exit(self, exit_code: int) -> None:
-        """This node's run is over."""
+        """Stop watching, because this node's run is over. Where it failed first, tell the other
+        nodes its exit code through node 0's store.
+        """
         self._is_over.set()
         if (
             exit_code != 0
@@ -76,6 +83,10 @@ class OtherNodesWatcher:
         self._thread.join(POLL_S)
 
     def _watch_store(self) -> None:
+        """Watch node 0's store, in a thread. When another node has ended and this one does not
+        within GRACE_S, set `early_exit` and end the ranks; LIMIT_S later kill them and end this
+        process.
+        """
         with contextlib.suppress(RuntimeError):  # no rendezvous: the agent says so
             self._store = TCPStore(
                 *self._store_address,
@@ -99,8 +110,8 @@ class OtherNodesWatcher:
                     os._exit(ended[1])
 
     def _watch_node_0_machine(self) -> None:
-        """A call to a store whose machine has lost its power or its network waits for a quarter of
-        an hour. This connection says nothing and waits for nothing.
+        """Wait, in a thread, on an idle connection to node 0; kill the ranks when the machine of
+        node 0 is lost. A call to the store would wait for a quarter of an hour then.
         """
         with (
             contextlib.suppress(OSError),
@@ -124,6 +135,9 @@ class OtherNodesWatcher:
                     os._exit(1)
 
     def _wait_for_early_exit(self, store: TCPStore) -> tuple[str, int]:
+        """Wait until another node has ended, and return the reason and the exit code; ("", 0) when
+        this node's run is over.
+        """
         try:
             while not self._is_over.wait(POLL_S) and not store.check([_ENDED]):
                 pass

@@ -92,8 +92,9 @@ def launch_single_node(
     module: str = "rlhf_megatron",
     stop_s: float = RunDeadlines.stop_s,
 ) -> NoReturn:
-    """Become `python -m module arguments` on `num_processes` ranks of this machine, under torchrun.
-    Does not return.
+    """Replace this process by torchrun's agent, which runs `python -m module arguments` on
+    `num_processes` ranks of this machine. Does not return. `stop_s` is the time that the run may
+    take to stop.
     """
     environment = dict(os.environ)
     environment[STOP_LIMIT_ENV] = format_stop_limit(stop_s)
@@ -107,7 +108,7 @@ def launch_single_node(
 
 
 def is_under_torchrun() -> bool:
-    """Return True in a process that torchrun started."""
+    """Return whether torchrun started this process as a rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
@@ -122,17 +123,17 @@ def run_torchrun_host(
     controller_descriptors: Sequence[int] = (),
     keeper_machines: Sequence[int] = (),
 ) -> int:
-    """Live as a rank under torchrun, in the pool that has it. Returns the process's exit code:
-    the controller's.
+    """Run as a rank under torchrun, in the pool of the rank, until the run ends. Return the exit
+    code of the controller. Call it before CUDA is used.
 
     Rank 0 starts the controller as `python controller_arguments`; that program calls
-    `run_torchrun_controller`. From then on this process writes to log_dir/rank<N>.log. `backend`:
-    of the pool's process group. `setting_lines`: "key: value" lines that all ranks must have alike.
-    `controller_descriptors`: open files that the controller inherits. `keeper_machines`: with
-    engines and without the controller; the first rank of such a one starts its keeper, with the
-    controller's arguments. Call it before CUDA is used.
+    `run_torchrun_controller`. From then on this process writes to log_dir/rank<N>.log. `backend` is
+    that of the pool's process group. `setting_lines` are "key: value" lines that must be the same
+    on all ranks. `controller_descriptors` are open files that the controller inherits.
+    `keeper_machines` are the machines with engines, without the controller's; the first rank of
+    such a machine starts its keeper, with the controller's arguments.
 
-    Raises ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when
+    Raise ValueError when torchrun's number of ranks is not that of `pools`, ConfigError when
     settings differ.
     """
     _check_num_ranks(pools)
@@ -182,6 +183,7 @@ def run_torchrun_host(
 
 
 def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
+    """Raise ValueError where torchrun's number of ranks is not the number that the pools need."""
     if (world_size := int(os.environ["WORLD_SIZE"])) != pools[-1].end_rank:
         raise ValueError(
             f"torchrun started {world_size} ranks, but {' and '.join(map(str, pools))} need"
@@ -193,8 +195,7 @@ def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
 def _start_machine_keeper(
     machines: Sequence[int], controller_address: str, secret: bytes, arguments: Sequence[str]
 ) -> None:
-    """Start the keeper of this machine, where it is one of `machines` and this
-    is its first rank.
+    """Start the keeper of this machine, if the machine is in `machines` and this is its first rank.
     """
     machine = int(os.environ.get("GROUP_RANK", "0"))
     if machine in machines and os.environ["LOCAL_RANK"] == "0":
@@ -211,13 +212,14 @@ def run_torchrun_controller(
     deadlines: RunDeadlines,
     stop_request: StopRequest | None = None,
 ) -> int:
-    """Live as the controller that `run_torchrun_host` started: wait for the hosts, `run_job`, end
-    the hosts. Returns its code.
+    """Run as the controller that `run_torchrun_host` started: wait for the hosts, call `run_job`
+    with them, end the hosts. Return the exit code that `run_job` returns. Must be called on the
+    main thread.
 
-    A signal, to this process or to a host, becomes `stop_request`, which `run_job` is to look at.
-    Raises what `run_job` raises; HostError, also a ValueError where a user can fix it, for what
-    goes wrong on hosts; SystemExit(128 + n) for a signal without `stop_request` or before `run_job`
-    has begun, a second one, and when `run_job` does not end in time. On the main thread.
+    A signal, to this process or to a host, becomes `stop_request`, which `run_job` must look at.
+    Raise the exceptions that `run_job` raises; HostError for failures on hosts, which is a
+    ValueError too where a user can fix it; SystemExit(128 + n) for a signal without `stop_request`
+    or before `run_job` has begun, for a second signal, and when `run_job` does not end in time.
     """
     secret = message_channel.read_secret(os.environ)
     assert secret is not None, "the host that started this process gave it the secret"
@@ -239,7 +241,9 @@ def run_torchrun_controller(
 
 
 def _make_environment_without_rank() -> dict[str, str]:
-    """The environment of this rank for a process that is none."""
+    """Return the environment of this rank without torchrun's variables, for a process that is no
+    rank.
+    """
     return {
         name: value
         for name, value in os.environ.items()
@@ -248,7 +252,9 @@ def _make_environment_without_rank() -> dict[str, str]:
 
 
 def _check_same_settings(store: dist.Store, rank: int, setting_lines: Sequence[str]) -> None:
-    """Nodes read files of their own, which may differ; rank 0's are the run's."""
+    """Publish the setting lines on rank 0; on another rank raise ConfigError where its lines differ
+    from rank 0's. Nodes read their own files, which may differ.
+    """
     if rank == 0:
         store.set(_SETTINGS, "\0".join(setting_lines))
         return
@@ -276,8 +282,8 @@ def _start_controller(
     descriptors: Sequence[int],
     is_single_node: bool,
 ) -> tuple[subprocess.Popen[bytes], Callable[[], int]]:
-    """Start it and publish where it listens. Returns it, and a function that waits for
-    its exit code.
+    """Start the controller process and publish its address in the store, and the secret where none
+    was given. Return the process, and a function that waits for its exit code.
     """
     address = "127.0.0.1" if is_single_node else os.environ["MASTER_ADDR"]
     listener = message_channel.open_listener(address)
@@ -300,6 +306,9 @@ def _start_controller(
     published: Future[int] = Future()
 
     def publish_exit_code() -> None:
+        """Wait for the controller's end, in a thread, and publish its exit code in the store and
+        the future.
+        """
         code = process.wait()
         code = 128 - code if code < 0 else code
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others

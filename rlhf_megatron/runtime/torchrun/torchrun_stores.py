@@ -16,7 +16,9 @@ _USERS = (  # modules of torch that make the store of a run
 
 
 def bind_torchrun_stores() -> None:
-    """The stores that torchrun makes in this process listen on one address from now on."""
+    """Replace torch's store classes in this process, so that stores which torchrun makes from now
+    on listen on one address only.
+    """
     for name in _USERS:
         module: Any = importlib.import_module(name)
         assert module.TCPStore in (TCPStore, AddressBoundStore), (
@@ -33,5 +35,7 @@ def bind_torchrun_stores() -> None:
 
 
 def _make_shared_store(self: Any, master_addr: str, master_port: int) -> TCPStore:
-    """The one that the ranks use."""
+    """Return the store that the ranks use, as torch's rendezvous handler makes it, bound to
+    `master_addr`.
+    """
     return AddressBoundStore(master_addr, master_port, is_master=True, multi_tenant=True)

@@ -35,24 +35,26 @@ class WeightIndexSource:
     dtype: str
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[object, ...]:
+        """Raise ValueError: the weights are not on this machine."""
         raise ValueError(
             f"the weights of {rule.megatron_name} are missing; fetch them: an index alone is"
             " enough for --dry-run only."
         )
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type that config.json names, for every tensor."""
         return self.dtype
 
 
 def has_only_weight_index(directory: Path) -> bool:
-    """Whether the files that an index names are all somewhere else."""
+    """Return whether the directory has a weight index but no safetensors file."""
     index = directory / INDEX
     return index.is_file() and not list(directory.glob("*.safetensors"))
 
 
 def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
-    """(the model in the type that its config.json names, what its index has too much or
-    too little of).
+    """Return a model that can be planned but not read, with all tensors in the type that
+    config.json names, and lines for people about tensors that its index lacks or has too many of.
     """
     hf_config = read_hf_config(directory)
     plain: HFConfig = {
@@ -75,8 +77,8 @@ def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
 def _describe_index_problems(
     table: Sequence[WeightRule], indexed_names: set[str], mtp_prefixes: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield a line for what is missing, for what is left over,
-    and for what goes along uncounted.
+    """Yield a line for the missing tensors, a line for the left-over ones, and a note that counts
+    the multi-token prediction tensors, which are copied but whose bytes are not known.
     """
     wanted = {hf.stored_name for rule in table for hf in rule.hf_tensors}
     plain = {
@@ -106,7 +108,9 @@ def describe_conversion(
     output_directory: Path,
     problems: Sequence[str],
 ) -> list[str]:
-    """Lines for people: how much is read, what is written, what would stop it."""
+    """Return lines for people: what is read, what is written, `problems`, and whether disk space is
+    short.
+    """
     units = group_items_into_units(items)
     largest = max(units, key=lambda unit: sum(items[n].num_bytes for n in unit))
     largest_bytes = sum(items[n].num_bytes for n in largest)
@@ -145,7 +149,9 @@ def describe_conversion(
 
 
 def _describe_tensor_kinds(items: Sequence[ConversionItem]) -> list[str]:
-    """One line for tensors that are alike but for their layer and expert."""
+    """Return one line for each kind of tensor, with the number of tensors that differ in layer and
+    expert only.
+    """
     found: dict[tuple[str, tuple[int, ...], str, str], int] = {}
     for item in items:
         for hf in item.rule.hf_tensors:
@@ -166,4 +172,5 @@ def _describe_tensor_kinds(items: Sequence[ConversionItem]) -> list[str]:
 
 
 def _replace_numbers_by_stars(name: str) -> str:
+    """Return the name with each layer or expert number inside it replaced by "*"."""
     return re.sub(r"\.\d+(?=\.)", ".*", name)

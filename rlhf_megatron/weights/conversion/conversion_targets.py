@@ -80,16 +80,20 @@ class ConversionTarget(Protocol):
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
     ) -> None:
-        """Put the tensors of one item into their places."""
+        """Convert the tensors of one item and write them into their places, by `write_at_offset`.
+        """
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
-        """Write what says which tensor is where, and what goes with the weights."""
+        """Write the files beside the weights into `directory`: index or metadata, config.json,
+        tokenizer files, and the tensors' `digests`.
+        """
 
 
 class _SafetensorsLayout:
     """Places in files of that format."""
 
     def __init__(self, specs_by_file: Mapping[str, Sequence[TensorSpec]]) -> None:
+        """Compute the header, the size and the tensors' offsets of each file."""
         self.specs_by_file = specs_by_file
         self.file_bytes = dict[str, int]()
         self.file_headers = dict[str, bytes]()
@@ -101,6 +105,7 @@ class _SafetensorsLayout:
             )
 
     def get_offset(self, file: str, tensor_name: str) -> int:
+        """Return the byte of the file at which a tensor begins."""
         return self._offsets[file][tensor_name]
 
 
@@ -122,6 +127,10 @@ class HFTarget:
         hf_config: HFConfig | None = None,
         has_digests: bool = True,
     ) -> None:
+        """Plan the files. `hf_config`: written as config.json in place of the model's own; None:
+        the model's. `has_digests`: whether a file with the tensors' digests is written beside the
+        weights. Items with an FP8 block add a quantization_config to config.json.
+        """
         specs = list(
             _drop_repeated_specs(
                 spec
@@ -163,6 +172,9 @@ class HFTarget:
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
     ) -> None:
+        """Write the item's Hugging Face tensors, each quantised to FP8 with its scales where the
+        item says so.
+        """
         for number, (hf, tensor) in enumerate(
             zip(item.rule.hf_tensors, item_tensors.tensors, strict=True)
         ):
@@ -186,6 +198,9 @@ class HFTarget:
                 at += piece.nbytes
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
+        """Write the index where there are several files, config.json, the tokenizer files and, if
+        wanted, the digests.
+        """
         files = self._safetensors_layout.specs_by_file
         if len(files) > 1:
             write_weight_index(directory, files)
@@ -197,6 +212,9 @@ class HFTarget:
 
 
 def _make_tensor_specs(item: ConversionItem, hf_tensor: HFTensor) -> Iterator[TensorSpec]:
+    """Yield the tensors that a file holds for one Hugging Face tensor: itself or, in FP8, the
+    quantised matrix and its scales.
+    """
     if item.fp8_block is None or not is_stored_in_fp8(hf_tensor.name):
         yield TensorSpec(hf_tensor.stored_name, item.dtype, hf_tensor.stored_shape)
         return
@@ -208,8 +226,8 @@ def _make_tensor_specs(item: ConversionItem, hf_tensor: HFTensor) -> Iterator[Te
 
 
 def _drop_repeated_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
-    """Yield each tensor once, though it comes with every one of its entries. Raises ValueError
-    where its entries have several types.
+    """Yield each stored tensor once, though it comes with every one of its entries. Raise
+    ValueError where the entries of a tensor have several types.
     """
     seen: dict[str, TensorSpec] = {}
     for spec in specs:
@@ -233,7 +251,9 @@ class RankFilesTarget:
     def __init__(
         self, model: StoredModel, items: Sequence[ConversionItem], layout: ParallelLayout
     ) -> None:
-        """Raises ValueError where the model does not divide."""
+        """Plan one file for each rank of `layout`, and one for the multi-token prediction tensors.
+        Raise ValueError where the layout does not divide the model.
+        """
         self._rank_file_names = RankFileNames(
             [item.rule for item in items if not item.is_mtp], layout
         )
@@ -256,6 +276,7 @@ class RankFilesTarget:
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
     ) -> None:
+        """Write the Megatron tensor of an item: each shard into the file of its rank."""
         name = item.rule.megatron_name
         if item.is_mtp:
             write_at_offset(
@@ -272,6 +293,8 @@ class RankFilesTarget:
             write_at_offset(file, self._safetensors_layout.get_offset(file, name), shard)
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
+        """Write config.json, the tokenizer files, and the manifest with layout, config and digests.
+        """
         dtypes = {
             spec.dtype
             for specs in self._safetensors_layout.specs_by_file.values()
@@ -311,6 +334,10 @@ class TorchDistTarget:
         use_stacked_layers: bool | None = None,
         max_file_bytes: int = MAX_SHARD_BYTES,
     ) -> None:
+        """Plan the archives and the files. `use_stacked_layers`: whether alike layers share one
+        tensor; None: as Megatron-LM's defaults have it. A file is filled up to about
+        `max_file_bytes`.
+        """
         naming = KeyNaming.from_table(
             tuple(item.rule for item in items if not item.is_mtp), impl, use_stacked_layers
         )
@@ -354,6 +381,9 @@ class TorchDistTarget:
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
     ) -> None:
+        """Write the Megatron tensor of an item as one archive for each of its chunks; a multi-token
+        prediction tensor goes into its own file.
+        """
         rule = item.rule
         if item.is_mtp:
             write_at_offset(
@@ -384,6 +414,9 @@ class TorchDistTarget:
             )
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
+        """Write `.metadata` and the other files of the checkpoint,
+        `latest_checkpointed_iteration.txt`, config.json, the tokenizer files and the digests.
+        """
         write_torch_dist_metadata(directory / "release", self._iterate_chunks())
         (directory / LATEST).write_text("release")
         write_config_and_tokenizer(
@@ -392,6 +425,7 @@ class TorchDistTarget:
         _write_digest_file(directory, digests)
 
     def _iterate_chunks(self) -> Iterator[ArchivedChunk]:
+        """Yield all chunks of the checkpoint, in the order of their items."""
         for parts in self._chunks_by_rule.values():
             yield from parts
 
@@ -399,7 +433,9 @@ class TorchDistTarget:
 def _split_into_chunks(
     item: ConversionItem, key_naming: KeyNaming
 ) -> Iterator[tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """(key, shape of the whole tensor, offsets, sizes): the rows of a large one apart."""
+    """Yield (key, shape of the whole stored tensor, offsets, sizes) of each chunk of an item: a
+    tensor over MAX_PART_BYTES is cut by rows, all others are one chunk.
+    """
     key, index = key_naming.make_key_and_index(item.rule)
     shape = key_naming.get_stored_shape(item.rule)
     own = item.rule.megatron_shape
@@ -417,6 +453,9 @@ def _split_into_chunks(
 def _write_chunk_archive(
     chunk: ArchivedChunk, pieces: Iterable[Tensor], write_at_offset: WriteAtOffset
 ) -> None:
+    """Write the archive of one chunk: the data `pieces` in order, then the header and the directory
+    with their checksum.
+    """
     frame = make_archive_frame(chunk.sizes, chunk.dtype)
     crc = 0
     file = f"release/{chunk.file}"
@@ -430,5 +469,6 @@ def _write_chunk_archive(
 
 
 def _write_digest_file(directory: Path, digests: Mapping[str, str]) -> None:
+    """Write the digests of all tensors, and this version, to conversion.json in `directory`."""
     content: dict[str, Any] = {"tool_version": __version__, "digests": dict(digests)}
     (directory / DIGESTS).write_text(json.dumps(content, indent=1) + "\n")

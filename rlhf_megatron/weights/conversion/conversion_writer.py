@@ -50,12 +50,14 @@ def convert_model(
     report_bytes: ReportBytes | None = None,
     group_bytes: int = GROUP_BYTES,
 ) -> dict[str, str]:
-    """Write `output_directory`, which appears complete. Returns the digest of every tensor that was
-    written, in Hugging Face layout.
+    """Write the model into `output_directory`, which appears only when complete. Return the digest
+    of every tensor that was written, by Hugging Face name.
 
-    Memory: one unit a process, twice. Raises ValueError before anything is written when
-    `output_directory` is not empty or space is short, and when the source is broken: nothing is
-    left then. OSError leaves what was written for the next try.
+    An interrupted conversion to the same target is continued. `report_bytes` is called with the
+    bytes of each finished group. Memory: twice the largest unit, for each process. Raise ValueError
+    before anything is written when `output_directory` is not empty or disk space is short, and when
+    the source is broken: then the partial output is deleted. An OSError leaves the partial output
+    for the next try.
     """
     output_directory = Path(output_directory).absolute()
     refuse_nonempty_directory(output_directory)
@@ -107,8 +109,9 @@ def write_hf_directory(
     report_bytes: ReportBytes | None = None,
     hf_config: HFConfig | None = None,
 ) -> dict[str, str]:
-    """A Hugging Face directory of nothing else, in this process; arguments as of `HFTarget`, the
-    rest as of `convert_model`.
+    """Write the model as a Hugging Face directory without a digest file, in this process, and
+    return the digests of its tensors. `dtype` is that of `make_conversion_items`; `hf_config` and
+    `max_shard_bytes` are those of `HFTarget`; errors are those of `convert_model`.
     """
     items = model.make_conversion_items(dtype)
     target = HFTarget(model, items, max_shard_bytes, hf_config, has_digests=False)
@@ -116,7 +119,7 @@ def write_hf_directory(
 
 
 def _require_disk_space(output_directory: Path, num_bytes: int) -> None:
-    """Raises ValueError where the disk has less than that."""
+    """Raise ValueError where the disk of `output_directory` has less than `num_bytes` free."""
     parent = next(path for path in Path(output_directory).absolute().parents if path.is_dir())
     free = shutil.disk_usage(parent).free
     if free < num_bytes:
@@ -127,12 +130,15 @@ def _require_disk_space(output_directory: Path, num_bytes: int) -> None:
 
 
 def _report_bytes_done(report_bytes: ReportBytes | None, num_bytes: int) -> None:
+    """Call `report_bytes` with the number of bytes, unless it is None."""
     if report_bytes is not None:
         report_bytes(num_bytes)
 
 
 def _group_units(items: Sequence[ConversionItem], group_bytes: int) -> list[list[int]]:
-    """Whole units, until they come to `group_bytes`."""
+    """Return groups of item numbers: whole units, in order, collected until a group has at least
+    `group_bytes`.
+    """
     groups: list[list[int]] = []
     num_bytes = group_bytes
     for unit in group_items_into_units(items):
@@ -150,7 +156,9 @@ def _compute_conversion_identity(
     target: ConversionTarget,
     groups: Sequence[Sequence[int]],
 ) -> str:
-    """Return a digest of source and target. A journal of another conversion is not used."""
+    """Return a digest of everything that decides the output's bytes: the source's files, the
+    target, the groups and this version. A journal with another identity is not continued.
+    """
     directories = [
         directory
         for directory in (model.directory, model.companions_directory)
@@ -195,11 +203,15 @@ class _UnitGroupWriter:
         self._open_descriptors: dict[str, int] = {}
 
     def write_group(self, group_number: int) -> dict[str, str]:
-        """One group, flushed to disk. Returns the digests of its tensors."""
+        """Read the items of one group, write them into the target's files and flush these files to
+        disk. Return the digests of the group's tensors by Hugging Face name.
+        """
         touched = set[str]()
         digests = dict[str, str]()
 
         def write_at_offset(file: str, offset: int, content: Tensor | bytes) -> None:
+            """Write `content` at byte `offset` of a target file, and note the file for the flush.
+            """
             touched.add(file)
             _write_at_offset(self._open_file(file), offset, content)
 
@@ -212,6 +224,9 @@ class _UnitGroupWriter:
         return digests
 
     def _open_file(self, file: str) -> int:
+        """Return the descriptor of an output file, opened for writing. Where too many files are
+        open, flush and close the one that was opened first.
+        """
         if file not in self._open_descriptors:
             if len(self._open_descriptors) >= _MAX_OPEN:
                 oldest = self._open_descriptors.pop(next(iter(self._open_descriptors)))
@@ -223,12 +238,16 @@ class _UnitGroupWriter:
         return self._open_descriptors[file]
 
     def close_files(self) -> None:
+        """Close the output files and the descriptor of the directory."""
         for descriptor in [*self._open_descriptors.values(), self._directory_descriptor]:
             os.close(descriptor)
         self._open_descriptors.clear()
 
 
 def _write_at_offset(descriptor: int, offset: int, content: Tensor | bytes) -> None:
+    """Write all of `content` at byte `offset` of an open file, in as many writes as the kernel
+    needs.
+    """
     if isinstance(content, Tensor):
         view = content.detach().contiguous().view(-1).view(torch.uint8).numpy().data
     else:
@@ -245,8 +264,10 @@ class _ConversionJournal:
     """
 
     def __init__(self, partial_directory: Path, identity: str, target: ConversionTarget) -> None:
-        """Files of full size are made where no conversion of the same was begun. Raises ValueError
-        where another process writes there.
+        """Open and lock the journal in `partial_directory`, and read the groups that an earlier run
+        of the same conversion finished. Where there is no such run, or its files are damaged,
+        delete the directory and make all target files at full size. Raise ValueError where another
+        process is converting into the directory.
         """
         self._digests_by_group = dict[int, Mapping[str, str]]()
         path = partial_directory / JOURNAL
@@ -282,14 +303,20 @@ class _ConversionJournal:
 
     @property
     def finished_groups(self) -> frozenset[int]:
+        """Return the numbers of the groups that are in the journal, whose bytes are on disk."""
         return frozenset(self._digests_by_group)
 
     def add_group(self, group_number: int, digests: Mapping[str, str]) -> None:
+        """Write a line to the journal, flushed to disk, that says that the group is finished and
+        gives its tensors' digests.
+        """
         self._append_line({"group": group_number, "digests": digests})
         self._digests_by_group[group_number] = digests
 
     def collect_digests(self, group_numbers: Sequence[int]) -> dict[str, str]:
-        """Return the digests of all tensors, in that order of the groups."""
+        """Return the digests of all tensors of these groups, by Hugging Face name, in the order of
+        `group_numbers`.
+        """
         return {
             name: value
             for number in group_numbers
@@ -298,6 +325,9 @@ class _ConversionJournal:
 
     @staticmethod
     def _open_locked_file(path: Path) -> IO[bytes]:
+        """Open the journal file, made if absent, and lock it against other processes. Raise
+        ValueError where another process holds the lock or has just replaced the file.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
         file = open(path, "a+b")  # noqa: SIM115 - closed by __exit__
         try:  # not flock: processes that are forked off this one would hold it after its end
@@ -314,14 +344,15 @@ class _ConversionJournal:
         return file
 
     def _append_line(self, line: Mapping[str, object]) -> None:
+        """Append one line of JSON to the journal and flush it to disk."""
         self._file.write(json.dumps(line).encode() + b"\n")
         self._file.flush()
         os.fsync(self._file.fileno())
 
 
 def _are_files_intact(partial_directory: Path, target: ConversionTarget) -> bool:
-    """Whether all files are there, of full size and with their beginning, which no
-    group writes again.
+    """Return whether all files of the target exist, with their full size and with their header,
+    which no group writes again.
     """
     for file, size in target.file_bytes.items():
         begin = target.file_headers.get(file, b"")
@@ -335,8 +366,8 @@ def _are_files_intact(partial_directory: Path, target: ConversionTarget) -> bool
 
 
 def _read_whole_lines(file: IO[bytes]) -> list[dict[str, Any]]:
-    """A line that was cut off, or not written before the power went, is dropped from the file
-    with all after it.
+    """Return the journal's lines as parsed JSON. Cut the file off before the first line that is
+    incomplete or broken, as a crash or a power failure leaves it.
     """
     file.seek(0)
     found = list[dict[str, Any]]()

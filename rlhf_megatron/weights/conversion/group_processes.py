@@ -18,11 +18,12 @@ RunGroup = Callable[[int], Any]
 def run_groups_in_processes(
     group_numbers: Sequence[int], run_group: RunGroup, num_processes: int
 ) -> Iterator[tuple[int, Any]]:
-    """(number, result) of each group, as they are done. Raises what `run_group` raises,
-    ValueError and OSError.
+    """Yield (number, result of `run_group`) of each group, in the order in which groups finish.
+    Raise ValueError or OSError that `run_group` raises, and OSError where a process dies.
 
-    Each process begins at a place of its own in `group_numbers`: the kernel lets one process at a
-    time write into a file. The processes end with this one, whatever ends it.
+    With one process the groups run here. Else they run in forked processes, each of which begins at
+    its own place in `group_numbers`: the kernel lets only one process at a time write into a file.
+    The processes end with this one, however it ends.
     """
     if num_processes <= 1 or len(group_numbers) <= 1:
         for number in group_numbers:
@@ -52,7 +53,10 @@ def run_groups_in_processes(
 def _deal_groups_to_children(
     group_numbers: list[int], child_by_connection: dict[Connection, Any]
 ) -> Iterator[tuple[int, Any]]:
-    """Hand each child one group at a time and yield the answers as they come."""
+    """Send each child one group at a time and yield (number, result) as answers arrive; a child
+    without groups of its own takes from the child with the most left. Raise a child's error, and
+    OSError where a child died.
+    """
     bounds = [
         len(group_numbers) * child // len(child_by_connection)
         for child in range(len(child_by_connection) + 1)
@@ -91,8 +95,9 @@ def _run_child_process(
     run_group: RunGroup,
     parent_pid: int,
 ) -> None:
-    """A child: it works on one group after the other until the parent closes the
-    pipe, or is gone.
+    """Run groups in a child process, one after the other, until the parent closes the pipe or has
+    ended. Send (number, result, error) of each group; only ValueError and OSError are sent as
+    errors.
     """
     for other in inherited_connections:  # else the pipe would not end with the parent
         other.close()

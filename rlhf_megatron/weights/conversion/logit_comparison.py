@@ -42,10 +42,12 @@ InputsAndOutputs = dict[str, tuple[Tensor, Tensor]]
 def verify_layer_outputs(
     reference: StoredModel, candidate: StoredModel, is_cast: bool = False
 ) -> list[str]:
-    """One line a module with its relative difference. Raises ValueError that names the wrong ones.
+    """Run random prompts through both models and compare the outputs layer by layer, given the same
+    inputs. Return one line for each module with its relative difference, and one for the worst
+    expert. Raise ValueError that names the modules whose difference is over the limit.
 
-    `is_cast`: the types of the two differ, so that every layer differs a little; else any
-    difference is a mistake.
+    `is_cast`: the two models have different types, so that every layer differs a little and only an
+    outlier is an error; else any difference is an error.
     """
     generator = torch.Generator().manual_seed(_SEED)
     ids = torch.randint(
@@ -87,9 +89,9 @@ def verify_layer_outputs(
 def _compute_relative_difference(
     reference_input_and_output: tuple[Tensor, Tensor], candidate_output: Tensor, is_cast: bool
 ) -> float:
-    """Return a layer's error relative to what it adds to its input. After a cast it is the error of
-    the median token:
-    there routers send a few tokens to other experts, while a mistake changes all tokens.
+    """Return a layer's error relative to the update that the layer adds to its input. After a cast
+    return the error of the median token: there routers send a few tokens to other experts, while a
+    mistake changes all tokens.
     """
     inputs, output = reference_input_and_output
     update = (
@@ -109,7 +111,10 @@ def _run_streamed_forward(
     inputs_and_outputs: InputsAndOutputs,
     input_by_module: Mapping[str, Tensor],
 ) -> None:
-    """Fill `inputs_and_outputs`. `input_by_module`: what modules get in place of their own."""
+    """Run the model on `token_ids`, with the weights of one module in memory at a time, and then
+    every expert on its probe. Add the input and output of each module and expert to
+    `inputs_and_outputs`. A module named in `input_by_module` gets that input in place of its own.
+    """
     kind = str(model.hf_config["model_type"])
     hf_config = {**model.hf_config, "model_type": _SAME_KIND.get(kind, kind)}
     packed = build_causal_lm(hf_config, "eager", "vocabulary", torch.float32)
@@ -144,6 +149,7 @@ class _FloatTensorLoader:
     """
 
     def __init__(self, model: StoredModel) -> None:
+        """Load from the source of `model`."""
         self._model = model
         self._rule_by_hf_name = {
             hf.name: rule for rule in model.weight_table for hf in rule.hf_tensors
@@ -151,6 +157,9 @@ class _FloatTensorLoader:
         self._last_rule_and_tensors: tuple[WeightRule, tuple[Tensor, ...]] | None = None
 
     def __call__(self, hf_tensor: HFTensor) -> Tensor:
+        """Return a Hugging Face tensor of the model in float32. Keep all tensors of its rule for
+        the next call.
+        """
         rule = self._rule_by_hf_name[hf_tensor.name]
         if self._last_rule_and_tensors is None or self._last_rule_and_tensors[0] is not rule:
             self._last_rule_and_tensors = (rule, self._model.source.read_hf_tensors(rule))
@@ -168,10 +177,16 @@ def _stream_module_weights(
     inputs_and_outputs: InputsAndOutputs,
     input_by_module: Mapping[str, Tensor],
 ) -> None:
-    """Give a module its weights while it runs, and note what goes in and out."""
+    """Register hooks that load a module's weights before its forward pass and drop them after, and
+    that record the module's input and output in `inputs_and_outputs`. `input_by_module` may replace
+    the input.
+    """
     given: dict[str, Tensor] = {}
 
     def load_weights_before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Load the module's weights before its forward pass, and return the arguments with the
+        recorded input, where there is one, in place of the first.
+        """
         for owner_name, owner in module.named_modules():
             prefix = f"{module_name}.{owner_name}" if owner_name else module_name
             for store in (owner._parameters, owner._buffers):
@@ -189,6 +204,9 @@ def _stream_module_weights(
         return (given["input"], *args[1:])
 
     def drop_weights_after(_: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Record copies of the module's input and output after its forward pass, and put its
+        parameters back on the meta device.
+        """
         first = output[0] if isinstance(output, tuple) else output
         inputs_and_outputs[module_name] = (given.pop("input").clone(), first.clone())
         for owner_name, owner in module.named_modules():
@@ -211,6 +229,9 @@ class _StreamedExperts(nn.Module):
         gate_up_rule: WeightRule,
         down_rule: WeightRule,
     ) -> None:
+        """Keep the tensor names of the experts, and draw the random probe inputs [_PROBES, H] that
+        every expert gets.
+        """
         super().__init__()
         self._activation = activation
         self._load_tensor = load_tensor
@@ -221,7 +242,9 @@ class _StreamedExperts(nn.Module):
         self.probe_inputs = torch.randn(_PROBES, hidden_size, generator=generator)
 
     def forward(self, hidden: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-        """[tokens, H]; the other two [tokens, k]."""
+        """Return the weighted sum of the chosen experts' outputs for each token, [tokens, H].
+        `hidden` is [tokens, H]; `top_k_index` and `top_k_weights` are [tokens, k].
+        """
         output = torch.zeros_like(hidden)
         for number in torch.unique(top_k_index).tolist():
             token, slot = torch.where(top_k_index == number)
@@ -230,11 +253,12 @@ class _StreamedExperts(nn.Module):
         return output
 
     def run_all_experts(self) -> Iterator[Tensor]:
-        """Yield each expert's output for the same rows."""
+        """Yield each expert's output for `probe_inputs`, in the order of the experts."""
         for number in range(len(self._down_tensors)):
             yield self._run_expert(number, self.probe_inputs)
 
     def _run_expert(self, expert: int, hidden: Tensor) -> Tensor:
+        """Load one expert's matrices and return the expert's output for the rows `hidden`."""
         gate, up = (
             self._load_tensor(self._gate_up_tensors[2 * expert + half]) for half in range(2)
         )
@@ -256,11 +280,15 @@ class _StreamedFusedExperts(_StreamedExperts):
         gate_up_bias_rule: WeightRule,
         down_bias_rule: WeightRule,
     ) -> None:
+        """Keep the names of the bias tensors too."""
         super().__init__(activation, load_tensor, gate_up_rule, down_rule)
         self._gate_up_bias = gate_up_bias_rule.hf_tensors
         self._down_bias = down_bias_rule.hf_tensors
 
     def _run_expert(self, expert: int, hidden: Tensor) -> Tensor:
+        """Load one expert's matrices and biases and return the expert's output for the rows
+        `hidden`.
+        """
         gate_up = hidden @ self._load_tensor(self._gate_up_tensors[expert]) + self._load_tensor(
             self._gate_up_bias[expert]
         )
@@ -276,6 +304,10 @@ def _replace_experts_by_streamed(
     rule_by_name: dict[str, WeightRule],
     load_tensor: _FloatTensorLoader,
 ) -> Iterator[tuple[str, _StreamedExperts]]:
+    """Replace each experts module of the model by a streamed one, and yield (module name, streamed
+    module). A module counts as one where `rule_by_name` has its three-dimensional gate_up_proj and
+    its down_proj.
+    """
     for module, name in list(name_by_module.items()):
         gate_up = rule_by_name.get(f"{name}.gate_up_proj")
         down = rule_by_name.get(f"{name}.down_proj")

@@ -62,6 +62,7 @@ class ConversionItem:
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes of the item's full Megatron tensor in the item's type."""
         return prod(self.rule.megatron_shape) * DTYPE_BYTES[self.dtype]
 
 
@@ -79,9 +80,9 @@ class ItemTensors:
     _computed_digests: dict[str, str] = field(default_factory=dict)
 
     def digest_and_yield_pieces(self, tensor_index: int) -> Iterator[Tensor]:
-        """Yield the bytes of one tensor, a few at a time, and digest them on the way: files are
-        read once so, and what is written then is still in a cache. Raises ValueError at the end of
-        a tensor that is not the recorded one.
+        """Yield the bytes of one tensor in small pieces, and digest them on the way, so that the
+        file is read once and the pieces are still in a cache when they are written. Raise
+        ValueError after the last piece if the digest is not the recorded one.
         """
         hf = self.rule.hf_tensors[tensor_index]
         tensor = self.tensors[tensor_index]
@@ -100,8 +101,8 @@ class ItemTensors:
             )
 
     def compute_digests(self) -> dict[str, str]:
-        """Return the digests of all, by Hugging Face name. Raises ValueError as
-        `digest_and_yield_pieces` does.
+        """Return the digests of all tensors of the item, by Hugging Face name; read the tensors
+        that were not digested yet. Raise ValueError as `digest_and_yield_pieces` does.
         """
         for number, hf in enumerate(self.rule.hf_tensors):
             if hf.name not in self._computed_digests:
@@ -111,7 +112,7 @@ class ItemTensors:
 
 
 def split_into_byte_pieces(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the bytes of a tensor, a few at a time."""
+    """Yield the bytes of a tensor as uint8 views of at most PIECE_BYTES."""
     yield from tensor.detach().contiguous().view(-1).view(torch.uint8).split(PIECE_BYTES)
 
 
@@ -132,7 +133,9 @@ class StoredModel:
 
     @cached_property
     def weight_table(self) -> tuple[WeightRule, ...]:
-        """The rules of the model; for a source that holds whole tensors, as it holds them."""
+        """Return the weight table of the model: under transformers' names where FSDP wrote the
+        weights, else under Megatron's.
+        """
         if self.is_written_by_fsdp:
             return make_transformers_weight_table(self.hf_config, self.head)
         return make_weight_table(self.hf_config, head=self.head)
@@ -140,9 +143,11 @@ class StoredModel:
     def make_conversion_items(
         self, dtype: str | None = None, vocabulary_tp: int = 1
     ) -> tuple[ConversionItem, ...]:
-        """Everything that is converted, in the order of the table. `dtype`: cast to it; None keeps
-        each tensor's type; "fp8": bfloat16, and FP8 for the matrices of layers. `vocabulary_tp`:
-        ranks for which the vocabulary is padded.
+        """Return all items to convert, in the order of the table, then the multi-token prediction
+        tensors. `dtype`: the type to cast to; None keeps each tensor's type; "fp8" is bfloat16 with
+        the layers' matrices in FP8. `vocabulary_tp`: the number of ranks for which the vocabulary
+        is padded. Raise ValueError for FP8 of a model whose files hold several experts in one
+        tensor.
         """
         dtype, block = ("bfloat16", FP8_BLOCK) if dtype == "fp8" else (dtype, None)
         table = (
@@ -174,17 +179,21 @@ class StoredModel:
         )
 
     def find_mtp_tensors(self, dtype: str | None = None) -> MtpTensors:
-        """Tensors that go along with a policy; they stand where the tokenizer does."""
+        """Find the multi-token prediction tensors in the directory with the tokenizer; a model with
+        a value head has none.
+        """
         where = self.companions_directory if self.head == "vocabulary" else None
         return find_mtp_tensors(where, self.hf_config, dtype, self.fp8_block)
 
     @cached_property
     def _mtp_tensors(self) -> MtpTensors:
+        """Return the multi-token prediction tensors in their own types, found once."""
         return self.find_mtp_tensors()
 
     def read_item(self, item: ConversionItem) -> ItemTensors:
-        """An item's tensors; FP8 blocks are dequantised. Raises ValueError for a broken tensor, or
-        one that is cast and changed since it was converted.
+        """Return an item's tensors, dequantised and cast to the item's type; items in FP8 are
+        rounded to FP8 values. Raise ValueError for a broken tensor, and for a tensor that must be
+        cast and does not have its recorded digest.
         """
         source: WeightSource | None = self._mtp_tensors.reader if item.is_mtp else self.source
         assert source is not None, item
@@ -202,6 +211,9 @@ class StoredModel:
 
 
 def _round_to_fp8(tensor_name: str, tensor: Tensor, fp8_block: tuple[int, int]) -> Tensor:
+    """Quantise a tensor to FP8 and back, if FP8 checkpoints store it so; else return it as it is.
+    Raise ValueError for a weight that is not finite.
+    """
     if not is_stored_in_fp8(tensor_name):
         return tensor
     try:
@@ -211,8 +223,8 @@ def _round_to_fp8(tensor_name: str, tensor: Tensor, fp8_block: tuple[int, int]) 
 
 
 def group_items_into_units(items: Sequence[ConversionItem]) -> list[list[int]]:
-    """Numbers of the items that are read and written at once: the matrices of one expert, or
-    one other tensor.
+    """Return lists of item numbers. The items of a list are read and written together: the matrices
+    of one expert, or one other tensor.
     """
     units: list[list[int]] = []
     last: tuple[Any, ...] | None = None
@@ -228,11 +240,12 @@ def group_items_into_units(items: Sequence[ConversionItem]) -> list[list[int]]:
 def open_stored_model(
     directory: Path, is_strict: bool = False, config_directory: Path | None = None
 ) -> StoredModel:
-    """Weights in any layout, checked against the table. Raises ValueError naming files,
-    tensors and shapes.
+    """Open the weights in `directory`, in any layout, and check them against the weight table.
+    Raise ValueError that names files, tensors and shapes; also for tensors that the model does not
+    have when `is_strict`, else only log these.
 
-    `config_directory`: directory with config.json and tokenizer, for one of megatron-core's
-    that has none.
+    `config_directory`: the directory with config.json and the tokenizer, for a megatron-core
+    checkpoint that has none.
     """
     directory = Path(directory)
     if not directory.is_dir():
@@ -280,8 +293,8 @@ def open_stored_model(
 
 
 def _read_recorded_digests(directory: Path) -> Mapping[str, str]:
-    """Read the digests of an earlier conversion; empty where there was none. Raises ValueError for
-    a file of another form.
+    """Return the digests that an earlier conversion recorded in `directory`, or {} where there is
+    no such file. Raise ValueError for a file of another form.
     """
     if not (directory / DIGESTS).is_file():
         return {}
@@ -294,8 +307,9 @@ def _read_recorded_digests(directory: Path) -> Mapping[str, str]:
 
 
 def find_torch_dist_directory(directory: Path) -> Path | None:
-    """The directory of megatron-core's checkpoint: this one, or that which Megatron-LM calls the
-    newest below it.
+    """Return the directory of megatron-core's checkpoint: `directory` itself, or the folder in it
+    that `latest_checkpointed_iteration.txt` names as the newest; None where `directory` holds
+    neither. Raise ValueError where the named folder is not a checkpoint.
     """
     if (directory / METADATA).is_file():
         return directory

@@ -30,16 +30,21 @@ def verify_weight_bits(
     num_processes: int = 1,
     report_bytes: ReportBytes | None = None,
 ) -> None:
-    """Raises ValueError that names the tensors of `candidate` which are not those of `reference` in
-    the types of `items`, and where one holds what another should, which that is.
+    """Compare all tensors of `candidate` with those of `reference` in the types of `items`, bit for
+    bit. Raise ValueError that names the tensors that differ and, where a tensor holds the content
+    of another one, names that one too.
 
-    `reference_digests`: of the reference's tensors, where they are known; else they are read. A
-    file a rank is compared with what the tensors of the other side make, so that copies on further
-    ranks count too.
+    `reference_digests`: the digests of the reference's tensors where they are known; None: read the
+    reference. `report_bytes` is called with the bytes of each unit that was compared. Where either
+    side has one file for each rank, each shard is also compared with the shard that the other
+    side's tensors make, so that copies on further ranks are checked too.
     """
     units = group_items_into_units(items)
 
     def compare_unit(unit_index: int) -> tuple[dict[str, str], dict[str, str], list[str]]:
+        """Compare the items of one unit. Return the reference's digests and the candidate's
+        digests, both by Hugging Face name, and the problems found.
+        """
         wanted = dict[str, str]()
         found = dict[str, str]()
         problems = list[str]()
@@ -93,7 +98,9 @@ def verify_weight_bits(
 def _describe_digest_differences(
     reference_digests: Mapping[str, str], candidate_digests: Mapping[str, str]
 ) -> list[str]:
-    """One line a tensor that is not what it should be."""
+    """Return one line for each candidate tensor whose digest differs from the reference's; the line
+    names the reference tensor that has the candidate's digest, if one has.
+    """
     owner = {value: name for name, value in reference_digests.items()}
     lines = []
     for name, value in candidate_digests.items():
@@ -106,6 +113,9 @@ def _describe_digest_differences(
 def _describe_wrong_shards(
     reader: MegatronReader, item: ConversionItem, tensors: Sequence[Tensor]
 ) -> list[str]:
+    """Return one line for each shard in `reader` that differs from the shard that `tensors`, the
+    item's Hugging Face tensors, make. Return [] where the item was cast to another type.
+    """
     own = reader.find_stored_rule(item.rule)
     shards = reader.read_shards(own)
     if str(shards[0].dtype) != f"torch.{item.dtype}":

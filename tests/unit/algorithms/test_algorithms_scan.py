@@ -58,7 +58,7 @@ def test_any_segments_equal_the_recurrence(data: st.DataObject) -> None:
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(scan, "MAX_ROW_ENTRIES", row)
-        patch.setattr(scan, "GROUP", group)
+        patch.setattr(scan, "MAX_BATCH_ENTRIES", group)
         found = discounted(terms, lengths, decay)
     # Sums of at most 30 x 1e4, rounded at most 30 times: the recurrence itself is no more exact.
     torch.testing.assert_close(

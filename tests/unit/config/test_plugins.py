@@ -19,7 +19,7 @@ from rlhf_megatron.config.show import render_config_yaml
 from rlhf_megatron.registry import PACKAGES, load_registry
 
 ESTIMATOR = """
-from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS, AdvantageOutputs
+from rlhf_megatron.extend import ADV_ESTIMATORS, AdvantageOutputs
 
 @ADV_ESTIMATORS.register("mine", needs=("token_rewards", "values"), scope="sample")
 def mine(inputs, params):

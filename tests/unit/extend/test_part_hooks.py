@@ -154,7 +154,7 @@ def test_hooks_of_a_base_between_are_checked() -> None:
 
 def test_parameters_of_a_reward_are_checked() -> None:
     @dataclass(frozen=True)
-    class Labelled:
+    class Labelled(extend.AnswerParams):  # which has the same former hook as a protocol
         size: int = 1
 
         def label_problem(self, label: str) -> str:

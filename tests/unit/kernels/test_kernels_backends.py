@@ -227,7 +227,7 @@ def outcome(case: Case, backend: LogProbBackend, device: str) -> dict[str, Tenso
 
 def without_torch(case: Case, device: str) -> dict[str, Tensor]:
     """The Triton backend, which fails here if it leaves a tile to torch that is not float64."""
-    passes = ("update", "grad_logits", "grad_logits_from_stash")
+    passes = ("update_statistics", "compute_logit_gradient", "compute_logit_gradient_from_stash")
     kept = {name: getattr(TorchTileOps, name) for name in passes}
 
     def refuse(*_: Any) -> None:

@@ -174,7 +174,7 @@ def test_a_tied_weight_gets_nothing_from_the_sink(backend: LogProbBackend) -> No
         **WHOLE,
         "vocab_size": 10,
         "chunk_size": 4,
-        "sink": sink,
+        "weight_grad_sink": sink,
         "backend": backend,
     }
     loss_of(

@@ -100,14 +100,14 @@ def test_kernels_run_on_cuda() -> None:
 WITHOUT_TRITON = """
 import sys, torch
 sys.modules["triton"] = None  # as if it were not installed
-from rlhf_megatron.ranks.kernels.log_prob import linear_log_prob
-from rlhf_megatron.ranks.kernels.triton_support import try_triton
-out = linear_log_prob(
+from rlhf_megatron.ranks.kernels.log_prob import compute_linear_log_probs
+from rlhf_megatron.ranks.kernels.triton_support import try_triton_kernel
+out = compute_linear_log_probs(
     torch.ones(2, 1), torch.zeros(4, 1), torch.tensor([1, 2]), temperature=1.0, vocab_start=0, \
 vocab_size=4,
     tp_group=None, chunk_size=2, with_entropy=False,
 )
-print(out.log_probs_R.exp().tolist(), try_triton(torch.device("cuda")))
+print(out.log_probs_R.exp().tolist(), try_triton_kernel(torch.device("cuda")))
 """
 
 
@@ -230,10 +230,10 @@ WITHOUT: dict[str, tuple[str, ...]] = {
 def test_compiles_for_hopper_with_wide_loads_and_no_spills(
     compiler: Any, tmp_path: Path, name: str, num_columns: int
 ) -> None:
-    _, sizes = compiler._launch(torch.empty(4, num_columns, device="meta"))
+    _, sizes = compiler._choose_launch_sizes(torch.empty(4, num_columns, device="meta"))
     num_warps = sizes.pop("num_warps")
     del sizes["enable_fp_fusion"]
-    kernel = compiler._update_kernel if name.startswith("update") else compiler._grad_kernel
+    kernel = compiler._update_statistics_kernel if name.startswith("update") else compiler._logit_gradient_kernel
     types = {"softcap": "fp32", **({"tile": "*fp16"} if "stash" in name else {})}
     found = compiled(kernel, {**sizes, **dict.fromkeys(WITHOUT[name])}, num_warps, types)
     words = sizes["BLOCK"] // (32 * num_warps) * (2 if "stash" in name else 4) // 16
@@ -254,9 +254,9 @@ def test_other_sizes_are_the_same_kernels(compiler: Any) -> None:
         for columns in [*range(1, 200), *range(200, 9000, 99), 18992, 65536, 151936]
     ]
     constants = {
-        tuple(compiler._launch(torch.empty(shape, device="meta"))[1].items()) for shape in shapes
+        tuple(compiler._choose_launch_sizes(torch.empty(shape, device="meta"))[1].items()) for shape in shapes
     }
     assert len(constants) == 15
     for rows, columns in ((1, 151936), (8192, 8192), (77, 5)):
-        (programs,), sizes = compiler._launch(torch.empty(rows, columns, device="meta"))
+        (programs,), sizes = compiler._choose_launch_sizes(torch.empty(rows, columns, device="meta"))
         assert (programs - 1) * sizes["NUM_ROWS"] < rows <= programs * sizes["NUM_ROWS"]

@@ -228,12 +228,12 @@ def test_layers_of_stages() -> None:
         return ParallelLayout(pp, pp=pp, **ends).split_layers_into_chunks(num_layers)
 
     assert stage_depths(8, 4) == (2, 2, 2, 2) and stage_depths(5, 1) == (5,)
-    assert stage_depths(94, 8, first_layers=11, last_layers=11) == (11, *[12] * 6, 11)
-    assert stage_depths(61, 4, last_layers=13) == (16, 16, 16, 13)
+    assert stage_depths(94, 8, num_first_stage_layers=11, num_last_stage_layers=11) == (11, *[12] * 6, 11)
+    assert stage_depths(61, 4, num_last_stage_layers=13) == (16, 16, 16, 13)
     assert (
-        stage_depths(4, 2, first_layers=3)
+        stage_depths(4, 2, num_first_stage_layers=3)
         == (3, 1)
-        == stage_depths(4, 2, first_layers=3, last_layers=1)
+        == stage_depths(4, 2, num_first_stage_layers=3, num_last_stage_layers=1)
     )
     with pytest.raises(
         ValueError,
@@ -243,7 +243,7 @@ def test_layers_of_stages() -> None:
     with pytest.raises(
         ValueError, match=r"\(12 and 0; 0: not set\) must be a multiple of the other stages \(3\)"
     ):
-        stage_depths(61, 4, first_layers=12)
+        stage_depths(61, 4, num_first_stage_layers=12)
     table = make_weight_table({**EXPERT_FAMILIES["mixtral"], "num_hidden_layers": 5})
     layers = [
         {

@@ -171,7 +171,7 @@ def test_tensorboard_goes_on_when_there_is_room(
         tracker.logger_set._active_loggers["tensorboard"]._writer.flush()  # type: ignore[attr-defined]
         (events,) = (tmp_path / "tensorboard" / "run").iterdir()
         with monkeypatch.context() as patch, files_end_at(events.stat().st_size):
-            patch.setattr(loggers, "SPARE_BYTES", 1 << 62)
+            patch.setattr(loggers, "MIN_FREE_BYTES", 1 << 62)
             for thread in threading.enumerate():  # its next flush is now
                 if type(thread).__name__ == "_AsyncWriterThread":
                     thread._next_flush_time = 0  # type: ignore[attr-defined]

@@ -138,13 +138,13 @@ class SlowPools:
         self.may_begin = threading.Event()
         self.is_closed = False
 
-    def scatter(
+    def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
         assert token_budget == 99
-        return self.broadcast(method, **arguments, batch=batch)
+        return self.broadcast_call(method, **arguments, batch=batch)
 
-    def broadcast(self, method: str, seconds: float, **arguments: Any) -> Future[Any]:
+    def broadcast_call(self, method: str, seconds: float, **arguments: Any) -> Future[Any]:
         self.calls.append((method, arguments))
         pool = "critic" if method.startswith("critic.") else "actor"
         before = self.last[pool]
@@ -224,7 +224,7 @@ def test_calls_of_two_pools_are_seen_at_the_same_time(tmp_path: Path) -> None:
 
 def test_a_call_that_fails_is_seen_and_its_error_goes_on(tmp_path: Path) -> None:
     class Failing(SlowPools):
-        def broadcast(self, method: str, **arguments: Any) -> Future[Any]:
+        def broadcast_call(self, method: str, **arguments: Any) -> Future[Any]:
             future: Future[Any] = Future()
             future.set_exception(ValueError("lost"))
             return future

@@ -323,15 +323,15 @@ from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 from scheduler_samples import train_batch
 from rlhf_megatron.controller.observe.run_facts import RunFacts
-from rlhf_megatron.controller.observe.tracker import Tracker
-tracker = Tracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(spell=str, \
+from rlhf_megatron.controller.observe.tracker import RunTracker
+tracker = RunTracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(decode_tokens=str, \
 settings={"a": 1}))
 for step in range(1, 10**6):
-    with tracker.step(step):
-        with tracker.stage("update"):
+    with tracker.track_step(step):
+        with tracker.time_stage("update"):
             pass
         said = {"actor/num_epochs": 1.0, "rollout/num_samples": 64.0}
-        tracker.batch(train_batch(64), said)
+        tracker.set_step_batch(train_batch(64), said)
     print(step, flush=True)
 """
 

@@ -124,8 +124,8 @@ def test_a_service_that_cannot_be_reached_is_told_once(tmp_path: Path) -> None:
 @needs_wandb
 def test_no_key_is_told_before_anything_starts(tmp_path: Path) -> None:
     code = (
-        "from rlhf_megatron.controller.observe.loggers import check_loggers;"
-        " check_loggers(['wandb'])"
+        "from rlhf_megatron.controller.observe.loggers import check_logger_setups;"
+        " check_logger_setups(['wandb'])"
     )
     clean = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {
         "HOME": str(tmp_path)

@@ -30,21 +30,21 @@ def found(given: dict[str, str]) -> dict[str, str]:
 @pytest.mark.parametrize(
     ("runtime", "given", "becomes", "expected"),
     [
-        ("inline", {}, "_inline", ALIKE),
+        ("inline", {}, "_run_inline", ALIKE),
         ("torchrun", {}, "launch_single_node", ALIKE | ONE_QUEUE),
         (
             "torchrun",
             {"TORCHELASTIC_RUN_ID": "1", "RANK": "1"},
-            "_host",
+            "_run_host",
             ALIKE | ONE_QUEUE,
         ),  # of Slurm's jobs too
         (
             "torchrun",
             {train_job.CONTROLLER_ENV: "run"},
-            "_control",
+            "_run_torchrun_controller",
             ALIKE | ONE_QUEUE,
         ),  # engines inherit it
-        ("ray", {}, "_ray", ALIKE),  # the driver
+        ("ray", {}, "_run_on_ray", ALIKE),  # the driver
         (
             "torchrun",
             {"NCCL_CUMEM_ENABLE": "1"},

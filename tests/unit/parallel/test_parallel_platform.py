@@ -123,11 +123,11 @@ def test_the_defects_of_the_installed_version_are_those_of_the_table() -> None:
     code = (
         "from rlhf_megatron.ranks.parallel import cpu_platform, mcore_fixes\n"
         "from importlib.metadata import version\n"
-        "cpu_platform.apply()\n"
+        "cpu_platform.apply_cpu_platform()\n"
         "for patch in mcore_fixes.PATCHES:\n"
-        "    if patch.is_needed: print(patch.symbol, patch.is_for(version('megatron-core'))"
+        "    if patch.is_needed: print(patch.symbol, patch.covers_version(version('megatron-core'))"
         " == patch.is_needed())\n"
-        "mcore_fixes.apply()\n"
+        "mcore_fixes.apply_megatron_fixes()\n"
         "print(*(patch.is_needed() for patch in mcore_fixes.PATCHES if patch.is_needed))\n"
     )
     done = subprocess.run(

@@ -125,7 +125,7 @@ class Group:
         self.sent: list[Any] = []
         self.reports = reports or []
 
-    def scatter(
+    def scatter_call(
         self, method: str, batch: Any, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
         is_skipped = self.outcomes[len(self.sent)]
@@ -139,10 +139,10 @@ class Group:
             UpdateResult({"actor/loss": 1.0}, math.nan if is_skipped else 2.0, 0.1, is_skipped)
         )
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
         if method.endswith("check_replicas"):
             return done(self.reports)
-        assert method == "actor.take_skips", method
+        assert method == "actor.take_skip_reports", method
         taken = self.skips
         self.skips = []
         return done([taken])

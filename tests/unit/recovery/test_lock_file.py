@@ -17,7 +17,7 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.show import render_config_yaml
 from rlhf_megatron.controller.recovery.config_lock_file import check_config_lock, make_lock_yaml
 
-PLUGIN = "from rlhf_megatron.registry import parts_of\nparts_of('reward').register('{name}')(len)\n"
+PLUGIN = "from rlhf_megatron.extend import REWARDS\nREWARDS.register('{name}')(len)\n"
 
 
 @pytest.fixture

@@ -185,24 +185,24 @@ def test_wandb_is_given_the_same_run_again(tmp_path: Path, monkeypatch: pytest.M
 
 
 class Checkpoints:
-    """Commits at `wait` what was begun, unless it is `broken`."""
+    """Commits at `wait_for_save` what was begun, unless it is `broken`."""
 
     def __init__(self, broken: bool = False) -> None:
-        self.on_commit: Any = None
-        self.save_s: float | None = None
+        self.commit_callback: Any = None
+        self.last_save_seconds: float | None = None
         self.begun: list[RunState] = []
         self.weights: list[int] = []  # one for each time that they were written
         self.broken = broken
 
-    def save(self, state: RunState) -> None:
+    def begin_save(self, state: RunState) -> None:
         self.begun.append(state)
 
-    def poll(self) -> dict[str, float]:
+    def commit_if_written(self) -> dict[str, float]:
         return {"checkpoint/num_failed": 0.0}
 
-    def wait(self) -> None:
+    def wait_for_save(self) -> None:
         if self.begun and not self.broken:
-            self.on_commit(self.begun[-1].step)
+            self.commit_callback(self.begun[-1].step)
 
 
 def keeper_of(
@@ -258,8 +258,8 @@ def test_a_stop_without_time_for_a_save_says_which_step_the_run_goes_on_from() -
     keeper.record_initial_state(0, is_saved=False)
     for number in range(1, 4):
         keeper.save_if_due(number)
-    checkpoints.wait()
-    checkpoints.save_s = 61.0
+    checkpoints.wait_for_save()
+    checkpoints.last_save_seconds = 61.0
     stop.request("SIGTERM")
     said = (
         r"^SIGTERM; the state after step 3 is not saved: .* took 61 s, .* (59|60) s are left.* goes"
@@ -267,7 +267,7 @@ def test_a_stop_without_time_for_a_save_says_which_step_the_run_goes_on_from() -
     )
     with pytest.raises(RunStopped, match=said), keeper.save_when_stopped(stop):
         stop.raise_if_requested()
-    checkpoints.save_s = 50.0
+    checkpoints.last_save_seconds = 50.0
     with (
         pytest.raises(RunStopped, match="the state after step 3 is saved"),
         keeper.save_when_stopped(stop),

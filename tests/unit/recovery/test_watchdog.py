@@ -19,8 +19,8 @@ class Hosts:
 
     def __init__(self) -> None:
         self.ended: list[HostError] = []
-        self.describe_hangs_by = lambda describe: setattr(self, "describe", describe)
-        self.end_with = self.ended.append
+        self.set_hang_describer = lambda describe: setattr(self, "describe", describe)
+        self.abort_with_error = self.ended.append
 
     def describe_hosts(self) -> list[str]:
         return ["  [actor dp0 pp0 tp0] actor.update: running for 1.0 s"]

@@ -132,8 +132,8 @@ def test_transfer_dir_is_private_and_removed(tmp_path: Path) -> None:
 def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> None:
     code = (
         "import sys, time; from rlhf_megatron.rollout.transports.transfer_dir"
-        " import make_transfer_dir\n"
-        "made = make_transfer_dir(sys.argv[1], 1); print(made.path, flush=True); time.sleep(60)"
+        " import make_transfer_directory\n"
+        "made = make_transfer_directory(sys.argv[1], 1); print(made.path, flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True

@@ -45,7 +45,7 @@ DOUBLES = (
 @pytest.fixture(scope="module", autouse=True)
 def _closed() -> Iterator[None]:
     try:
-        get_process_sandbox(PARAMS).start()
+        get_process_sandbox(PARAMS).start_guardian()
     except ValueError as error:
         pytest.skip(str(error))
     yield
@@ -211,8 +211,8 @@ CHECKER = """
 import builtins, sys
 sys.path[:0] = ["/", "/work", "."]
 try:
-    from rlhf_megatron.rewards.scorers import code
-    code.passes = code.same_text = code.same_value = lambda *a: True
+    from rlhf_megatron.rewards.scorers import code_tests as code
+    code.passes_test_case = code.is_same_output = code.is_same_value = lambda *a: True
 except ImportError:
     pass
 builtins.print = builtins.open = builtins.isinstance = builtins.all = builtins.bool = lambda *a, \

@@ -167,8 +167,8 @@ def test_a_daemon_of_a_reward_ends_with_the_pool(tmp_path: Path, end: str) -> No
         code = f"""
 import os, sys
 sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
-from test_rewards_pool import Path, config, make_scorer, sample
-with make_scorer(config(), Path({str(tmp_path / "log")!r})) as scorer:
+from test_rewards_pool import Path, config, make_reward_scorer, sample
+with make_reward_scorer(config(), Path({str(tmp_path / "log")!r})) as scorer:
     scorer([sample("daemon", pids={str(pids)!r})])
     os.kill(os.getpid(), 9)
 """
@@ -449,15 +449,15 @@ def test_everything_ends_with_the_controller(tmp_path: Path) -> None:
     code = f"""
 import sys, threading, time
 sys.path[:0] = [{str(SUPPORT)!r}, {str(Path(__file__).parent)!r}]
-from test_rewards_pool import config, make_scorer, sample
+from test_rewards_pool import config, make_reward_scorer, sample
 from pathlib import Path
-with make_scorer(config(timeout_s=600.0), Path({str(tmp_path / "log")!r})) as scorer:
-    pool = scorer._pool
+with make_reward_scorer(config(timeout_s=600.0), Path({str(tmp_path / "log")!r})) as scorer:
+    pool = scorer._worker_pool
     [result] = scorer([sample("pid")])
     def tell():
-        while len(pool.workers) < 2 or not all(worker.in_hand for worker in pool.workers.values()):
+        while len(pool.workers) < 2 or not all(worker.task_numbers for worker in pool.workers.values()):
             time.sleep(0.02)
-        print(pool.template.pid, *pool.workers, flush=True)
+        print(pool.template_process.pid, *pool.workers, flush=True)
     threading.Thread(target=tell).start()
     scorer([sample("stubborn sleep"), sample("burn")])
 """

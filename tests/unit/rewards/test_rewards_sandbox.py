@@ -41,10 +41,10 @@ while True:
 """
 OLD_KERNEL = """
 import fcntl, os, signal, socket, sys, threading
-from rlhf_megatron.rewards.sandbox import layers
+from rlhf_megatron.rewards.sandbox import sandbox_layers as layers
 path, (ours, theirs) = sys.argv[1], socket.socketpair()
-layers.no_new_privileges()
-layers.seccomp(denies_metadata=True, denies_signals=True)
+layers.forbid_new_privileges()
+layers.apply_seccomp_filter(denies_metadata=True, denies_signals=True)
 for attempt in (
     lambda: fcntl.fcntl(ours, fcntl.F_SETOWN, os.getppid()),
     lambda: fcntl.ioctl(ours, 0x8901, os.getppid().to_bytes(4, "little")),

@@ -366,7 +366,7 @@ def test_a_full_disk_fails_the_call_and_no_other(
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with monkeypatch.context() as patched:
-        patched.setattr(PendingSample, "result", no_room)
+        patched.setattr(PendingSample, "make_generated_sample", no_room)
         failed = engine.submit(request(PROMPT, (1,), 2))
         engine.call(engine.service.resume_decoding)
         with pytest.raises(OSError, match="No space left"):

@@ -263,16 +263,16 @@ class Refusing:
             return [[GeneratedSample((3,), (-0.5,), "length", 1, routes=self.routes)]]
         raise EngineError("it was ended")
 
-    def abort(self, names: Sequence[str] = ()) -> None:
+    def abort_calls(self, call_names: Sequence[str] = ()) -> None:
         self.is_over.set()
 
-    def max_running(self) -> int:
+    def get_max_running_samples(self) -> int:
         return 8
 
-    def version(self) -> int:
+    def get_served_version(self) -> int:
         return 1
 
-    def health(self, timeout_s: float) -> None:
+    def check_health(self, timeout_s: float) -> None:
         raise EngineError("no answer")
 
 
@@ -346,7 +346,7 @@ def test_a_closed_session_leaves_no_file(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(chunk_generation, "_ABORT_TIMEOUT_S", 0.0)
     names = [write_route_file(str(tmp_path), np.ones((1, 2), np.int64)) for _ in range(2)]
     first, second = engines = [Refusing(name) for name in names]
-    monkeypatch.setattr(second, "abort", lambda names=(): None)
+    monkeypatch.setattr(second, "abort_calls", lambda call_names=(): None)
     session = EngineFleet(engines, 60.0, 0).open_session()  # type: ignore[arg-type]
     for key in range(2):
         session.submit_requests(key, [request((1,), (0,), 4)])

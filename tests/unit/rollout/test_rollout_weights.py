@@ -45,11 +45,11 @@ def test_a_sync_leaves_the_sent_weights_standing(receiver: WeightReceiver, tmp_p
     for manifest in write_buckets(SENT, tmp_path, 3, num_buckets=3):
         receiver.load_bucket(manifest)
     assert receiver.stale_reason is not None
-    receiver.commit(3)
+    receiver.commit_sync(3)
     assert receiver.stale_reason is None and receiver.version == 3
-    assert receiver.digests() == digests_of(SENT)
-    assert "lm_head.weight" not in receiver.digests()  # tied: the embedding's, once
-    receiver.commit(3)  # again, as after a lost answer
+    assert receiver.compute_digests() == digests_of(SENT)
+    assert "lm_head.weight" not in receiver.compute_digests()  # tied: the embedding's, once
+    receiver.commit_sync(3)  # again, as after a lost answer
 
 
 def test_no_weights_means_stale_until_the_first_sync(tmp_path: Path) -> None:
@@ -283,19 +283,19 @@ RELEASE = """
 import sys
 from pathlib import Path
 import torch
-from rlhf_megatron.device import resident_bytes
-from rlhf_megatron.rollout.local.local_model import give_back
+from rlhf_megatron.device import read_own_resident_bytes
+from rlhf_megatron.rollout.local.local_model import release_unused_memory
 from rlhf_megatron.rollout.local.weight_receiver import WeightReceiver
 torch.empty(24 << 20, dtype=torch.uint8)  # freed at once: from now on glibc takes smaller pieces \
 from its heap
 module = torch.nn.ModuleList(torch.nn.Linear(256, 256, bias=False) for _ in range(400))
 last = torch.ones(256, 256)  # what lies behind the freed ones in the heap, and stays
 receiver = WeightReceiver(module, Path(sys.argv[1]), is_loaded=True)
-give_back(torch.device("cpu"))
-before = resident_bytes()
-receiver.release()
-give_back(torch.device("cpu"))
-print(before - resident_bytes())
+release_unused_memory(torch.device("cpu"))
+before = read_own_resident_bytes()
+receiver.release_memory()
+release_unused_memory(torch.device("cpu"))
+print(before - read_own_resident_bytes())
 """
 
 

@@ -348,7 +348,7 @@ def test_keys_over_the_network_are_warned_of(
     expected: ServerRequirements, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
-        "rlhf_megatron.rollout.sglang.attached_engines.is_this_machine", lambda host: False
+        "rlhf_megatron.rollout.sglang.attached_engines.is_local_host", lambda host: False
     )
     with served(sglang(INFO, MODEL, key="right")) as url:
         assert inspect_server(at(url, "right"), expected).warnings == (

@@ -604,7 +604,7 @@ class Server:
         stand for what others lend.
         """
         by_device = {str(start): piece for start, piece in pieces}
-        self.patch.setattr(bucket_buffers, "open_shared", lambda memory: by_device[memory.device])
+        self.patch.setattr(bucket_buffers, "open_shared_memory", lambda memory: by_device[memory.device_id])
         nothing = (b"", 0, 0, b"", 0, b"", False)
         lent = [
             LentSegment(start, SharedDeviceMemory(str(start), 0, piece.numel(), *nothing))
@@ -621,9 +621,9 @@ class Server:
         ]
         for rank, model in enumerate(self.models):
             self.patch.setattr(
-                sglang_runtime, "tensor_parallel", lambda rank=rank: (rank, len(self.models))
+                sglang_runtime, "get_tp_rank_and_size", lambda rank=rank: (rank, len(self.models))
             )
-            self.patch.setattr(sglang_runtime, "attention_group", lambda: 0)
+            self.patch.setattr(sglang_runtime, "get_attention_dp_rank", lambda: 0)
             loader.load(model, tensors)
         return [
             json.loads((self.directory / f"{receipt}.{rank}").read_text())

@@ -372,7 +372,7 @@ def test_an_answer_that_cannot_be_sent_becomes_a_failure_and_pings_are_answered_
     controller = MessageChannel(right)
     controller.send(StatusRequest(9))  # this thread, the host's main thread, is busy with the test
     status = controller.receive()
-    assert (status.id, status.where, status.stage) == (
+    assert (status.id, status.rank_label, status.stage) == (
         9,
         "[actor dp0 pp0 tp0]",
         "waiting for a call",

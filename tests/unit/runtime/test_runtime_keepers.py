@@ -40,7 +40,7 @@ class Machine:
         self.left = 3 * is_again
         return self, self
 
-    def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+    def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         if method != "report":
             return None
         self.left -= 1

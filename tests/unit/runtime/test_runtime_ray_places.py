@@ -130,7 +130,7 @@ def test_no_room_says_what_is_missing(
 
 
 def ranks_environment(config: RunConfig, given: dict[str, str], **more: object) -> dict[str, str]:
-    options = {"is_one_machine": True, "uses_gpus": True, "kinds": ["H200"], **more}
+    options = {"is_one_machine": True, "uses_gpus": True, "accelerator_types": ["H200"], **more}
     megatrons = [m for m in (config.actor.megatron, config.critic.megatron) if m is not None]
     return ray_environment.make_rank_environment(
         given, config.trainer, config.ray, megatrons, **options
@@ -155,7 +155,7 @@ def test_ranks_get_what_they_need_and_the_shell_wins() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(TWO_OF_FOUR, {}), (
         "nothing is split"
     )
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(tp2, {}, kinds=["B200"])
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(tp2, {}, accelerator_types=["B200"])
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(tp2, {}, uses_gpus=False)
     apart = ranks_environment(tp2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, is_one_machine=False)
     assert apart == {"OMP_NUM_THREADS": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, (

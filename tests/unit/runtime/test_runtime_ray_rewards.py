@@ -28,7 +28,7 @@ from rlhf_megatron.runtime.ray.ray_reward_pool import RayRewardPool, RewardPoolA
 from rlhf_megatron.runtime.server_keepers import RemoteProcessLostError
 
 PROGRAM = SUPPORT / "ray_rewards_program.py"
-NUM_MACHINES = "__import__('rlhf_megatron.rewards.reward_endpoint').rewards.endpoint._num_machines"
+NUM_MACHINES = "__import__('rlhf_megatron.rewards.reward_endpoint').rewards.reward_endpoint._num_machines"
 
 
 @dataclass
@@ -44,9 +44,9 @@ class Actor:
         if method in self.loses:
             self.loses.remove(method)
             raise RemoteProcessLostError("its machine is gone")
-        if method == "machine":
+        if method == "read_machine_id":
             return self.machine
-        self.num_run += method == "run"
+        self.num_run += method == "score_tasks"
         return getattr(self.part, method)(*arguments)
 
     def submit_call(self, method: str, *arguments: Any) -> Answer:
@@ -124,15 +124,15 @@ def test_what_samples_do_is_accounted_for_and_limits_of_servers_are_shared(tmp_p
 def test_the_samples_of_a_lost_actor_are_scored_by_others(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    cluster = Cluster({1: ["run"]})
+    cluster = Cluster({1: ["score_tasks"]})
     assert scored(cluster, tmp_path / "log") == RIGHT
     assert [actor.machine for actor in cluster.started] == ["machine 0", "machine 1", "machine 1"]
     assert "rewards1 is lost and started again: its machine is gone" in caplog.text
-    cluster = Cluster({0: ["take"], 1: ["run"]})
+    cluster = Cluster({0: ["add_tasks"], 1: ["score_tasks"]})
     assert scored(cluster, tmp_path / "log") == RIGHT and len(cluster.started) == 4, (
         "all were lost once"
     )
-    cluster = Cluster({0: ["start"]})
+    cluster = Cluster({0: ["start_pool"]})
     with pytest.raises(
         ValueError, match=r"an actor of the rewards \(ray.reward_actors\) did not start"
     ):

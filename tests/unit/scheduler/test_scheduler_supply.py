@@ -168,12 +168,12 @@ def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
     """
     session = HeldSession()
     others = []
-    session.submit(7, make_requests(stream_of().fetch_prompts([7]), 1)[0])
+    session.submit_requests(7, make_requests(stream_of().fetch_prompts([7]), 1)[0])
 
     def choose(running: list[int]) -> int:
         others.append(
             threading.Thread(
-                target=session.abort if is_aborted else session.poll, args=([7],) * is_aborted
+                target=session.abort_keys if is_aborted else session.poll_finished, args=([7],) * is_aborted
             )
         )
         others[0].start()
@@ -183,7 +183,7 @@ def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
     session.end_one(choose)
     others[0].join(LIMIT_S)
     session.end_one(lambda running: pytest.fail(f"{running} cannot end"))
-    assert session.num_running == 0 and session.poll() == []
+    assert session.num_running == 0 and session.poll_finished() == []
 
 
 def test_early_annotations_are_those_of_the_whole_batch() -> None:

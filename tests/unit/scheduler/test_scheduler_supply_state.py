@@ -166,7 +166,7 @@ def test_what_is_known_is_not_generated_and_what_is_lost_is() -> None:
     found = ResumedGroups(5, (finished(1, 5), finished(3, 4)), (2, 4))
     session = HeldSession(is_free=True)
     bench = Bench(
-        "one_step_off", session=session, version=5, steps_done=2, last_step=5, found=found
+        "one_step_off", session=session, version=5, steps_done=2, last_step=5, resumed_groups=found
     )
     with bench.supply:
         assert bench.supply.get_progress().untrained_positions == (1, 2, 3, 4)
@@ -184,7 +184,7 @@ def test_a_known_group_that_is_too_old_is_dropped() -> None:
     """Its tokens are of version 3, the policy that trains next is 5, the bound 1."""
     found = ResumedGroups(2, (finished(0, 3), finished(1, 4)))
     bench = Bench(
-        "one_step_off", session=HeldSession(is_free=True), version=5, steps_done=2, found=found
+        "one_step_off", session=HeldSession(is_free=True), version=5, steps_done=2, resumed_groups=found
     )
     with bench.supply:
         assert bench.take(3) == [1, 2]
@@ -330,21 +330,21 @@ def test_failures_of_rewards_count_over_the_samples_of_a_batch() -> None:
 class Made:
     """Batches of two groups, the second of which comes first."""
 
-    num_drawn = 0
-    version = 1
+    num_prompts_drawn = 0
+    policy_version = 1
     on_generated: Callable[[Sequence[int]], None]
 
-    def next_prompts(self, step: int) -> PromptBatch:
+    def draw_prompts(self, step: int) -> PromptBatch:
         return stream_of(batch_size=2).draw_step_prompts(step)
 
-    def generate(self, step: int, prompts: PromptBatch) -> RolloutBatch:
+    def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         for number in reversed(prompts.group_ids):
             self.on_generated((number,))
         return replace(
             scored(), group_ids=torch.tensor([prompts.group_ids[0]] * 2 + [prompts.group_ids[1]])
         )
 
-    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+    def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
         assert isinstance(rollout, ScoredBatch)
         return rollout
 
@@ -369,7 +369,7 @@ def test_a_synchronous_run_has_its_ledger_too() -> None:
                 2 * step - 1,
             ]
             with supply.sync_window():
-                made.version += 1
+                made.policy_version += 1
     assert stages == ["next", "generate", "score"] * 2
     assert lines == [
         *("started group 0", "started group 1", "generated group 1", "generated group 0"),
@@ -382,7 +382,7 @@ def test_a_synchronous_run_has_its_ledger_too() -> None:
 class MadeOfTwo(Made):
     """Group 1 has no signal: another batch is generated, of which 2 is enough."""
 
-    def score(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
+    def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
         self.on_generated((2, 3))
         return replace(scored(), group_ids=torch.tensor([0, 0, 2]))
 
@@ -396,7 +396,7 @@ def test_what_a_synchronous_filter_leaves_out_leaves_the_ledger() -> None:
     )
     supply.take_batch(1, lambda name: nullcontext())
     with supply.sync_window():
-        made.version += 1
+        made.policy_version += 1
     assert lines[4:] == [
         *("started group 2", "started group 3", "generated group 2", "generated group 3"),
         *(f"scored group {number}" for number in range(4)),

@@ -98,7 +98,7 @@ class FakeGroup:
         self.events: list[str] = []
         self.counts: dict[str, int] = {}
 
-    def scatter(
+    def scatter_call(
         self, method: str, batch: TokenBatch, *, token_budget: int, **arguments: Any
     ) -> Future[Any]:
         number = self.counts[method] = self.counts.get(method, 0) + 1
@@ -107,8 +107,8 @@ class FakeGroup:
         self.events.append(f"send {name}")
         return LazyFuture(self.events, name, self.answer(method, number, batch))
 
-    def broadcast(self, method: str, **arguments: Any) -> Future[list[Any]]:
-        assert method.endswith(".take_skips"), method
+    def broadcast_call(self, method: str, **arguments: Any) -> Future[list[Any]]:
+        assert method.endswith(".take_skip_reports"), method
         return LazyFuture(self.events, method, [[SKIP]])
 
     def close(self) -> None:

@@ -34,16 +34,16 @@ class Counting:
     from version 4.
     """
 
-    version = 4
+    policy_version = 4
     num_running = 0
-    num_engines = (1, 2)
+    engine_counts = (1, 2)
     counters = Counter({"rollout/engine_restarts": 5})  # noqa: RUF012
 
     def __init__(self) -> None:
-        self.ended: Future[None] = Future()
+        self.end_future: Future[None] = Future()
         self.fails = False
 
-    async def ask(self, request: GenerateRequest) -> list[GeneratedSample]:
+    async def generate_samples(self, request: GenerateRequest) -> list[GeneratedSample]:
         if self.fails:
             raise EngineError("no engine is left")
         last = request.prompt_ids[-1]
@@ -138,7 +138,7 @@ def test_openai_s_own_client_reads_calls_of_tools(tmp_path: Path) -> None:
     said = (*tokenizer.encode(text), tokenizer.eos_token_id)
 
     class Calling(Counting):
-        async def ask(self, request: GenerateRequest) -> list[GeneratedSample]:
+        async def generate_samples(self, request: GenerateRequest) -> list[GeneratedSample]:
             ids = said[request.num_given :][: request.params.max_new_tokens]
             reason: FinishReason = "stop" if ids[-1] == tokenizer.eos_token_id else "length"
             return [GeneratedSample(ids, (-0.5,) * len(ids), reason, 4) for _ in request.seeds]

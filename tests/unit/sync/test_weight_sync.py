@@ -23,31 +23,31 @@ class Engine:
         self.serves = serves
         self.committed: int | None = None
 
-    def begin_update(self, version: int, full_resync: bool = False) -> None:
-        assert full_resync
+    def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
+        assert is_full_resync
 
-    def weight_digests(self) -> dict[str, str] | None:
+    def get_weight_digests(self) -> dict[str, str] | None:
         return self.digests
 
-    def commit_update(self, version: int) -> None:
+    def commit_weight_update(self, version: int) -> None:
         self.committed = version
 
-    def version(self) -> int | None:
+    def get_served_version(self) -> int | None:
         return self.committed if self.serves is None else self.serves
 
 
 class Fleet:
     def __init__(self, *engines: Engine) -> None:
-        self.live = list(engines)
+        self.live_engines = list(engines)
         self.is_whole: list[bool] = []
 
-    def begin_update(self, version: int, full_resync: bool) -> None: ...
+    def begin_weight_update(self, version: int, is_full_resync: bool) -> None: ...
 
-    def weight_digests(self) -> dict[str, dict[str, str] | None]:
-        return {f"engine{i}": engine.digests for i, engine in enumerate(self.live)}
+    def get_weight_digests(self) -> dict[str, dict[str, str] | None]:
+        return {f"engine{i}": engine.digests for i, engine in enumerate(self.live_engines)}
 
-    def commit_update(self, version: int, is_whole: bool) -> None:
-        self.is_whole.append(is_whole)
+    def commit_weight_update(self, version: int, waits_for_all: bool) -> None:
+        self.is_whole.append(waits_for_all)
 
 
 def sync_of(fleet: Fleet, sent: dict[str, str], version: int = 0) -> WeightSync:

@@ -46,7 +46,7 @@ def test_fully_async(tmp_path: Path) -> None:
         "each copy is an engine"
     )
     assert found["rollout.weight_transport"] == "process_group" and "rollout.colocated" not in found
-    assert not result.problems and result.is_whole
+    assert not result.problems and result.is_complete
     assert any(
         "128 prompts = trigger_parameter_sync_step 4 x require_batches 2 x" in note
         for note in result.notes
@@ -113,7 +113,7 @@ def test_separate_async(settings: tuple[str, ...], lag: int, late: str) -> None:
     assert found["schedule.name"] == "asynchronous"
     assert found["schedule.params.max_lag"] == lag and found["schedule.params.late"] == late
     assert found[f"{CORRECTION}.preset"] == "disabled" and "rollout.colocated" not in found
-    assert result.is_whole and not result.problems
+    assert result.is_complete and not result.problems
 
 
 def test_a_mode_that_shares_devices_has_no_counterpart() -> None:
@@ -122,7 +122,7 @@ def test_a_mode_that_shares_devices_has_no_counterpart() -> None:
     assert line.startswith("trainer.v1.trainer_mode: who shares devices takes turns here")
     assert "schedule.name" not in result.values and values(result)["rollout.colocated"] is True
     result = translated(BASE, "trainer.use_v1=True", "trainer.v1.trainer_mode=sync")
-    assert result.is_whole and "schedule.name" not in result.values
+    assert result.is_complete and "schedule.name" not in result.values
 
 
 def test_one_step_off() -> None:
@@ -135,6 +135,6 @@ def test_one_step_off() -> None:
     )
     found = values(result)
     assert found["schedule.name"] == "one_step_off" and found["rollout.num_engines"] == 1
-    assert found[f"{CORRECTION}.preset"] == "disabled" and result.is_whole and not result.problems
+    assert found[f"{CORRECTION}.preset"] == "disabled" and result.is_complete and not result.problems
     whole = translated(BASE, "rollout.nnodes=0", "rollout.n_gpus_per_node=8")
     assert "schedule.name" not in whole.values and values(whole)["rollout.colocated"] is True

@@ -32,7 +32,7 @@ def test_the_penalty_for_length_under_all_its_names(section: str) -> None:
     written = (f"{section}.enable=True", f"{section}.len=128", f"{section}.penalty_factor=0.5")
     result = translated(BASE, *written, "data.max_response_length=1024")
     term = {"name": "overlong", "weight": 0.5, "params": {"max_len": 1024, "buffer": 128}}
-    assert values(result)["reward.terms"] == [term] and result.is_whole
+    assert values(result)["reward.terms"] == [term] and result.is_complete
     assert "reward.terms" not in values(translated(BASE, *written, f"{section}.enable=False"))
 
 
@@ -40,7 +40,7 @@ def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
     assert learning(translated(BASE, "reward_model.length_penalty=0.3")) == [
         "reward_model.length_penalty: unknown"
     ]
-    assert translated(BASE, "reward_model.enable=False", "reward_model.model.path=/rm").is_whole
+    assert translated(BASE, "reward_model.enable=False", "reward_model.model.path=/rm").is_complete
     given = translated(
         BASE,
         "reward_model.enable=True",
@@ -52,7 +52,7 @@ def test_a_setting_of_a_reward_model_that_nobody_knows_is_told() -> None:
         "custom_reward_function.path",
     ]
     assert (
-        given.is_whole
+        given.is_complete
         and "reward.name math_verify, given with --set, is in its place"
         in given.untranslated[0].reason
     )
@@ -76,7 +76,7 @@ def test_limits_of_requests_belong_to_servers() -> None:
         "concurrency": 4,
         "patience_s": 30.0,
     }
-    assert given.is_whole and not given.untranslated
+    assert given.is_complete and not given.untranslated
     given = translated(BASE, *limits, ours=["reward.name=math_verify"])
     assert [one.name for one in given.untranslated] == [
         "custom_reward_function.path",
@@ -95,7 +95,7 @@ def test_a_reward_model_that_scores_alone() -> None:
         "reward_model.max_length=99",
     )
     assert values(given)["reward_model.path"] == "/rm" and values(given)["reward.name"] == "zero"
-    assert given.is_whole, given.untranslated
+    assert given.is_complete, given.untranslated
     unnamed = translated(text, "reward_model.enable=True")
     assert "reward_model.enable: name the model: reward_model.path" in learning(unnamed)
 
@@ -248,7 +248,7 @@ def test_supervised_jobs() -> None:
         of_rows + " +data.response_dict_keys=['answer'] ulysses_sequence_parallel_size=2",
     )
     found = translated(text, source="run.sh", told=UserFacts(num_train_rows=7473))
-    assert not found.problems and found.is_whole, (found.problems, found.untranslated)
+    assert not found.problems and found.is_complete, (found.problems, found.untranslated)
     made = values(found)
     assert made["job"] == "sft" and made["trainer.total_training_steps"] == 7473 // 256 * 2 == 58
     assert (made["data.prompt_key"], made["data.label_key"]) == (
@@ -270,7 +270,7 @@ def test_supervised_jobs() -> None:
     found = translated(
         SFT % ("sft_trainer", adapters), source="x.sh", told=UserFacts(num_train_rows=512)
     )
-    assert found.is_whole and not found.problems and values(found)["actor.backend"] == "fsdp"
+    assert found.is_complete and not found.problems and values(found)["actor.backend"] == "fsdp"
     assert values(found)["actor.lora.target_modules"] == ["q_proj", "v_proj"]
 
 
@@ -304,7 +304,7 @@ def test_what_no_run_could_do_is_not_harmless(override: str, reason: str) -> Non
     ],
 )
 def test_models_of_families_that_are_there(path: str) -> None:
-    assert translated(BASE, f"actor_rollout_ref.model.path={path}").is_whole
+    assert translated(BASE, f"actor_rollout_ref.model.path={path}").is_complete
 
 
 def test_layouts_of_experts() -> None:
@@ -326,7 +326,7 @@ def test_layouts_of_experts() -> None:
     assert values(found)["actor.megatron.share_prompts"] is True
     assert values(found)["actor.megatron.expert_model_parallel_size"] == 8
     assert values(found)["actor.megatron.expert_tensor_parallel_size"] == 1
-    assert values(found)["actor.megatron.moe_token_dispatcher_type"] == "flex" and found.is_whole
+    assert values(found)["actor.megatron.moe_token_dispatcher_type"] == "flex" and found.is_complete
     assert values(found)["actor.megatron.moe_permute_fusion"] is True
     assert values(found)["actor.megatron.use_precision_aware_optimizer"] is True
 
@@ -346,7 +346,7 @@ def test_batches_that_are_generated_and_prompts_that_are_too_long() -> None:
     found = values(dapo)
     assert found["data.train_batch_size"] == 64 and found[f"{section}.max_num_gen_batches"] == 30
     assert found["data.truncation"] == "left" and "data.filter_overlong_prompts" not in found
-    assert dapo.is_whole and not dapo.problems
+    assert dapo.is_complete and not dapo.problems
     right = values(translated(BASE, "data.truncation=right", ours=["reward.name=math_verify"]))
     assert right["data.filter_overlong_prompts"] is True and "data.truncation" not in right
 
@@ -417,7 +417,7 @@ def test_corrections_of_former_versions(written: list[str], expected: dict[str, 
         if key.startswith(CORRECTION)
     }
     assert found == ({"mode": "decoupled", **expected} if expected else {})
-    assert result.is_whole and not result.problems
+    assert result.is_complete and not result.problems
 
 
 def test_former_switches_of_the_bypass() -> None:
@@ -467,7 +467,7 @@ def test_what_only_the_shell_knows_matters_where_it_is_read() -> None:
     run = f"python3 -m verl.trainer.main_ppo {BASE} ".replace("\n", " ")
     named = translated(run + "trainer.experiment_name=run_$(date)", source="run.sh")
     assert (
-        named.is_whole
+        named.is_complete
         and not named.problems
         and any("it is left out" in note for note in named.notes)
     )

@@ -211,7 +211,7 @@ class FakeGroup:
         self.answers = answers
         self.calls: list[str] = []
 
-    def broadcast(self, method: str) -> Future[Any]:
+    def broadcast_call(self, method: str) -> Future[Any]:
         self.calls.append(method)
         future: Future[Any] = Future()
         future.set_result(self.answers[method].pop(0))

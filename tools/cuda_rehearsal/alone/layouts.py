@@ -133,7 +133,7 @@ def _sync(actor: Any, world: Any) -> None:
 
     order = SendRequest(1, torch.bfloat16, 1 << 16)
     send_whole_tensors(
-        actor.export(),
+        actor.export_shards(),
         world,
         order,
         lambda size, num: make_memory_buffers(world.device, size, num, lambda *_: None),

@@ -16,8 +16,8 @@ __all__ = ["SCHEDULES", "Schedule", "load_schedule"]
 
 
 def load_schedule(schedule_config: ScheduleConfig) -> Schedule:
-    """The one that a configuration names. Raises ConfigError for an unknown name, and with all
-    wrong parameters.
+    """Return the schedule that a configuration names, with its parameters. Raise ConfigError for an
+    unknown name, and with all wrong parameters.
     """
     problems: list[str] = []
     entry, schedule = resolve_part(

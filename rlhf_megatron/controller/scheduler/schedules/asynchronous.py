@@ -54,6 +54,7 @@ class AsynchronousSchedule(Schedule):
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for parameters out of range, or for oversampling beside `late: wait`."""
         group_selection.check_oversampling(self.oversampling)
         if self.max_lag < 1:
             raise ValueError(
@@ -73,13 +74,18 @@ class AsynchronousSchedule(Schedule):
 
     @property
     def sync_policy(self) -> SyncPolicy:
+        """Return CONTINUE with `partial_rollouts`, else WAIT."""
         return SyncPolicy.CONTINUE if self.partial_rollouts else SyncPolicy.WAIT
 
     @property
     def stale_policy(self) -> StalePolicy:
+        """Return REGENERATE with `late: again`, else DROP."""
         return StalePolicy.REGENERATE if self.late == "again" else StalePolicy.DROP
 
     def count_groups_to_start(self, flow: GroupFlow) -> int:
+        """Return the number of groups to start now: as many as can be in flight and still train
+        within `max_lag` and in the steps left. Return 0 before a sync that must wait.
+        """
         if flow.is_update_done and not self.partial_rollouts:
             return 0
         num_steps = min(self.max_lag + 1 - int(flow.is_training), flow.num_steps_left)
@@ -91,9 +97,13 @@ class AsynchronousSchedule(Schedule):
         return max(0, count)
 
     def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
+        """Return the groups to annotate now; none without `annotates_early`."""
         return group_selection.find_groups_to_annotate(flow) if self.annotates_early else ()
 
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
+        """Return the scored groups with the oldest tokens, or None. With `late: wait`, also return
+        None while the batch would leave another group behind for good.
+        """
         return (
             group_selection.select_oldest_within_lag(flow, self.max_lag)
             if self.late == "wait"

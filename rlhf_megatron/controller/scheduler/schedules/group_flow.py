@@ -54,6 +54,7 @@ class FlowEvent:
     reason: str = ""
 
     def __str__(self) -> str:
+        """Return the event as text, such as "dropped group 7 (lag)"."""
         what = "step" if self.kind in ("taken", "updated", "synced") else "group"
         return f"{self.kind} {what} {self.subject_number}" + (
             f" ({self.reason})" if self.reason else ""
@@ -100,60 +101,69 @@ class GroupFlow:
     # What schedules read
 
     def list_groups_in(self, *stages: GroupStage) -> list[FlowGroup]:
+        """Return the groups in flight that are in one of these stages, in the order in which they
+        were started.
+        """
         return [group for group in self.groups_in_flight.values() if group.stage in stages]
 
     @property
     def num_running(self) -> int:
+        """Return the number of groups that are being generated."""
         return self._num_running
 
     @property
     def num_by_oldest_version(self) -> dict[int, int]:
-        """Groups in flight by the oldest version of their tokens, the oldest first."""
+        """Return the number of groups in flight by the oldest version of their tokens, the oldest
+        version first.
+        """
         return dict(sorted(self._num_by_version.items()))
 
     def count_scored(self, oldest_version: int) -> int:
-        """Groups that can train whose oldest tokens are of this version."""
+        """Return the number of scored groups whose oldest tokens are of this version."""
         return self._num_scored_by_version[oldest_version]
 
     @property
     def unannotated_numbers(self) -> list[int]:
-        """Groups that can train and lack log-probs, in the order in which they were scored."""
+        """Return the numbers of the scored groups that lack log-probs, in the order in which they
+        were scored.
+        """
         return list(self._unannotated_numbers)
 
     @property
     def num_steps_left(self) -> int:
-        """Steps whose batch is still to be taken."""
+        """Return the number of steps whose batch has not been taken yet."""
         return max(0, self.last_step - self.last_taken_step)
 
     @property
     def scored_groups(self) -> list[FlowGroup]:
-        """Groups that can train, in the order in which they were scored."""
+        """Return the groups that can train, in the order in which they were scored."""
         return [self.groups_in_flight[number] for number in self.scored_order]
 
     @property
     def training_version(self) -> int:
-        """The version of the policy that trains the next batch: one more than is served while a
-        step is trained.
+        """Return the version of the policy that trains the next batch: the served version, or one
+        more while a step is trained.
         """
         return self.served_version + (1 if self.is_training else 0)
 
     def compute_lag(self, group: FlowGroup) -> int:
-        """Return the lag of a group if it were trained next: that policy's version less the oldest
-        of its tokens.
+        """Return the lag of a group if it were trained next: the version of the policy that trains
+        the next batch, less the oldest version of the group's tokens.
         """
         return self.training_version - group.oldest_version
 
     @property
     def num_groups_needed(self) -> int:
-        """Groups that the steps still to be taken need beside those in flight. No schedule starts
-        more, unless it counts on losing some.
+        """Return the number of groups that the steps left need beside the groups in flight. No
+        schedule starts more, unless it counts on losing some.
         """
         return max(0, self.num_steps_left * self.batch_size - len(self.groups_in_flight))
 
     # What happens
 
     def start_groups(self, num_groups: int) -> list[int]:
-        """Numbers of the groups that are started now, from the weights that are served."""
+        """Start this many new groups, from the weights that are served, and return their numbers.
+        """
         numbers = list(range(self._next_group_number, self._next_group_number + num_groups))
         self._next_group_number += num_groups
         for number in numbers:
@@ -162,24 +172,28 @@ class GroupFlow:
         return numbers
 
     def restart_group(self, group_number: int) -> None:
-        """A group in flight is generated anew from the weights that are served. What its former
-        samples still bring (they finish, are scored) is not told any more.
+        """Record that a group in flight is generated anew from the weights that are served. Do not
+        record later events of its former samples (generated, scored).
         """
         self._put_group(FlowGroup(group_number, self.served_version))
         self._append_event("started", group_number, "again")
 
     def add_generated_group(self, group_number: int, oldest_version: int) -> None:
-        """A group that a former process has generated."""
+        """Add a group that a former process has generated. No event is recorded."""
         self._put_group(FlowGroup(group_number, oldest_version, GroupStage.GENERATED))
         self._next_group_number = max(self._next_group_number, group_number + 1)
 
     def record_generated(self, group_number: int, oldest_version: int) -> None:
+        """Record that a running group is generated. `oldest_version` is the oldest version of its
+        tokens.
+        """
         group = self.groups_in_flight[group_number]
         assert group.stage is GroupStage.RUNNING, f"group {group_number} {group.stage.value}"
         self._put_group(FlowGroup(group_number, oldest_version, GroupStage.GENERATED))
         self._append_event("generated", group_number)
 
     def record_scored(self, group_number: int) -> None:
+        """Record that a generated group has its rewards, and can train."""
         group = self.groups_in_flight[group_number]
         assert group.stage is GroupStage.GENERATED, f"group {group_number} {group.stage.value}"
         group.stage = GroupStage.SCORED
@@ -189,19 +203,23 @@ class GroupFlow:
         self._append_event("scored", group_number)
 
     def record_annotated(self, group_numbers: Iterable[int]) -> None:
-        """These have their log-probs; the next sync makes them old."""
+        """Record that these groups have log-probs, which hold until the next sync."""
         for number in group_numbers:
             self.groups_in_flight[number].is_annotated = True
             self._unannotated_numbers.pop(number, None)
             self._append_event("annotated", number)
 
     def record_dropped(self, group_number: int, reason: DropReason) -> None:
-        """Note that a group will not train. Another may be started in its place."""
+        """Record that a group will not train, and remove it from the groups in flight. Another may
+        be started in its place.
+        """
         self._remove_group(group_number)
         self._append_event("dropped", group_number, reason)
 
     def record_batch_taken(self, group_numbers: Sequence[int]) -> int:
-        """These are the batch of the next step; returns that step."""
+        """Take these scored groups as the batch of the next step, and return the number of that
+        step. The step before must be synced.
+        """
         assert not self.is_training, f"step {self.last_taken_step} is not done"
         for number in group_numbers:
             assert self.groups_in_flight[number].stage is GroupStage.SCORED, (
@@ -215,7 +233,7 @@ class GroupFlow:
         return self.last_taken_step
 
     def drop_remaining_groups(self) -> list[int]:
-        """The last batch was taken: what is in flight is dropped. Returns its numbers."""
+        """Drop all groups in flight after the last batch was taken, and return their numbers."""
         assert self.num_steps_left == 0, f"{self.num_steps_left} steps are still to be taken"
         numbers = list(self.groups_in_flight)
         for number in numbers:
@@ -223,13 +241,15 @@ class GroupFlow:
         return numbers
 
     def record_update(self) -> None:
+        """Record that the update of the step in training is done; its sync is still to come."""
         assert self.is_training and not self.is_update_done
         self.is_update_done = True
         self._append_event("updated", self.last_taken_step)
 
     def record_sync(self, new_version: int) -> None:
-        """The engines serve what the step has made. `new_version`: the same as before where that
-        step left the policy.
+        """Record that the engines serve the weights after the step's update, which ends the step
+        and makes the groups' log-probs out of date. `new_version` is the same as before where the
+        step left the policy unchanged.
         """
         assert self.is_update_done and new_version >= self.served_version
         for group in self.groups_in_flight.values():  # also then: a critic may have learnt alone
@@ -241,7 +261,7 @@ class GroupFlow:
         self._append_event("synced", self.last_taken_step)
 
     def _put_group(self, group: FlowGroup) -> None:
-        """Put a group in the place of the one of its number, if there is one."""
+        """Add a group, in place of the group with the same number, if there is one."""
         if group.number in self.groups_in_flight:
             self._remove_from_counts(self.groups_in_flight[group.number])
         self.groups_in_flight[group.number] = group
@@ -249,9 +269,13 @@ class GroupFlow:
         self._num_running += group.stage is GroupStage.RUNNING
 
     def _remove_group(self, group_number: int) -> None:
+        """Remove a group from the groups in flight and from all counts."""
         self._remove_from_counts(self.groups_in_flight.pop(group_number))
 
     def _remove_from_counts(self, group: FlowGroup) -> None:
+        """Remove a group from the counts and the lists of scored groups, but not from the groups in
+        flight.
+        """
         self._num_running -= group.stage is GroupStage.RUNNING
         self._num_by_version[group.oldest_version] -= 1
         if self._num_by_version[group.oldest_version] == 0:

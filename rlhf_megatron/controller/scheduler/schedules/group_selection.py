@@ -9,6 +9,7 @@ from rlhf_megatron.controller.scheduler.schedules.group_flow import FlowGroup, G
 
 
 def check_oversampling(oversampling: float) -> None:
+    """Raise ValueError unless `oversampling` is finite and at least 1."""
     if not 1 <= oversampling < math.inf:
         raise ValueError(
             f"oversampling ({oversampling}) must be at least 1: it is the number of groups in"
@@ -17,12 +18,16 @@ def check_oversampling(oversampling: float) -> None:
 
 
 def scale_by_oversampling(num_groups: int, oversampling: float) -> int:
-    """Groups to start where `num_groups` are needed: `oversampling` times as many, rounded down."""
+    """Return the number of groups to start where `num_groups` are needed: `oversampling` times as
+    many, rounded down.
+    """
     return math.floor(num_groups * oversampling + 1e-9)  # 1.1 x 10 is 11
 
 
 def find_groups_past_lag(flow: GroupFlow, max_lag: int) -> list[int]:
-    """Groups in flight that have a larger lag already: it only grows."""
+    """Return the numbers of the groups in flight whose lag is above `max_lag` already; a lag only
+    grows.
+    """
     oldest = flow.training_version - max_lag
     if min(flow.num_by_oldest_version, default=oldest) >= oldest:
         return []
@@ -32,13 +37,15 @@ def find_groups_past_lag(flow: GroupFlow, max_lag: int) -> list[int]:
 
 
 def select_first_scored(flow: GroupFlow) -> Sequence[int] | None:
-    """A batch of those that were scored first, in ascending order; None where there are too few."""
+    """Return the numbers of the groups that were scored first, a batch of them in ascending order;
+    None where too few are scored or no step is left.
+    """
     return sorted(flow.scored_order[: flow.batch_size]) if _has_full_batch(flow) else None
 
 
 def select_first_started(flow: GroupFlow) -> Sequence[int] | None:
-    """A batch of those that were started first; None where any of them cannot train yet. No group
-    is preferred for being done early.
+    """Return the numbers of the groups that were started first, a batch of them in ascending order;
+    None while any of these cannot train yet. No group is preferred for being done early.
     """
     if not _has_full_batch(flow):
         return None
@@ -51,27 +58,29 @@ def sorted_group_numbers(groups: Iterable[FlowGroup]) -> list[int]:
 
 
 def list_oldest_scored(flow: GroupFlow) -> list[FlowGroup]:
-    """Return a step's groups of those that can train: the oldest tokens first, then those
-    started first.
+    """Return a batch of scored groups, or fewer where there are fewer: groups with the oldest
+    tokens first, then groups that were started first.
     """
     return sorted(flow.scored_groups, key=_age_sort_key)[: flow.batch_size]
 
 
 def select_oldest(flow: GroupFlow) -> Sequence[int] | None:
-    """A batch of those with the oldest tokens; None where there are too few that can train."""
+    """Return the numbers of the scored groups with the oldest tokens, a batch of them in ascending
+    order; None where too few are scored or no step is left.
+    """
     return sorted_group_numbers(list_oldest_scored(flow)) if _has_full_batch(flow) else None
 
 
 def select_oldest_within_lag(flow: GroupFlow, max_lag: int) -> Sequence[int] | None:
-    """The same, but None also while the batch would leave groups behind that can no more
-    train in time.
+    """Return the batch of `select_oldest`, but None also while this batch would leave groups behind
+    that could then no longer train within `max_lag`.
 
-    A group whose oldest tokens are of version v can train as long as the policy's is at most v +
-    max_lag, and a step trains batch_size of them: for every such deadline the steps up to it must
-    have room for all that are due by then. A batch is awaited while a better one is possible, which
-    has the groups that are still generated; where that one would leave groups behind, too (they are
-    more than all steps in time can train), as good a one is enough. So a run never waits for a
-    batch that cannot be.
+    A group whose oldest tokens are of version v can train as long as the policy's version is at
+    most v + max_lag, and a step trains batch_size groups: for every such deadline the steps up to
+    it must have room for all groups that are due by then. The schedule waits while a better batch
+    is possible, which has groups that are still being generated; where even that batch would leave
+    groups behind (they are more than all steps in time can train), a batch that leaves no more
+    behind is enough. So a run never waits for a batch that cannot be.
     """
     if not _has_full_batch(flow):
         return None
@@ -91,9 +100,9 @@ def select_oldest_within_lag(flow: GroupFlow, max_lag: int) -> Sequence[int] | N
 
 
 def find_groups_to_annotate(flow: GroupFlow) -> Sequence[int]:
-    """Groups that can train and lack log-probs, as long as all that can train make the next batch;
-    none while a step is trained. Where a full batch is held back for others, few change places, and
-    get their log-probs with the batch.
+    """Return the numbers of the scored groups that lack log-probs, as long as all scored groups fit
+    into the next batch; return none while a step is trained or where more groups are scored. Where
+    a full batch is held back for others, few change places, and get their log-probs with the batch.
     """
     if flow.is_training or len(flow.scored_order) > flow.batch_size:
         return ()
@@ -101,8 +110,12 @@ def find_groups_to_annotate(flow: GroupFlow) -> Sequence[int]:
 
 
 def _has_full_batch(flow: GroupFlow) -> bool:
+    """Return whether enough groups are scored for a batch and a step is left to train it."""
     return len(flow.scored_order) >= flow.batch_size and flow.num_steps_left > 0
 
 
 def _age_sort_key(group: FlowGroup) -> tuple[int, int]:
+    """Return the key that sorts groups by their oldest tokens first, then by the order of their
+    start.
+    """
     return group.oldest_version, group.number

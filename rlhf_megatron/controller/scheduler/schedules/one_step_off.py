@@ -22,9 +22,13 @@ class OneStepOffSchedule(Schedule):
     max_lag: ClassVar[int] = 1
 
     def count_groups_to_start(self, flow: GroupFlow) -> int:
+        """Return how many groups the next batch still lacks; 0 between update and sync, which waits
+        for running groups.
+        """
         if flow.is_update_done:  # the sync waits for those that are generated
             return 0
         return max(0, min(flow.batch_size - len(flow.groups_in_flight), flow.num_groups_needed))
 
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
+        """Return the groups that were scored first, or None where too few are scored."""
         return select_first_scored(flow)

@@ -55,47 +55,49 @@ class Schedule(Protocol):
     @property
     @required_hook
     def max_lag(self) -> int:
-        """The largest lag of a sample that trains: policy version at training less the oldest
-        version of its tokens.
+        """Return the largest lag of a sample that trains: policy version at training less the
+        oldest version of its tokens.
         """
 
     @property
     def sync_policy(self) -> SyncPolicy:
+        """Return what a weight sync does with groups that are being generated."""
         return SyncPolicy.WAIT
 
     @property
     def stale_policy(self) -> StalePolicy:
+        """Return what happens to a group whose lag is past the bound."""
         return StalePolicy.DROP
 
     @property
     def annotates_early(self) -> bool:
-        """Finished groups get their log-probs while the batch is still awaited. Else they get them
-        with the batch.
+        """Return whether finished groups get their log-probs while the batch is still awaited. Else
+        they get log-probs with the batch.
         """
         return False
 
     @required_hook
     def count_groups_to_start(self, flow: GroupFlow) -> int:
-        """Groups to start now; 0 at most times."""
+        """Return the number of groups to start now; 0 at most times."""
 
     def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
-        """Numbers of scored groups whose log-probs may be computed now; empty while a step is
-        trained, and where `annotates_early` is False.
+        """Return the numbers of scored groups whose log-probs may be computed now; none while a
+        step is trained, and where `annotates_early` is False.
         """
         return ()
 
     @required_hook
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
-        """Numbers of the groups that the next step trains on, ascending; None: not yet. All of them
-        are SCORED and within `max_lag`.
+        """Return the numbers of the groups that the next step trains on, ascending, or None for not
+        yet. All of them must be SCORED and within `max_lag`.
         """
 
     def select_groups_to_give_up(self, flow: GroupFlow) -> Sequence[int]:
-        """Asked when a batch was taken: groups in flight that are given up then."""
+        """Return the numbers of the groups in flight to drop when a batch was taken."""
         return ()
 
     def find_stale_groups(self, flow: GroupFlow) -> Sequence[int]:
-        """Groups in flight that can be trained within `max_lag` no more."""
+        """Return the numbers of the groups in flight that can no longer train within `max_lag`."""
         return find_groups_past_lag(flow, self.max_lag)
 
 

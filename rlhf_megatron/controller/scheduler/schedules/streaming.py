@@ -37,6 +37,7 @@ class StreamingSchedule(Schedule):
     annotates_early: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        """Raise ValueError for parameters that are out of range or contradict `tail`."""
         group_selection.check_oversampling(self.oversampling)
         if self.tail != "wait" and self.oversampling == 1:
             raise ValueError(
@@ -62,14 +63,20 @@ class StreamingSchedule(Schedule):
 
     @property
     def sync_policy(self) -> SyncPolicy:
+        """Return CONTINUE with `tail: carry_over`, else WAIT."""
         return SyncPolicy.CONTINUE if self.tail == "carry_over" else SyncPolicy.WAIT
 
     @property
     def needs_filter(self) -> bool:
-        """All groups that were started train, in their order, but those that the filter takes."""
+        """Return whether the groups started beyond a batch train only where the filter leaves other
+        groups out: with `tail: wait` and oversampling, groups train in the order of their start.
+        """
         return self.tail == "wait" and self.oversampling > 1
 
     def count_groups_to_start(self, flow: GroupFlow) -> int:
+        """Return how many groups to start so that oversampling x batch_size are in flight; 0 while
+        a step is trained.
+        """
         if flow.is_training or flow.num_steps_left == 0:
             return 0
         count = group_selection.scale_by_oversampling(flow.batch_size, self.oversampling)
@@ -78,12 +85,18 @@ class StreamingSchedule(Schedule):
         return max(0, count - len(flow.groups_in_flight))
 
     def select_groups_to_annotate(self, flow: GroupFlow) -> Sequence[int]:
+        """Return the groups to annotate now. With `tail: wait` and more groups in flight than a
+        batch, only groups among the first started.
+        """
         if self.tail != "wait" or flow.is_training or len(flow.groups_in_flight) <= flow.batch_size:
             return group_selection.find_groups_to_annotate(flow)
         first = set(sorted(flow.groups_in_flight)[: flow.batch_size])
         return [number for number in flow.unannotated_numbers if number in first]
 
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
+        """Return the batch that `tail` asks for: first started (wait), first scored (drop), or
+        oldest within `max_lag` (carry_over); None while it is not complete.
+        """
         if self.tail == "carry_over":
             return group_selection.select_oldest_within_lag(flow, self.max_lag)
         return (
@@ -93,6 +106,7 @@ class StreamingSchedule(Schedule):
         )
 
     def select_groups_to_give_up(self, flow: GroupFlow) -> Sequence[int]:
+        """Return all groups in flight; none with `tail: carry_over`."""
         return () if self.tail == "carry_over" else list(flow.groups_in_flight)
 
 

@@ -20,6 +20,7 @@ class SynchronousSchedule(Schedule):
     max_lag: ClassVar[int] = 0
 
     def count_groups_to_start(self, flow: GroupFlow) -> int:
+        """Return how many groups the batch still lacks; 0 while a step is trained."""
         return (
             0
             if flow.is_training
@@ -27,8 +28,11 @@ class SynchronousSchedule(Schedule):
         )
 
     def select_batch(self, flow: GroupFlow) -> Sequence[int] | None:
+        """Return the groups that were started first, or None until all of them are scored."""
         return select_first_started(flow)
 
     def select_groups_to_give_up(self, flow: GroupFlow) -> Sequence[int]:
-        """Groups started beyond the batch in the place of others without signal."""
+        """Return all groups in flight: they were started beyond the batch, in place of groups
+        without signal.
+        """
         return list(flow.groups_in_flight)

@@ -68,11 +68,14 @@ class EarlyAnnotations:
         self._annotations_by_group: dict[int, AnnotatedBatch] = {}
 
     def select_groups_to_annotate(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups to annotate now; none while they are too few."""
+        """Return the groups to annotate now: all groups that are not annotated yet, or none while
+        they have fewer than `min_samples` samples.
+        """
         new = self.list_missing_groups(groups)
         return new if sum(len(group.batch) for group in new) >= self._min_samples else []
 
     def annotate_groups(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Annotate these groups in one call, and keep the annotations by group."""
         annotated = self._annotate_samples(
             step, concat_batches(align_reward_parts([group.batch for group in groups]))
         )
@@ -84,17 +87,19 @@ class EarlyAnnotations:
             begin += len(group.batch)
 
     def list_missing_groups(self, groups: Sequence[ScoredGroup]) -> list[ScoredGroup]:
-        """Return the groups of a batch that were not annotated early."""
+        """Return the groups of `groups` that are not annotated yet."""
         return [group for group in groups if group.number not in self._annotations_by_group]
 
     def collect_batch(self, groups: Sequence[ScoredGroup]) -> AnnotatedBatch:
-        """A batch of which none is missing, in the order of `groups`."""
+        """Return the annotated samples of `groups`, all of which must be annotated, as one batch in
+        their order.
+        """
         return concat_batches(
             align_reward_parts([self._annotations_by_group[group.number] for group in groups])
         )
 
     def discard_annotations(self) -> None:
-        """A model has been trained."""
+        """Forget all annotations, because a model has been trained."""
         self._annotations_by_group.clear()
 
 
@@ -120,7 +125,7 @@ class ResumedGroups:
 
 @dataclass(eq=False)
 class BackgroundSupply:
-    """A `ledger.Supply`. All but the constructor is called by the main thread.
+    """A `group_ledger.BatchSupply`. All but the constructor is called by the main thread.
 
     with Background(flow, schedule, work, version=lambda: sync.version,
     mini_batch_size=64) as supply:
@@ -156,6 +161,9 @@ class BackgroundSupply:
     )  # gets the lines of the Flow, in order
 
     def __post_init__(self) -> None:
+        """Make the ledger, and put the groups of a former process into it. No thread is started
+        yet.
+        """
         self.ledger = GroupLedger(
             self.flow,
             self.schedule,
@@ -174,6 +182,7 @@ class BackgroundSupply:
         )
 
     def __enter__(self) -> BackgroundSupply:
+        """Start the threads that drive the engines and score finished groups."""
         ledger = self.ledger
         work = self.services
         driver = EngineDriver(
@@ -187,12 +196,16 @@ class BackgroundSupply:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Close the ledger, and wait up to THREAD_END_TIMEOUT_S for the threads to end."""
         self.ledger.close()
         deadline = time.monotonic() + THREAD_END_TIMEOUT_S
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
+        """Wait for the step's batch, and return its samples. Groups are annotated early meanwhile;
+        where any group of the batch was, the whole batch is returned with annotations.
+        """
         self.begin_step()
         began = time.monotonic()
         seconds = 0.0
@@ -222,6 +235,9 @@ class BackgroundSupply:
 
     @contextmanager
     def sync_window(self) -> Iterator[None]:
+        """Record the update, wait for running groups where the schedule says so, pause the session
+        for the sync in the block, and record the sync afterwards.
+        """
         self._early_annotations.discard_annotations()
         self.ledger.record_update()
         if self.schedule.sync_policy is SyncPolicy.WAIT:
@@ -231,15 +247,19 @@ class BackgroundSupply:
         self.ledger.record_sync(self.get_policy_version())
 
     def get_progress(self) -> PromptProgress:
+        """Return which prompts of the stream are done with."""
         return self.ledger.get_progress()
 
     def take_metrics(self) -> dict[str, float]:
+        """Return the metrics of the batch that was taken last, and forget them."""
         metrics = self._metrics
         self._metrics = {}
         return metrics
 
     def _await_batch(self, step: int) -> tuple[TakenBatch | None, list[ScoredGroup]]:
-        """The batch of the step, or groups whose log-probs are to be made while it is awaited."""
+        """Wait, and return (the batch of the step, []) or (None, groups to annotate while the batch
+        is awaited). Raise RunStopped, or the error of a thread.
+        """
         ledger = self.ledger
         while True:
             self.should_stop()
@@ -261,6 +281,9 @@ class BackgroundSupply:
             self.report_waiting(f"step {step} waits for groups: {text}")
 
     def _select_groups_to_annotate(self) -> list[ScoredGroup]:
+        """Return the groups to annotate now; none where the schedule does not annotate early or
+        while a step is trained.
+        """
         if not self.schedule.annotates_early or self.ledger.flow.is_training:
             return []
         return self._early_annotations.select_groups_to_annotate(
@@ -268,12 +291,13 @@ class BackgroundSupply:
         )
 
     def _annotate_early(self, step: int, groups: Sequence[ScoredGroup]) -> None:
+        """Annotate these groups, and record it in the ledger."""
         self._early_annotations.annotate_groups(step, groups)
         self.ledger.record_annotated([group.number for group in groups])
 
     def _await_running_groups(self) -> None:
-        """Wait until nothing is generated. It returns early where no engine serves or the run is to
-        stop. The deadline of the stage sync ends it too.
+        """Wait until no group is being generated. Return early where no engine serves or the run is
+        to stop. Raise the error of a thread. The deadline of the sync stage also ends the wait.
         """
         ledger = self.ledger
         while self.is_serving() and not self._is_stop_requested():
@@ -288,6 +312,7 @@ class BackgroundSupply:
             self.report_waiting(f"the sync waits for groups: {text}")
 
     def _is_stop_requested(self) -> bool:
+        """Return whether the run was asked to stop, instead of raising RunStopped."""
         try:
             self.should_stop()
         except RunStopped:
@@ -297,7 +322,9 @@ class BackgroundSupply:
     def _compute_batch_metrics(
         self, taken_batch: TakenBatch, batch: ScoredBatch, wait_s: float
     ) -> dict[str, float]:
-        """Raises AssertionError where a sample is older than the schedule allows."""
+        """Return the metrics of a taken batch; `wait_s` is the time that the step waited for it.
+        Raise AssertionError where a sample is older than the schedule allows.
+        """
         oldest = int(compute_sample_lags(taken_batch.policy_version, batch).max())
         bound = self.schedule.max_lag
         assert oldest <= bound, (

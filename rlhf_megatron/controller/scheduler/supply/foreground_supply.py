@@ -20,6 +20,7 @@ class ForegroundSupply(BatchSupply):
         self._stages = stages
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
+        """Draw the step's prompts, generate and score their samples, and return them."""
         with enter_stage("next"):
             prompts = self._stages.draw_prompts(step)
         with enter_stage("generate"):
@@ -28,4 +29,5 @@ class ForegroundSupply(BatchSupply):
             return self._stages.score_rollout(step, rollout)
 
     def get_progress(self) -> PromptProgress:
+        """Return the number of prompts drawn so far; all of them are trained."""
         return PromptProgress(self._stages.num_prompts_drawn)

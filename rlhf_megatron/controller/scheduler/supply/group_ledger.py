@@ -45,29 +45,33 @@ class BatchSupply(Protocol):
     """
 
     def __enter__(self) -> BatchSupply:
+        """Start the work in the background, where there is any."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End the work in the background, where there is any."""
         return None
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
-        """The samples that the step trains on; with log-probs and values where these
-        were made early.
+        """Return the samples that the step trains on; with log-probs and values where these were
+        computed early.
 
-        `enter_stage`: around each part of the work, by its name.
+        `enter_stage(name)` is a context manager, entered around each part of the work.
 
-        Raises RunStopped, and whatever went wrong in the background.
+        Raise RunStopped, and any error of the background work.
         """
 
     def sync_window(self) -> AbstractContextManager[None]:
-        """Around the weight sync that ends a step, also where that leaves the policy as it is."""
+        """Return a context manager for the weight sync that ends a step; enter it also where the
+        sync leaves the policy as it is.
+        """
         return nullcontext()
 
     def get_progress(self) -> PromptProgress:
-        """Return what a checkpoint keeps, as it stands between two steps."""
+        """Return the prompts that are done with, for a checkpoint. Call it between two steps."""
 
     def take_metrics(self) -> dict[str, float]:
-        """Take the metrics of the batch that was taken last."""
+        """Return the metrics of the batch that was taken last, and forget them."""
         return {}
 
 
@@ -81,12 +85,13 @@ class FinishedGroup:
 
     @property
     def route_files(self) -> list[str]:
-        """Files with the experts that its tokens met."""
+        """Return the files with the experts that the samples' tokens met."""
         return [sample.routes for samples in self.samples for sample in samples if sample.routes]
 
     @property
     def versions(self) -> set[int]:
-        """The versions of all tokens that may train: those of the first request."""
+        """Return the policy versions of all tokens that may train: the tokens of the first request.
+        """
         versions = {sample.policy_version for sample in self.samples[0]}
         return versions | {
             span.version for sample in self.samples[0] for span in sample.version_spans
@@ -141,11 +146,12 @@ class TakenBatch:
 
     @property
     def has_signal(self) -> bool:
+        """Return whether any group of the batch has signal."""
         return any(group.has_signal for group in self.groups)
 
 
 class GroupLedger:
-    """`most_scored`: groups that a step may have scored before it trains on fewer than it wants;
+    """`max_scored_groups`: groups that a step may have scored before it trains on fewer than it wants;
     None: any number.
 
     `on_events` gets what the Flow has logged, which it forgets then. Methods may be called
@@ -184,7 +190,9 @@ class GroupLedger:
         self._num_scored = self._num_with_signal = 0
 
     def __str__(self) -> str:
-        """Describe the state to whoever waits; the lock is held."""
+        """Return how many groups can train, are generated and wait for rewards. The caller holds
+        the lock.
+        """
         flow = self.flow
         waiting = len(flow.groups_in_flight) - flow.num_running - len(flow.scored_order)
         return (
@@ -200,8 +208,9 @@ class GroupLedger:
         generated_groups: Sequence[FinishedGroup] = (),
         lost_numbers: Sequence[int] = (),
     ) -> None:
-        """`generated_groups`: groups in flight that a former process has generated; `lost_numbers`:
-        those that it was generating.
+        """Put the groups of a former process into the ledger. `generated_groups` are groups in
+        flight that it has generated, and wait for their rewards; `lost_numbers` are groups that it
+        was generating, and are started again.
         """
         with self.state_changed:
             self._num_drawn = num_drawn
@@ -220,7 +229,9 @@ class GroupLedger:
             self._run_schedule()
 
     def record_generated(self, finished_group: FinishedGroup, attempt: int) -> None:
-        """Take in a finished group. It is ignored where that attempt is not awaited any more."""
+        """Take in a finished group, which then waits for its rewards. Ignore it where this attempt
+        at the group was given up; its route files then count as unused.
+        """
         with self.state_changed:
             if self._attempts_by_group.get(finished_group.number) != attempt:
                 self._unused_route_files += finished_group.route_files
@@ -233,8 +244,8 @@ class GroupLedger:
     def record_scored(
         self, finished_groups: Sequence[FinishedGroup], scored_groups: Sequence[ScoredGroup]
     ) -> None:
-        """Rewards of these groups; those that were given up or started again
-        meanwhile are left out.
+        """Take in the rewards of these groups. Groups that were given up or started again meanwhile
+        are left out.
         """
         with self.state_changed:
             for group, found in zip(finished_groups, scored_groups, strict=True):
@@ -242,6 +253,7 @@ class GroupLedger:
                     self._record_scored_group(found)
 
     def record_annotated(self, group_numbers: Sequence[int]) -> None:
+        """Record that these groups have log-probs, as far as they are still in flight."""
         with self.state_changed:
             self.flow.record_annotated(
                 [number for number in group_numbers if number in self.flow.groups_in_flight]
@@ -249,23 +261,26 @@ class GroupLedger:
             self._run_schedule()
 
     def record_update(self) -> None:
+        """Record that the update of the step in training is done."""
         with self.state_changed:
             self._numbers_in_training = ()
             self.flow.record_update()
             self._run_schedule()
 
     def record_sync(self, new_version: int) -> None:
+        """Record that the engines serve `new_version`, which ends the step."""
         with self.state_changed:
             self.flow.record_sync(new_version)
             self._run_schedule()
 
     def record_failure(self, error: BaseException) -> None:
-        """A thread ends by this; the first is kept."""
+        """Keep the error that ended a thread, if it is the first, for the main thread to raise."""
         with self.state_changed:
             self.thread_error = self.thread_error or error
             self.state_changed.notify_all()
 
     def close(self) -> None:
+        """Close the ledger, so that its threads end; pass the last events on."""
         with self.state_changed:
             self.is_closed = True
             self._on_events(self.flow.events)
@@ -274,26 +289,28 @@ class GroupLedger:
     # What is asked
 
     def take_pending_batch(self) -> TakenBatch | None:
-        """The next batch, once."""
+        """Return the batch that waits for the trainer, once, or None."""
         with self.state_changed:
             batch = self.pending_batch
             self.pending_batch = None
             return batch
 
     def take_orders(self) -> list[EngineOrder]:
-        """Take the orders, in the order of the decisions."""
+        """Return the pending orders for the engines, in the order of the decisions, and forget
+        them.
+        """
         with self.state_changed:
             orders = self._pending_orders
             self._pending_orders = []
             return orders
 
     def await_orders(self, timeout_s: float) -> None:
-        """Returns when there are some, when the ledger is closed, or after this time."""
+        """Wait until there are orders, the ledger is closed, or `timeout_s` seconds have passed."""
         with self.state_changed:
             self.state_changed.wait_for(lambda: self._pending_orders or self.is_closed, timeout_s)
 
     def list_groups_to_annotate(self) -> list[ScoredGroup]:
-        """Groups whose log-probs may be computed now."""
+        """Return the groups whose log-probs may be computed now, as the schedule decides."""
         with self.state_changed:
             return [
                 self._trainable_groups[number]
@@ -301,6 +318,9 @@ class GroupLedger:
             ]
 
     def get_progress(self) -> PromptProgress:
+        """Return the prompts that are done with. Groups in flight and groups of the batch in
+        training count as untrained.
+        """
         with self.state_changed:
             return PromptProgress(
                 self._num_drawn,
@@ -310,6 +330,9 @@ class GroupLedger:
     # What is decided; the lock is held
 
     def _record_scored_group(self, scored_group: ScoredGroup) -> None:
+        """Record the rewards of a group, and ask the schedule. A group without signal is dropped;
+        the first batch_size of these are kept for a step in which no group has signal.
+        """
         del self._groups_awaiting_rewards[scored_group.number]
         self.flow.record_scored(scored_group.number)
         self._trainable_groups[scored_group.number] = scored_group
@@ -324,6 +347,9 @@ class GroupLedger:
         self._run_schedule()
 
     def _run_schedule(self) -> None:
+        """Ask the schedule until it decides nothing more, then pass on the events and wake all
+        waiting threads. Raise ValueError where nobody works on the next batch.
+        """
         restarted: set[int] = set()
         for _ in range(_MAX_ROUNDS):
             if not self._run_decision_round(restarted):
@@ -336,7 +362,10 @@ class GroupLedger:
         self.state_changed.notify_all()
 
     def _run_decision_round(self, restarted_numbers: set[int]) -> bool:
-        """One round of questions. False: nothing was decided."""
+        """Ask the schedule once for stale groups, a batch and groups to start, and carry the
+        decisions out. Return whether anything was decided. `restarted_numbers` are the groups that
+        were started again since the event, which this does not do twice.
+        """
         flow = self.flow
         has_decided = False
         for number in list(self.schedule.find_stale_groups(flow)):
@@ -370,13 +399,18 @@ class GroupLedger:
 
     @property
     def _must_take_short_batch(self) -> bool:
-        """A step's groups are used up and do not make a batch. A schedule that has enough and waits
-        for older ones is left to wait: those are generated already.
+        """Return whether the step has scored as many groups as it may, and too few of them can
+        train for a whole batch. Where a schedule has enough groups and waits for older ones, return
+        False: those are generated already.
         """
         is_used_up = self._max_scored is not None and self._num_scored >= self._max_scored
         return is_used_up and len(self.flow.scored_order) < self.flow.batch_size
 
     def _take_batch(self, group_numbers: Sequence[int]) -> None:
+        """Make these groups the pending batch of the next step; groups without signal where there
+        are none. Drop the groups that the schedule gives up, and all groups in flight after the
+        last step.
+        """
         flow = self.flow
         groups = [
             self._trainable_groups.pop(number) for number in group_numbers
@@ -409,6 +443,7 @@ class GroupLedger:
         self._num_scored = self._num_with_signal = 0
 
     def _drop_group(self, group_number: int, reason: DropReason) -> None:
+        """Abort a group in flight where it runs, and drop it for this reason."""
         self._abort_group(group_number)
         self.flow.record_dropped(group_number, reason)
         self._drop_counts[reason] += 1
@@ -416,6 +451,7 @@ class GroupLedger:
         del self._attempts_by_group[group_number]
 
     def _restart_group(self, group_number: int) -> None:
+        """Abort a group where it runs, and order it to be generated anew."""
         self._abort_group(group_number)
         self.flow.restart_group(group_number)
         self._forget_group(group_number)
@@ -430,7 +466,10 @@ class GroupLedger:
         )
 
     def _forget_group(self, group_number: int, keeps_routes: bool = False) -> None:
-        """`keeps_routes`: the group may train all the same, where no other does."""
+        """Forget the samples of a group, and count its route files as unused. With `keeps_routes`
+        those of a scored group are kept: the group may train all the same, where no other group
+        does.
+        """
         finished = self._groups_awaiting_rewards.pop(group_number, None)
         scored = self._trainable_groups.pop(group_number, None)
         if finished is not None:
@@ -439,9 +478,11 @@ class GroupLedger:
             self._mark_routes_unused(scored)
 
     def _mark_routes_unused(self, scored_group: ScoredGroup) -> None:
+        """Add the route files of a scored group to the files that train nothing."""
         self._unused_route_files += [name for name in scored_group.batch.routes or () if name]
 
     def _abort_group(self, group_number: int) -> None:
+        """Order the abort of a group where it runs, and take it from the groups to score."""
         if self.flow.groups_in_flight[group_number].stage is GroupStage.RUNNING:
             self._pending_orders.append(
                 EngineOrder(
@@ -456,7 +497,9 @@ class GroupLedger:
         ]
 
     def _require_work_in_progress(self) -> None:
-        """Somebody must be at work on the next batch, or the run would wait for ever."""
+        """Raise ValueError where nothing in flight can lead to the next batch: the run would wait
+        for ever.
+        """
         flow = self.flow
         if (
             flow.is_training

@@ -43,8 +43,11 @@ def make_batch_supply(
     should_stop: Callable[[], None],
     report_waiting: Callable[[str], None],
 ) -> BatchSupply:
-    """`run_state`: that the run goes on from; the engines serve its weights. `journal`: of a run
-    that generates in the background and has checkpoints.
+    """Make the supply of a run: a ForegroundSupply where the schedule takes turns, else a
+    BackgroundSupply.
+
+    `run_state` is the state that the run goes on from; the engines serve its weights. `journal` is
+    that of a run that generates in the background and has checkpoints.
     """
     config = stages.config
     stream = stages.run_data.stream
@@ -95,8 +98,9 @@ def make_batch_supply(
 def make_prompt_requests(
     stages: StepStages, prompts: PromptBatch, policy_version: int
 ) -> list[list[GenerateRequest]]:
-    """Make each prompt's requests: its samples, and a greedy one where the estimator needs it.
-    Seeds follow from the version of the weights that it is started with.
+    """Return a list of requests for each prompt: its samples, and a greedy sample where the
+    estimator needs one. The seeds depend on `policy_version`, the version of the weights that the
+    group is started with.
     """
     rollout = stages.config.rollout
     seed = stages.config.trainer.seed
@@ -127,11 +131,11 @@ def find_resumable_groups(
     checkpoint_progress: PromptProgress,
     policy_version: int,
 ) -> ResumedGroups:
-    """Find what a former process has left of the groups that were in flight at the checkpoint, or
-    were started after it.
+    """Return the groups that were in flight at the checkpoint, or were started after it: generated
+    groups whose samples the journal has, and the numbers of the others.
 
-    A group with tokens of a later version than the checkpoint's is generated anew: those weights
-    are gone. All other files of the journal are removed.
+    A group with tokens of a later version than `policy_version`, the checkpoint's, is generated
+    anew: those weights are gone. Remove all other files from the journal.
     """
     groups = journal.read_prompt_groups() if journal is not None else {}
     known = {}
@@ -155,7 +159,9 @@ def find_resumable_groups(
 
 
 def attach_progress(run_state: RunState, progress: PromptProgress) -> RunState:
-    """`run_state` with what is done of the prompts."""
+    """Return `run_state` with the number of prompts drawn and the untrained positions of
+    `progress`; unchanged where the run has no prompt stream.
+    """
     if run_state.cursor is None:
         return run_state
     return replace(

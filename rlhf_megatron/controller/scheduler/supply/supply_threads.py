@@ -58,7 +58,9 @@ class EngineDriver:
         ] = {}  # by group: its prompt and attempt
 
     def run_until_closed(self) -> None:
-        """Until the ledger is closed."""
+        """Follow the ledger's orders and report finished groups, until the ledger is closed; then
+        close the session.
+        """
         try:
             while not self._ledger.is_closed:
                 self.follow_orders(self._ledger.take_orders())
@@ -70,7 +72,9 @@ class EngineDriver:
             self._session.close()
 
     def follow_orders(self, orders: Sequence[EngineOrder]) -> None:
-        """All that was ordered since the last time, in that order."""
+        """Abort the groups that the orders give up, and submit the requests of the others. A
+        submission that a later order takes back is not made.
+        """
         given_up = {order.number for order in orders if order.kind == "abort"}
         if running := sorted(given_up & self._running_groups.keys()):
             self._session.abort_keys(running)
@@ -83,6 +87,7 @@ class EngineDriver:
             self._session.submit_requests(order.number, requests)
 
     def _report_finished_groups(self) -> None:
+        """Write each group that has finished to the journal and report it to the ledger."""
         for number, samples in self._session.poll_finished():
             prompt, attempt = self._running_groups.pop(number)
             finished = FinishedGroup(number, prompt, samples)
@@ -100,7 +105,9 @@ class ScoringThread:
         self._score_groups = score_groups
 
     def run_until_closed(self) -> None:
-        """Until the ledger is closed."""
+        """Score all waiting groups in one call and record them in the ledger, again and again until
+        the ledger is closed.
+        """
         ledger = self._ledger
         while not ledger.is_closed:
             with ledger.state_changed:
@@ -114,7 +121,7 @@ class ScoringThread:
 
 
 def _drop_revoked_submissions(orders: Sequence[EngineOrder]) -> list[EngineOrder]:
-    """Submissions that no later order takes back."""
+    """Return the submissions that no later order takes back, the last one of each group."""
     wanted: dict[int, EngineOrder] = {}
     for order in orders:
         wanted.pop(order.number, None)
@@ -126,11 +133,13 @@ def _drop_revoked_submissions(orders: Sequence[EngineOrder]) -> list[EngineOrder
 def start_daemon_thread(
     thread_name: str, target: Callable[[], None], on_failure: Callable[[BaseException], None]
 ) -> threading.Thread:
-    """A daemon, so that one which hangs does not keep the process alive. `on_failure` gets what
-    ends it early.
+    """Start and return a thread that runs `target`. The thread is a daemon, so that a thread which
+    hangs does not keep the process alive. `on_failure` is called, on that thread, with an exception
+    that ends it.
     """
 
     def run_guarded() -> None:
+        """Run the target, and pass an exception to `on_failure`."""
         try:
             target()
         except BaseException as error:  # raised again on the main thread
@@ -142,7 +151,7 @@ def start_daemon_thread(
 
 
 class GroupScorer:
-    """Callable: groups -> the same with rewards. See `base.Score`."""
+    """Callable: groups -> the same with rewards. See `ScoreFinishedGroups`."""
 
     def __init__(
         self,
@@ -155,6 +164,9 @@ class GroupScorer:
         self._filter_groups = filter_groups
 
     def __call__(self, groups: Sequence[FinishedGroup]) -> list[ScoredGroup]:
+        """Score the samples of all groups in one call, greedy samples too. Return the groups with
+        rewards, and whether the filter leaves them in.
+        """
         faults.reach_fault_point("reward.before_score")
         rollouts = [
             collect_rollout_batch(group.prompts, [group.samples[0]], self._tokenizer)
@@ -207,6 +219,9 @@ class RecentErrorBound:
         self._log_path = log_path
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score the samples. Raise RewardError where too large a share of the last `num_samples`
+        samples has failed; nothing is checked before so many were scored.
+        """
         results = self._score_samples(samples)
         self._recent_results.extend(zip(samples, results, strict=True))
         if len(self._recent_results) == self._recent_results.maxlen:

@@ -162,7 +162,7 @@ def _carry_out_order(
             model, BucketManifest.parse_json(order["manifest"]), order["exchange"], rank
         )
     manifest = BucketManifest.parse_json(
-        order["manifest" if "manifest" in order else "compare_with_bucket"]
+        order["manifest" if "manifest" in order else "compare"]
     )
     if "memory" in order:
         pieces = open_lent_segments(msgspec.convert(order["memory"][rank], list[LentSegment]))
