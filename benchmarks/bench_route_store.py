@@ -47,7 +47,7 @@ def main() -> None:
         help="keep the result in benchmarks/results/route_store.json",
     )
     args = parser.parse_args()
-    ray_environment.set_ray_environment(None, os.environ)
+    ray_environment.set_ray_defaults(None, os.environ)
     import ray
 
     drawn = np.random.default_rng(1)

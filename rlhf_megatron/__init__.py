@@ -24,7 +24,9 @@ _API = ("Run", "RunFailed", "load_config", "report", "reward_model", "sft", "tra
 
 
 def __getattr__(name: str) -> Any:
-    """The public API (docs/api.md), imported when it is first used."""
+    """Return a name of the public API (docs/api.md), imported at its first use. Raise
+    AttributeError for any other name.
+    """
     if name not in _API:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(importlib.import_module("rlhf_megatron.api"), name)

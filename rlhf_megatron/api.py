@@ -34,6 +34,7 @@ class RunFailed(RuntimeError):
     """A run that ended before it had all of its steps, or a replay that found other numbers."""
 
     def __init__(self, directory: Path, exit_code: int) -> None:
+        """Make the message from the run's directory and exit code."""
         self.directory = directory
         self.exit_code = exit_code
         super().__init__(
@@ -51,8 +52,8 @@ class Run:
     directory: Path
 
     def __init__(self, directory: str | Path, must_exist: bool = True) -> None:
-        """Raises ValueError where there is no such directory,
-        unless it may be on another machine.
+        """Refer to the directory of a run. Raise ValueError where there is no such directory,
+        unless `must_exist` is False because the directory may be on another machine.
         """
         object.__setattr__(self, "directory", Path(directory))
         if must_exist and not self.directory.is_dir():
@@ -62,16 +63,17 @@ class Run:
 
     @property
     def config(self) -> RunConfig:
-        """Return the configuration that the run started with; secrets are redacted.
-        Raises ConfigError.
+        """Return the configuration that the run started with; secrets are redacted. Raise
+        ConfigError where it cannot be read.
         """
         return read_run_config(self.directory / "config.yaml").config
 
     def metrics(
         self, kind: Literal["step", "evaluation", "warmup"] = "step"
     ) -> list[dict[str, Any]]:
-        """Return one row a step, in order: `step`, `seconds` and the metrics of docs/metrics.md.
-        None is not finite.
+        """Return one row for each step, in order: `step`, `seconds` and the metrics of
+        docs/metrics.md. A value that was not finite is None. A step that was repeated has its last
+        row.
         """
         rows = {
             row["step"]: row for row in self._read_rows("metrics.jsonl") if row.get("kind") == kind
@@ -79,18 +81,18 @@ class Run:
         return [rows[step] for step in sorted(rows)]
 
     def samples(self) -> list[dict[str, Any]]:
-        """Return the samples that each step kept (trainer.samples_kept): prompt, response,
-        reward and more.
+        """Return the samples that each step kept (trainer.samples_kept): prompt, response, reward
+        and more.
         """
         return self._read_rows("samples.jsonl")
 
     def checkpoints(self) -> dict[int, Path]:
-        """Return step -> directory of all complete checkpoints, the newest last."""
+        """Return the directories of all complete checkpoints by step, the newest last."""
         found = (self.directory / "checkpoints").glob("step_*/manifest.json")
         return {int(path.parent.name.removeprefix("step_")): path.parent for path in sorted(found)}
 
     def summary(self) -> dict[str, Any] | None:
-        """Return what a finished run came to; None while it is not finished."""
+        """Return the summary of a finished run; None while the run is not finished."""
         path = self.directory / "summary.json"
         return dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else None
 
@@ -102,13 +104,12 @@ class Run:
         best: bool = False,
         dtype: str | None = None,
     ) -> Path:
-        """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout,
-        and return that.
+        """Write the policy of a checkpoint to the new directory `out` in Hugging Face layout, and
+        return `out`.
 
-        The newest checkpoint; that of `step`; or with `best` that with the largest
-        trainer.keep_best. `dtype`:
-        "float32", "bfloat16", "float16"; None: that of the run. Raises ValueError where there is no
-        such checkpoint.
+        The checkpoint is the newest; that of `step`; or, with `best`, the one with the best
+        trainer.keep_best metric. `dtype`: "float32", "bfloat16", "float16"; None: the run's type.
+        Raise ValueError where there is no such checkpoint.
         """
         from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 
@@ -116,12 +117,13 @@ class Run:
         return Path(out)
 
     def report(self, out: Path | None = None) -> Path:
-        """Write the report (HTML and pictures) and return its page. Raises ValueError before
-        the first step.
+        """Write the report (HTML and pictures) and return the path of its page. Raise ValueError
+        before the first step.
         """
         return report([self.directory], out).page_path
 
     def _read_rows(self, file_name: str) -> list[dict[str, Any]]:
+        """Return the rows of one of the run's files of JSON lines."""
         from rlhf_megatron.controller.observe.line_file import read_step_rows
 
         return read_step_rows(self.directory, file_name)
@@ -137,9 +139,9 @@ def load_config(
     """Return the checked configuration of a run.
 
     `with_files`: also check model, tokenizer and data on disk. `with_plugins`: run its plugins;
-    without, the parts that they may have are not checked.
+    without, parts that the plugins may register are not checked.
 
-    Raises ConfigError with every problem at once.
+    Raise ConfigError with every problem at once.
     """
     return load_run_config(path, _format_overrides(overrides), with_files, with_plugins).config
 
@@ -155,20 +157,20 @@ def train(
     allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
-    """Train the run that the YAML file at `path` describes, and return it when it has
-    all of its steps.
+    """Train the run that the YAML file at `path` describes, and return it when it has all of its
+    steps.
 
-    A run that was begun before goes on from its newest checkpoint; `fresh` starts anew. `record`
-    writes every step's batches; `replay` trains on them up to that step (of `replay_from`), or runs
-    the mini-batch of a capsule again. `allow_changes` takes a lock file also where model, data or
-    plugins are not what they were.
+    A run that was begun before continues from its newest checkpoint; `fresh` starts anew. `record`
+    writes every step's batches; `replay` trains on recorded batches up to that step (of the run
+    `replay_from`), or runs the mini-batch of a capsule again. `allow_changes` accepts a lock file
+    also where model, data or plugins have changed.
 
     The run gets a process of its own, whose output is printed here; when this call is interrupted,
-    the run is told to stop, which saves a checkpoint. `is_own_process=False` is for a program that
+    the run is asked to stop, which saves a checkpoint. `is_own_process=False` is for a program that
     does nothing else: this process becomes the launcher and mostly does not return.
 
-    Raises ConfigError with every problem before anything starts, RunFailed when the run
-    did not end well.
+    Raise ConfigError with every problem before anything starts, RunFailed when the run did not end
+    well.
     """
     words = _build_override_arguments(overrides, fresh)
     source = None if replay_from is None else Path(replay_from)
@@ -178,10 +180,16 @@ def train(
 
 
 def _build_override_arguments(overrides: Overrides, fresh: bool) -> tuple[str, ...]:
+    """Return the overrides as command-line arguments; `fresh` adds the one that disables
+    resuming.
+    """
     return (*_format_overrides(overrides), *(["trainer.resume_mode=disable"] if fresh else []))
 
 
 def _run_job(job: TrainJob, is_own_process: bool) -> Run:
+    """Run the job, in a process of its own or in this one, and return its run. Raise RunFailed
+    where it exits with another code than 0.
+    """
     exit_code = _run_in_subprocess(job) if is_own_process else job.start()
     if exit_code:
         raise RunFailed(job.run_dir, exit_code)
@@ -196,8 +204,8 @@ def sft(
     allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
-    """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job:
-    sft). As `train`.
+    """Train on documents, or on pairs of answers, as the YAML file at `path` describes (job: sft).
+    Arguments, result and errors are those of `train`.
     """
     return _train_supervised("sft", path, overrides, fresh, allow_changes, is_own_process)
 
@@ -210,7 +218,9 @@ def reward_model(
     allow_changes: bool = False,
     is_own_process: bool = True,
 ) -> Run:
-    """Train a model that scores answers, from pairs of them (job: reward-model). As `train`."""
+    """Train a model that scores answers, from pairs of them (job: reward-model). Arguments, result
+    and errors are those of `train`.
+    """
     return _train_supervised("reward-model", path, overrides, fresh, allow_changes, is_own_process)
 
 
@@ -222,6 +232,7 @@ def _train_supervised(
     allow_changes: bool,
     is_own_process: bool,
 ) -> Run:
+    """Run a supervised job by its command, as `train` does."""
     words = _build_override_arguments(overrides, fresh)
     return _run_job(
         TrainJob(Path(path), words, command=command, allow_changes=allow_changes), is_own_process
@@ -231,11 +242,11 @@ def _train_supervised(
 def report(
     run_dirs: Sequence[str | Path], out: str | Path | None = None, reload_s: int | None = None
 ) -> WrittenReport:
-    """Write the report of one run, or of several side by side. Raises ValueError where there is
-    nothing to report.
+    """Write the report of one run, or of several side by side, and return its files. Raise
+    ValueError where there is nothing to report.
 
-    `reload_s`: seconds after which a browser reads the page again, while a run goes
-    on; None: never.
+    `reload_s`: seconds after which a browser reads the page again, while a run continues; None:
+    never.
     """
     from rlhf_megatron.controller.observe.report.report_writer import write_report
 
@@ -245,13 +256,17 @@ def report(
 
 
 def _format_overrides(overrides: Overrides) -> tuple[str, ...]:
+    """Return the overrides in the form key=value."""
     if isinstance(overrides, Mapping):
         return tuple(f"{key}={format_yaml_value(value)}" for key, value in overrides.items())
     return tuple(overrides)
 
 
 def _run_in_subprocess(job: TrainJob) -> int:
-    """Return the exit code of the run, after its output has been printed line by line."""
+    """Run the job in a process of its own, print its output line by line, and return its exit code.
+    Raise ConfigError here for a bad configuration. When interrupted, send the run SIGTERM and wait
+    for it.
+    """
     _ = job.config  # its problems are raised here, not printed there
     environment = os.environ | {"PYTHONUNBUFFERED": "1", CHECKED_ENV: "1"}
     command = [sys.executable, "-m", "rlhf_megatron", *job.build_arguments()]

@@ -31,18 +31,18 @@ class DeviceMemoryStats:
 
 
 def has_accelerator() -> bool:
-    """Return True where CUDA can be used."""
+    """Return whether CUDA can be used."""
     return torch.cuda.is_available()
 
 
 def count_devices() -> int:
-    """Devices that this process sees; 0 without CUDA."""
+    """Return the number of devices that this process sees; 0 without CUDA."""
     return torch.cuda.device_count() if has_accelerator() else 0
 
 
 def list_visible_devices() -> list[str]:
-    """Return their names in CUDA_VISIBLE_DEVICES, or their numbers without it;
-    none without CUDA.
+    """Return the names of the visible devices in CUDA_VISIBLE_DEVICES, or their numbers where that
+    is not set; [] without CUDA.
     """
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     num = count_devices()
@@ -57,8 +57,8 @@ def list_visible_devices() -> list[str]:
 def select_rank_device(
     device_kind: Literal["auto", "cpu", "cuda"], local_rank: int = 0
 ) -> torch.device:
-    """Return the device of a rank, made current. "auto": CUDA where available. Raises
-    ValueError for none.
+    """Return the device of a rank, made current where it is a GPU. "auto": CUDA where available,
+    else the CPU. Raise ValueError where the rank has no CUDA device.
     """
     if device_kind == "cpu" or (device_kind == "auto" and not has_accelerator()):
         return torch.device("cpu")
@@ -78,8 +78,8 @@ def select_rank_device(
 
 
 def read_local_rank() -> int:
-    """This process's number on its machine, as the launcher says in LOCAL_RANK; 0
-    without a launcher.
+    """Return this process's number on its machine, which the launcher sets in LOCAL_RANK; 0 without
+    a launcher.
     """
     return int(os.environ.get("LOCAL_RANK", "0"))
 
@@ -90,8 +90,8 @@ def choose_distributed_backend(device: torch.device) -> str:
 
 
 def make_deterministic(warn_only: bool = False) -> None:
-    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that
-    names it, or warn.
+    """Make an operation that torch cannot repeat bit for bit raise a RuntimeError that names it or,
+    with `warn_only`, warn. Changes torch's settings for the whole process.
     """
     torch.use_deterministic_algorithms(True, warn_only=warn_only)
     # Filling is for programs that read what they never wrote.
@@ -112,7 +112,9 @@ def empty_device_cache(device: torch.device) -> None:
 
 
 def measure_device_memory(device: torch.device) -> DeviceMemoryStats:
-    """Return what torch holds on `device` now, and its peak so far."""
+    """Return the bytes that torch holds on `device` now, its peak so far, and the use by all
+    processes; zeros on a CPU.
+    """
     if device.type != "cuda":
         return DeviceMemoryStats()
     free, total = torch.cuda.mem_get_info(device)
@@ -132,7 +134,9 @@ def get_device_name(device: torch.device) -> str:
 
 
 def read_own_resident_bytes() -> int:
-    """Host memory of this process, as the kernel counts it; 0 where it does not say."""
+    """Return the host memory of this process in bytes, as the kernel counts it; 0 where the kernel
+    does not say.
+    """
     path = Path("/proc/self/statm")
     return int(path.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") if path.exists() else 0
 
@@ -145,9 +149,9 @@ def allocate_host_buffer(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def page_lock_memory(host_memory: Tensor, device: torch.device) -> bool:
-    """Page-lock host memory that others allocated, for copies from `device` at full speed. False:
-    it is not, which is slower and nothing else. Undo it with `page_unlock_memory` before
-    the memory goes.
+    """Page-lock host memory that was allocated elsewhere, for copies from `device` at full speed.
+    Return False where the memory is not locked, so that copies are merely slower. Undo it with
+    `page_unlock_memory` before the memory is freed.
     """
     if device.type != "cuda" or host_memory.device.type != "cpu":
         return False
@@ -163,8 +167,9 @@ def page_lock_memory(host_memory: Tensor, device: torch.device) -> bool:
 
 
 def _clear_cuda_error(device: torch.device) -> None:
-    """CUDA keeps the error of a call that failed, and torch raises it at the next kernel, whichever
-    that is: this one. What also ends later kernels is raised by them.
+    """Clear the error of a CUDA call that failed. CUDA keeps the error, and torch raises it at the
+    next kernel, whichever that is: a dummy kernel takes it here. An error that also ends later
+    kernels is raised by them.
     """
     with suppress(RuntimeError):
         torch.zeros(1, device=device).add_(1)
@@ -176,8 +181,8 @@ def page_unlock_memory(host_memory: Tensor) -> None:
 
 
 def copy_tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
-    """Copies on `device` of small tensors of the host: all in one transfer, which nobody waits for.
-    On a CPU they themselves.
+    """Return copies on `device` of small host tensors, made in one transfer without waiting for it.
+    On a CPU return the tensors themselves.
     """
     if device.type == "cpu":
         return list(tensors)
@@ -190,7 +195,9 @@ def copy_tensors_to_device(tensors: Sequence[Tensor], device: torch.device) -> l
 
 
 def _split_into_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Views of `buffer` (bytes), one after the other, in the shapes and types of `tensors`."""
+    """Return views of `buffer` (bytes), one after the other, in the shapes and types of
+    `tensors`.
+    """
     found = []
     start = 0
     for tensor in tensors:
@@ -200,6 +207,7 @@ def _split_into_views(buffer: Tensor, tensors: Sequence[Tensor]) -> list[Tensor]
 
 
 def _round_up_to_alignment(num_bytes: int) -> int:
+    """Return the bytes rounded up to a multiple of 16."""
     return -(-num_bytes // 16) * 16  # every type of a column divides it
 
 
@@ -209,17 +217,20 @@ class CopyQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Make a queue for copies to and from `device`."""
         self._device = device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether copies are made beside the computation."""
+        """Return whether copies run beside the computation."""
         return self._stream is not None
 
     @contextmanager
     def copy_after_computation(self) -> Iterator[None]:
-        """Copies made in here come after what the device was told to compute before."""
+        """Within the block, queue copies beside the computation, but behind all work that is queued
+        on the device so far.
+        """
         if self._stream is None:
             yield
             return
@@ -228,24 +239,26 @@ class CopyQueue:
             yield
 
     def record_mark(self) -> Any:
-        """Mark the end of the copies so far, for `wait_for_mark`. None on a device that
+        """Return a mark at the end of the copies so far, for `wait_for_mark`; None on a device that
         copies at once.
         """
         return None if self._stream is None else self._stream.record_event()
 
     def wait_for_mark(self, mark: Any) -> None:
-        """Let what is computed from now on wait for the copies before `mark`."""
+        """Make everything that is computed from now on wait for the copies before `mark`. The host
+        does not wait. Only for a device with asynchronous copies.
+        """
         torch.cuda.current_stream(self._device).wait_event(mark)
 
     def wait_for_copies(self) -> None:
-        """Returns when all copies are made."""
+        """Wait on the host until all copies are made."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 def list_device_ids() -> list[str]:
-    """Identities of the devices that this process can use, the same in every process;
-    none on a CPU.
+    """Return the identities of the devices that this process can use, the same in every process; []
+    without CUDA.
     """
     if not torch.cuda.is_available():
         return []
@@ -255,13 +268,13 @@ def list_device_ids() -> list[str]:
 
 
 def get_device_id(device: torch.device) -> str:
-    """Identity of one device; "" for a CPU."""
+    """Return the identity of a device (its UUID), the same in every process; "" for a CPU."""
     return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else ""
 
 
 def can_share_device_memory(device: torch.device) -> bool:
-    """Whether memory of `device` can be opened by other processes. Expandable segments need rights
-    that containers rarely give, so they count as no.
+    """Return whether other processes can open memory of `device`. False with expandable segments:
+    they need rights that containers rarely give.
     """
     if device.type != "cuda" or torch.cuda.get_allocator_backend() != "native":
         return False
@@ -269,7 +282,9 @@ def can_share_device_memory(device: torch.device) -> bool:
 
 
 def get_shareable_device_id(device: torch.device) -> str:
-    """Identity of a device whose memory other processes can open; "" where they cannot."""
+    """Return the identity of a device whose memory other processes can open; "" where they
+    cannot.
+    """
     return get_device_id(device) if can_share_device_memory(device) else ""
 
 
@@ -292,8 +307,9 @@ class SharedDeviceMemory:
 
 
 def share_device_memory(bucket: Tensor) -> SharedDeviceMemory:
-    """`bucket`: [bytes] uint8, contiguous, on a device that `can_share_device_memory`. It must live
-    until the reader closed it.
+    """Return a reference to `bucket` that another process can open. `bucket`: [bytes] uint8,
+    contiguous, on a device that `can_share_device_memory`. It must live until the reader has closed
+    it.
     """
     assert bucket.dtype == torch.uint8 and bucket.is_contiguous(), (
         f"{bucket.dtype} of strides {bucket.stride()}"
@@ -316,8 +332,8 @@ def share_device_memory(bucket: Tensor) -> SharedDeviceMemory:
 
 
 def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
-    """Returns what another process shares. Raises ValueError where this process does not see its
-    device, or the memory is gone.
+    """Return the memory that another process shares, [bytes] uint8. Raise ValueError where this
+    process does not see the device, or the memory is gone.
     """
     if shared_memory.device_id not in list_device_ids():
         raise ValueError(
@@ -352,8 +368,8 @@ def open_shared_memory(shared_memory: SharedDeviceMemory) -> Tensor:
 
 
 def release_unopened_memory(shared_memory: SharedDeviceMemory) -> None:
-    """Take a reference for closed that its reader will never open: the memory would
-    stay for it else.
+    """Count a reference that its reader will never open as closed; otherwise the memory would stay
+    allocated for it.
     """
     torch.UntypedStorage._release_ipc_counter_cuda(
         shared_memory.counter_handle, shared_memory.counter_offset

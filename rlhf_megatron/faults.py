@@ -88,7 +88,7 @@ class PlannedFault:
 
 
 def parse_fault_plan(text: str) -> tuple[PlannedFault, ...]:
-    """Raises ValueError for an entry that is none."""
+    """Return the faults of a plan's text. Raise ValueError for a malformed entry."""
     faults = []
     for item in filter(None, (part.strip() for part in text.split(";"))):
         match = _ITEM.fullmatch(item)
@@ -123,6 +123,9 @@ class FaultPlan:
     def __init__(
         self, faults: tuple[PlannedFault, ...], process_name: str, directory: Path
     ) -> None:
+        """Raise ValueError for an unknown action. `process_name`: "controller", "rank0", ...;
+        `directory`: holds a file for each fault that has acted.
+        """
         self.step: int | None = None  # set by the loop
         self.actions: dict[str, Callable[[PlannedFault], None]] = dict(_ACTIONS)
         for fault in faults:
@@ -137,8 +140,8 @@ class FaultPlan:
         self._num_passes: Counter[str] = Counter()
 
     def reach_point(self, point: str) -> bool:
-        """Act if a fault waits for this. True where the caller is to do the damage
-        itself (`mark`).
+        """Count a pass of this point, and act on each planned fault that waits for it. Return True
+        where a `mark` fault waits: the caller must then do the damage.
         """
         assert point in POINTS, f"{point} is not a named point"
         self._num_passes[point] += 1
@@ -160,7 +163,9 @@ class FaultPlan:
         return is_marked
 
     def _claim_fault(self, fault_index: int, fault: PlannedFault) -> bool:
-        """True for the one process that acts, once in the life of the directory."""
+        """Mark the fault as done, by a file. Return True for the only process that may act on it,
+        once in the life of the directory.
+        """
         self._directory.mkdir(parents=True, exist_ok=True)
         try:
             descriptor = os.open(
@@ -179,14 +184,17 @@ class FaultPlan:
 
 
 def _make_signal_action(signal_number: int) -> Callable[[PlannedFault], None]:
+    """Return an action that sends this process a signal."""
     return lambda fault: os.kill(os.getpid(), signal_number)
 
 
 def _raise_disk_full(fault: PlannedFault) -> None:
+    """Raise the OSError of a full disk."""
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"(injected at {fault.point})")
 
 
 def _raise_injected_error(fault: PlannedFault) -> None:
+    """Raise RuntimeError."""
     raise RuntimeError(f"injected at {fault.point}")
 
 
@@ -203,32 +211,36 @@ _plan: FaultPlan | None = None
 
 
 def install_fault_plan(text: str, process_name: str, directory: Path) -> None:
-    """Make `text` the plan of this process. Raises ValueError for a bad one. For cli/ and tests."""
+    """Make `text` the fault plan of this process; empty text removes the plan. Raise ValueError for
+    a malformed plan. For cli/ and tests.
+    """
     global _plan
     _plan = FaultPlan(parse_fault_plan(text), process_name, directory) if text.strip() else None
 
 
 def install_fault_plan_from_env(process_name: str) -> None:
-    """Make the plan in the environment, which a test has written there, that of this process."""
+    """Make the plan in the environment, which a test has set, the fault plan of this process; do
+    nothing without one.
+    """
     if PLAN_ENV in os.environ:
         install_fault_plan(os.environ[PLAN_ENV], process_name, Path(os.environ[DIRECTORY_ENV]))
 
 
 def define_fault_action(action_name: str, action: Callable[[PlannedFault], None]) -> None:
-    """Define what one of EXTRA_ACTIONS does from now on."""
+    """Define the action of one of EXTRA_ACTIONS from now on; do nothing without a plan."""
     assert action_name in EXTRA_ACTIONS, action_name
     if _plan is not None:
         _plan.actions[action_name] = action
 
 
 def set_fault_step(step: int) -> None:
-    """The step of the loop that the controller is in."""
+    """Set the step of the loop, which planned faults can name. Called by the controller."""
     if _plan is not None:
         _plan.step = step
 
 
 def reach_fault_point(point: str) -> bool:
-    """Called at a named point. True where a `mark` of the plan waits for it: the caller
-    does the damage.
+    """Act on the planned faults that wait at this named point. Return True where a `mark` fault
+    waits: the caller must then do the damage. Always False without a plan.
     """
     return _plan is not None and _plan.reach_point(point)

@@ -18,6 +18,7 @@ else:
             self._module_name = module_name
 
         def __getattr__(self, name: str) -> Any:
+            """Import the module at its first use, and return its attribute."""
             return getattr(importlib.import_module(self._module_name), name)
 
     np = _LazyModule("numpy")

@@ -54,8 +54,8 @@ class MegatronPatch:
     )
 
     def covers_version(self, version: str) -> bool:
-        """Whether `affected_versions` covers a release of megatron-core; "0.19.x" covers every
-        patch release.
+        """Return whether a version of megatron-core lies in `affected_versions`; "0.19.x" covers
+        every patch release.
         """
         first, _, last = self.affected_versions.partition(" to ")
         bound = _parse_version_numbers((last or first).removesuffix(".x"))
@@ -66,7 +66,9 @@ class MegatronPatch:
 
 
 def apply_needed_patches(patches: Sequence[MegatronPatch]) -> None:
-    """Apply in order what is needed. A failure names the symbol."""
+    """Apply, in order, the patches that are needed here. Raise RuntimeError that names the symbol
+    where a symbol cannot be replaced.
+    """
     for patch in patches:
         try:
             if patch.is_needed is None or patch.is_needed():
@@ -80,8 +82,8 @@ def apply_needed_patches(patches: Sequence[MegatronPatch]) -> None:
 
 
 def check_megatron_version(installed_version: str | None = None) -> None:
-    """Raises RuntimeError naming the installed and the supported versions of megatron-core.
-    None: look it up.
+    """Raise RuntimeError, with the installed and the supported versions, unless megatron-core is
+    supported. `installed_version` None: look it up.
     """
     version = _read_installed_version() if installed_version is None else installed_version
     numbers = _parse_version_numbers(version)
@@ -94,8 +96,8 @@ def check_megatron_version(installed_version: str | None = None) -> None:
 
 
 def check_undeclared_dependencies(installed_version: str | None = None) -> None:
-    """Raises RuntimeError where megatron-core would not import, for a package that it needs and
-    does not name.
+    """Raise RuntimeError where megatron-core needs triton, which it does not declare, and triton is
+    not installed.
     """
     version = _read_installed_version() if installed_version is None else installed_version
     if (
@@ -109,16 +111,16 @@ def check_undeclared_dependencies(installed_version: str | None = None) -> None:
 
 
 def replace_symbol(owner: Any, name: str, value: Any) -> None:
-    """Like setattr; raises AttributeError where `owner` has no such name, so that nothing
-    reads the new one.
+    """Set an attribute as setattr does; raise AttributeError where `owner` has no such attribute,
+    since nothing would read a new one.
     """
     getattr(owner, name)
     setattr(owner, name, value)
 
 
 def quiet_known_warnings() -> None:
-    """Hide what megatron-core says on every start without Transformer Engine or Apex,
-    and nothing else.
+    """Hide the warnings that megatron-core gives on every start without Transformer Engine or Apex,
+    and no others.
     """
     for message, category in KNOWN_WARNINGS:
         warnings.filterwarnings("ignore", message=message, category=category)
@@ -126,10 +128,14 @@ def quiet_known_warnings() -> None:
 
 
 def _is_not_rng_warning(record: logging.LogRecord) -> bool:
+    """Return False for the known warning about the CPU's random state, to filter it out of the
+    log.
+    """
     return "CPU RNG state changed" not in record.getMessage()
 
 
 def _read_installed_version() -> str:
+    """Return the installed version of megatron-core, or "none"."""
     try:
         return importlib.metadata.version("megatron-core")
     except importlib.metadata.PackageNotFoundError:
@@ -137,8 +143,12 @@ def _read_installed_version() -> str:
 
 
 def _parse_version_numbers(version: str) -> tuple[int, ...]:
+    """Return up to three numbers of a version: "0.16.1+x" gives (0, 16, 1); parts that are not
+    numbers are left out.
+    """
     return tuple(int(part) for part in version.split("+")[0].split(".")[:3] if part.isdigit())
 
 
 def _format_version(version: tuple[int, ...]) -> str:
+    """Return the version as text with points."""
     return ".".join(str(number) for number in version)

@@ -68,6 +68,7 @@ class Registry(Generic[T]):
         interface: type | None = None,
         params_protocols: tuple[type, ...] = (),
     ) -> None:
+        """Register this registry under `kind` in `registries_by_kind`."""
         self.kind = kind
         self._interface = interface
         self._params_protocols = params_protocols
@@ -83,10 +84,13 @@ class Registry(Generic[T]):
         scope: Scope = "step",
         aggregation: str | None = None,
     ) -> Callable[[T], T]:
-        """Decorator. Raises ValueError when `name` is taken by another part, and for a class whose
-        hooks are wrong."""
+        """Return a decorator that registers a part under `name` and returns it unchanged. The
+        decorator raises ValueError when `name` is taken by another part, and for a class whose
+        hooks are wrong.
+        """
 
         def add_entry(build: T) -> T:
+            """Check the part, add it and return it."""
             if name in self._entries and self._entries[name].build is not build:
                 raise ValueError(
                     f"{self.kind} {name!r} is registered already; choose another name."
@@ -98,6 +102,9 @@ class Registry(Generic[T]):
         return add_entry
 
     def _check_classes(self, name: str, build: T, params: type | None) -> None:
+        """Raise ValueError where a class or its parameters do not fit the interface of this
+        kind.
+        """
         description = f"{self.kind} {name!r}"
         if self._interface is not None and isinstance(build, type):
             check_part_class(build, self._interface, description)
@@ -105,7 +112,9 @@ class Registry(Generic[T]):
             check_params_class(params, self._params_protocols, description)
 
     def get(self, name: str) -> RegistryEntry[T]:
-        """Raises ValueError naming the known parts when `name` is unknown."""
+        """Return the entry of a name. Raise ValueError that lists the known parts when the name is
+        unknown.
+        """
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
@@ -114,22 +123,26 @@ class Registry(Generic[T]):
         return self._entries[name]
 
     def find(self, name: str) -> RegistryEntry[T] | None:
+        """Return the entry of a name, or None when the name is unknown."""
         return self._entries.get(name)
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names, sorted."""
         return iter(sorted(self._entries))
 
 
 def load_registry(kind: str) -> Registry[Any]:
-    """The registry of a kind, with all parts of ours: for whoever may not import them by name."""
+    """Import all of our parts of a kind, and return their registry: for modules that may not import
+    the parts by name.
+    """
     importlib.import_module(PACKAGES[kind])
     return Registry.registries_by_kind[kind]
 
 
 def import_package_modules(package: str, search_path: Iterable[str]) -> None:
-    """Imports every module of a package, so that each registers itself."""
+    """Import every module of a package, so that each registers its parts."""
     for module in pkgutil.iter_modules(search_path):
         importlib.import_module(f"{package}.{module.name}")

@@ -33,7 +33,7 @@ class StopRequest:
         self._requested_at = 0.0
 
     def request(self, reason: str) -> None:
-        """The first reason is kept."""
+        """Ask the run to stop. Only the first reason is kept."""
         if not self._event.is_set():
             self.reason = reason
             self._requested_at = time.monotonic()
@@ -41,14 +41,15 @@ class StopRequest:
 
     @property
     def is_requested(self) -> bool:
+        """Return whether a stop of the run was requested."""
         return self._event.is_set()
 
     @property
     def seconds_since_request(self) -> float:
-        """Since it was requested; 0 before."""
+        """Return the seconds since the first request; 0 without a request."""
         return time.monotonic() - self._requested_at if self.is_requested else 0.0
 
     def raise_if_requested(self) -> None:
-        """Raises RunStopped when the run was asked to stop."""
+        """Raise RunStopped, with the reason, when a stop of the run was requested."""
         if self._event.is_set():
             raise RunStopped(self.reason)

@@ -4,9 +4,10 @@
 response is its score minus kl_coef times the sum of its tokens' KL estimates, each at its own
 token; the weight may follow a target.
 
-Units: a token's KL is in nats (`losses/kl.py`). A controller is fed, and `target_kl` is, nats **a
-response**: summed over its tokens, averaged over the samples, as in the paper. (verl feeds nats a
-token to the same formula: a target_kl from there must be multiplied by the usual response length.)
+Units: a token's KL is in nats (`losses/kl_estimators.py`). A controller is fed, and `target_kl` is,
+nats **a response**: summed over its tokens, averaged over the samples, as in the paper. (verl feeds
+nats a token to the same formula: a target_kl from there must be multiplied by the usual response
+length.)
 """
 
 # B samples, T packed tokens, N response tokens of valid samples
@@ -40,14 +41,15 @@ def make_token_rewards(
     kl_coef: float,
     process_rewards_T: Tensor | None = None,
 ) -> Tensor:
-    """[T] float32: -kl_coef * kl on every response token, plus the sample's score on its last one;
-    0 elsewhere. Of the score, what `process_rewards_T` pays at tokens is paid there: rewards of
-    steps, as in arXiv 2211.14275.
+    """Return the rewards of the tokens, [T] float32: -kl_coef * kl on every response token, plus
+    the sample's score on its last one; 0 elsewhere. The shares of the score that
+    `process_rewards_T` pays at tokens are paid there and not on the last one: rewards of steps, as
+    in arXiv 2211.14275.
 
-    All 0 for a sample of masked status. A response without tokens has nowhere to put its score, and
-    nothing to train:
-    `advantage_estimator.compute_sample_rewards` gives such a sample its plain score. `kl_T` may hold anything
-    outside of `response_mask_T`. Raises ValueError where a weight is given and no KL.
+    All rewards are 0 for a sample of masked status. A response without tokens has nowhere to put
+    its score, and nothing to train: `advantage_estimator.compute_sample_rewards` gives such a
+    sample its plain score. `kl_T` may hold anything outside of `response_mask_T`. Raise ValueError
+    where a weight is set and there is no KL.
     """
     if kl_T is None and kl_coef != 0:
         raise ValueError(
@@ -75,14 +77,16 @@ def make_token_rewards(
 
 
 def _mask_trained_tokens(response_mask_T: Tensor, is_valid_B: Tensor, offsets: Tensor) -> Tensor:
-    """[T] bool: response tokens of valid samples."""
+    """Return a mask of the response tokens of valid samples, [T] bool."""
     if bool(is_valid_B.all()):
         return response_mask_T
     return response_mask_T & repeat_per_sample_length(is_valid_B, offsets.diff())
 
 
 def _find_last_trained_positions(trains_T: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """(place of the last token that trains, of each sample that has one; [B] bool, which do)."""
+    """Return the positions of the last token that trains of each sample that has one, and which
+    samples have one, [B] bool.
+    """
     places_N = find_true_positions(trains_T)
     ends_B = torch.searchsorted(places_N, offsets)
     has_tokens_B = ends_B.diff() > 0
@@ -101,7 +105,9 @@ class MeanKL:
 def compute_mean_kl(
     kl_T: Tensor, is_valid_B: Tensor, response_mask_T: Tensor, offsets: Tensor
 ) -> MeanKL:
-    """`kl_T` may hold anything outside of `response_mask_T` and in samples of masked status."""
+    """Return the mean KL of a response and of a token over the valid samples. `kl_T` may hold
+    anything outside of `response_mask_T` and in samples of masked status.
+    """
     trains_T = _mask_trained_tokens(response_mask_T, is_valid_B, offsets)
     total = sum_by_sequence(kl_T.masked_fill(~trains_T, 0.0), offsets).sum().item()
     num_samples = int(is_valid_B.sum())
@@ -125,7 +131,9 @@ class KLController:
         target_kl: float = 0.1,
         horizon: int = 10000,
     ) -> None:
-        """Raises ValueError for what cannot control anything."""
+        """Raise ValueError for an unknown kind, and for an adaptive one with a number that is not
+        above 0.
+        """
         if kind not in ("fixed", "adaptive"):
             raise ValueError(f"unknown KL controller {kind!r}; known: fixed, adaptive.")
         if kind == "adaptive" and not (kl_coef > 0 and target_kl > 0 and horizon > 0):
@@ -140,10 +148,10 @@ class KLController:
         self.horizon = horizon
 
     def update(self, mean_kl: float, num_samples: int) -> None:
-        """`mean_kl`: nats a response of the step that used `kl_coef`, over its
-        `num_samples` samples.
+        """Set `kl_coef` for the next step. `mean_kl`: nats a response of the step that used
+        `kl_coef`, over its `num_samples` samples. A fixed weight does not change.
 
-        Raises ValueError when it is not a number, or so many samples at once would turn the
+        Raise ValueError when `mean_kl` is not finite, or so many samples at once would turn the
         weight's sign.
         """
         if self.kind == "fixed":
@@ -164,10 +172,12 @@ class KLController:
         self.kl_coef *= factor
 
     def state(self) -> dict[str, float]:
-        """Return what a checkpoint keeps, exact also as JSON."""
+        """Return the state that a checkpoint keeps, which is exact also as JSON."""
         return {"coef": self.kl_coef}
 
     def restore(self, state: Mapping[str, float]) -> None:
-        """A fixed weight stays that of the configuration: who resumes with another one means it."""
+        """Take over the weight of a checkpoint, unless the weight is fixed: then the
+        configuration's counts, so that a resumed run can change it.
+        """
         if self.kind == "adaptive":
             self.kl_coef = state["coef"]

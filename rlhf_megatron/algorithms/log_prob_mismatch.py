@@ -35,8 +35,8 @@ HISTOGRAM_EDGES: tuple[float, ...] = (
 def compute_mismatch_statistics(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor
 ) -> dict[str, float]:
-    """Metrics under the names of `metric_names`, over the tokens of `response_mask_T`; all 0 where
-    there are none.
+    """Return the metrics training/rollout_* under the names of `metric_names`, over the tokens of
+    `response_mask_T`; all 0 where there are none.
 
     `training/rollout_kl` is the mean over tokens of r - 1 - log r, r = exp(old_log_probs -
     rollout_log_probs) with the logarithm clamped to +-20: Schulman's k3
@@ -76,8 +76,8 @@ class _MismatchSums:
 def _sum_differences(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor
 ) -> _MismatchSums:
-    """Block by block: memory that stays in a cache is several times faster, and only one column
-    is kept whole.
+    """Return the differences of the response tokens and their sums, computed block by block: memory
+    that stays in a cache is several times faster, and only one column is kept whole.
     """
     found = old_log_probs_T.new_empty(int(response_mask_T.count_nonzero()))
     first = 0
@@ -114,8 +114,8 @@ def _sum_differences(
 def find_worst_tokens(
     rollout_log_probs_T: Tensor, old_log_probs_T: Tensor, response_mask_T: Tensor, num_tokens: int
 ) -> Tensor:
-    """[K] int64 positions in [0, T) of the at most `num_tokens` response tokens that differ most,
-    the worst first.
+    """Return the positions, [K] int64 in [0, T), of the at most `num_tokens` response tokens whose
+    log-probs differ most, the worst first.
     """
     worst_K = torch.empty(0, dtype=torch.float64)
     places_K = torch.empty(0, dtype=torch.int64)
@@ -134,15 +134,15 @@ def find_worst_tokens(
 
 
 def compute_log_ratio(rollout_log_probs: Tensor, trainer_log_probs: Tensor) -> Tensor:
-    """trainer - rollout; infinite where that is not a number."""
+    """Return trainer's - engine's log-prob; infinite where the difference is not a number."""
     return (trainer_log_probs - rollout_log_probs).nan_to_num(
         nan=math.inf, posinf=math.inf, neginf=-math.inf
     )
 
 
 def compute_percentile(sorted_N: Tensor, share: float) -> float:
-    """Nearest rank: the smallest entry that at least `share` of all entries do not exceed. 0
-    without entries.
+    """Return the percentile of sorted entries by nearest rank: the smallest entry that at least
+    `share` of all entries do not exceed. 0 without entries.
     """
     count = sorted_N.numel()
     return sorted_N[max(math.ceil(share * count), 1) - 1].item() if count else 0.0
@@ -151,9 +151,8 @@ def compute_percentile(sorted_N: Tensor, share: float) -> float:
 def compute_percentiles(
     column_N: Tensor, shares: Sequence[float], may_reorder: bool = False
 ) -> list[float]:
-    """Nearest rank, as `compute_percentile`, of a column in any order: it is divided at these
-    ranks, not sorted. `may_reorder`:
-    its order is of no more use.
+    """Return the percentile of each share, as `compute_percentile` does, of a column in any order;
+    the column is partitioned, not sorted. `may_reorder`: the column may be reordered in place.
     """
     count = column_N.numel()
     if not count:
@@ -184,7 +183,7 @@ class DifferenceHistogram:
 
     counts: tuple[
         int, ...
-    ]  # one a bin: [EDGES[i], EDGES[i + 1]), the last one [EDGES[-2], infinity]
+    ]  # one a bin between HISTOGRAM_EDGES: [edge i, edge i + 1); the last bin is open to the right
     num_tokens: int
     mean: float
     p99: float  # nearest rank
@@ -192,7 +191,9 @@ class DifferenceHistogram:
 
 
 def compute_differences(rollout_log_probs_T: Tensor, old_log_probs_T: Tensor) -> Tensor:
-    """[T] float64, |trainer - engine| in nats; infinite where one of them is not a number."""
+    """Return |trainer's - engine's log-prob| in nats, [T] float64; infinite where one of them is
+    not a number.
+    """
     return compute_log_ratio(
         rollout_log_probs_T.to(torch.float64), old_log_probs_T.to(torch.float64)
     ).abs()
@@ -204,8 +205,8 @@ def compute_response_differences(
     response_mask_T: Tensor,
     runs: Sequence[slice] | None = None,
 ) -> Tensor:
-    """[N] `compute_differences` of the response tokens of `runs`, None: of all, in the type of the
-    columns, which has all the digits that they have. Block by block: one column stands.
+    """Return `compute_differences` of the response tokens in `runs` (None: all tokens), [N], in the
+    type of the columns. It is computed block by block, so that only one column is kept.
     """
     runs = [slice(0, response_mask_T.numel())] if runs is None else runs
     found = old_log_probs_T.new_empty(sum(run.stop - run.start for run in runs))
@@ -225,8 +226,8 @@ def compute_response_differences(
 
 
 def make_difference_histogram(differences_N: Tensor) -> DifferenceHistogram:
-    """Return the spread of at least one difference.
-    Changes the order of `differences_N` in place.
+    """Return the histogram of at least one difference. Changes the order of `differences_N` in
+    place.
     """
     count = differences_N.numel()
     assert count, "a spread is of at least one token"
@@ -242,7 +243,7 @@ def make_difference_histogram(differences_N: Tensor) -> DifferenceHistogram:
 
 
 def _sum_in_blocks(column_N: Tensor) -> float:
-    """In float64, block by block."""
+    """Return the sum of a column, added up in float64 block by block."""
     return sum(
         (block_N.sum(dtype=torch.float64).item() for block_N in column_N.split(BLOCK_TOKENS)), 0.0
     )

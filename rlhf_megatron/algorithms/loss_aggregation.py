@@ -52,21 +52,27 @@ AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
 
 @AGGREGATIONS.register("token-mean")
 def weigh_by_token_mean(inputs: AggregationInputs) -> Tensor:
+    """Return weights 1 / N on response tokens, [T] float64."""
     return inputs.mask_T / inputs.num_response_tokens
 
 
 @AGGREGATIONS.register("token-sum")
 def weigh_by_token_sum(inputs: AggregationInputs) -> Tensor:
+    """Return weights 1 on response tokens, [T] float64."""
     return inputs.mask_T
 
 
 @AGGREGATIONS.register("seq-mean-token-sum")
 def weigh_by_seq_mean_token_sum(inputs: AggregationInputs) -> Tensor:
+    """Return weights 1 / S on response tokens, [T] float64."""
     return inputs.mask_T / inputs.num_sequences
 
 
 @AGGREGATIONS.register("seq-mean-token-sum-norm", needs=("scale_factor",))
 def weigh_by_seq_mean_token_sum_norm(inputs: AggregationInputs) -> Tensor:
+    """Return weights 1 / (S scale_factor) on response tokens, [T] float64. Raise ValueError for a
+    scale factor that is missing or not positive.
+    """
     if inputs.scale_factor is None or not inputs.scale_factor > 0:
         raise ValueError(
             f"loss_scale_factor ({inputs.scale_factor}) must be positive for"
@@ -77,6 +83,7 @@ def weigh_by_seq_mean_token_sum_norm(inputs: AggregationInputs) -> Tensor:
 
 @AGGREGATIONS.register("seq-mean-token-mean")
 def weigh_by_seq_mean_token_mean(inputs: AggregationInputs) -> Tensor:
+    """Return weights 1 / (S n_i) on response tokens, [T] float64."""
     counts_B = sum_by_sequence(inputs.mask_T, inputs.offsets).clamp(min=1)
     return inputs.mask_T / (
         inputs.num_sequences * counts_B.repeat_interleave(inputs.offsets.diff())
@@ -91,11 +98,12 @@ def compute_loss_weights(
     num_sequences: int,
     scale_factor: float | None = None,
 ) -> Tensor:
-    """[T] float32 weights, 0 outside of `response_mask_T`. `mode`: a registered aggregation;
-    others: AggregationInputs.
+    """Return the weight of each token in the loss, [T] float32, 0 outside of `response_mask_T`.
+    `mode`: a registered aggregation. `num_response_tokens` and `num_sequences` count the whole
+    mini-batch over all replicas, before any rejection.
 
-    Raises ValueError for an unknown mode, a scale factor that it lacks, and a global count below
-    that in this part.
+    Raise ValueError for an unknown mode, a missing scale factor, and a global count below that of
+    this part.
     """
     num_here = int(response_mask_T.sum())
     if num_here > num_response_tokens or offsets.numel() - 1 > num_sequences:
@@ -122,14 +130,14 @@ def compute_loss_weights(
 
 
 def compute_metric_weights(response_mask_T: Tensor, num_response_tokens: int) -> Tensor:
-    """[T] float32: sum(metric * weights) over the mini-batch is the mean over its
-    `num_response_tokens` tokens.
+    """Return weights, [T] float32, with which sum(metric * weights) over the mini-batch is the mean
+    over its `num_response_tokens` tokens.
     """
     return response_mask_T.to(torch.float32).mul_(1.0 / max(num_response_tokens, 1))
 
 
 def sum_by_sequence(column_T: Tensor, offsets: Tensor) -> Tensor:
-    """[T] -> [B] float64: the sum of a token column over each sequence."""
+    """Return the sum of a token column over each sequence, [B] float64."""
     if _fits_one_block(column_T):
         return _sum_segments(column_T, offsets)
     sums_B = torch.empty(offsets.numel() - 1, dtype=torch.float64)
@@ -139,12 +147,13 @@ def sum_by_sequence(column_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def _fits_one_block(column_T: Tensor) -> bool:
+    """Return whether a column is computed at once: a short one, or one that is not on the CPU."""
     return column_T.numel() <= BLOCK_TOKENS or column_T.device.type != "cpu"
 
 
 def _iterate_sequence_blocks(offsets: Tensor) -> Iterator[tuple[slice, slice, Tensor]]:
-    """Whole sequences, their tokens, their own offsets: memory that stays in a cache is
-    several times faster.
+    """Yield (slice of whole sequences, slice of their tokens, their offsets from 0) of blocks that
+    stay in a cache, where memory is several times faster.
     """
     first = 0
     while first < offsets.numel() - 1:
@@ -158,6 +167,7 @@ def _iterate_sequence_blocks(offsets: Tensor) -> Iterator[tuple[slice, slice, Te
 
 
 def _sum_segments(column_T: Tensor, offsets: Tensor) -> Tensor:
+    """Return the sum of a column over each segment, [B] float64."""
     return torch.segment_reduce(
         column_T.to(torch.float64), "sum", lengths=offsets.diff(), unsafe=True
     )

@@ -70,6 +70,7 @@ class MetricDescription:
 
 @cache
 def _compile_name_pattern(name: str) -> re.Pattern[str]:
+    """Return the regular expression of a metric name with placeholders such as <role>."""
     parts = re.split(r"<(\w+)>", name)
     return re.compile(
         "".join(f"(?:{PLACEHOLDERS[p][0]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
@@ -79,8 +80,8 @@ def _compile_name_pattern(name: str) -> re.Pattern[str]:
 def find_matching_metric(
     metrics: Mapping[str, MetricDescription], key: str
 ) -> MetricDescription | None:
-    """The line of a key as a run writes it, "reward/part/format" too; the first that fits, None
-    where none does.
+    """Return the description of a key as a run writes it, such as "reward/part/format": the key's
+    own, else the first whose placeholders match; None where none does.
     """
     if key in metrics:
         return metrics[key]
@@ -95,6 +96,7 @@ def find_matching_metric(
 
 
 def _parse_metric_line(line: str) -> tuple[str, MetricDescription]:
+    """Return the name and description that a line of metric_names.txt holds."""
     name, unit, meaning, reduction, over, *better = line.split(" | ")
     return name, MetricDescription(
         unit,

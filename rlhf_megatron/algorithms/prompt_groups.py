@@ -25,31 +25,34 @@ class PromptGroups:
 
     @staticmethod
     def from_ids(group_ids_B: Tensor, is_valid_B: Tensor) -> PromptGroups:
-        """Groups in the order of their ids, which may be any integers."""
+        """Return the groups in the order of their ids, which may be any integers."""
         _, index_B = group_ids_B.unique(return_inverse=True)
         return PromptGroups(index_B, is_valid_B, int(index_B.max()) + 1 if index_B.numel() else 0)
 
     def sum_by_group(self, column_B: Tensor) -> Tensor:
-        """[G] float64."""
+        """Return the sum over the valid samples of each group, [G] float64."""
         column_B = column_B.to(torch.float64).masked_fill(~self.is_valid_B, 0.0)
         sums_G = torch.zeros(self.num_groups, dtype=torch.float64, device=column_B.device)
         return sums_G.index_add_(0, self.index_B, column_B)
 
     def count_valid_samples(self) -> Tensor:
-        """[G] float64, valid samples."""
+        """Return the number of valid samples of each group, [G] float64."""
         return self.sum_by_group(self.is_valid_B)
 
     def center_by_group(self, column_B: Tensor) -> Tensor:
-        """[B] float64: distance from the group's mean; 0 where not valid."""
+        """Return each sample's distance from the mean of its group's valid samples, [B] float64; 0
+        where not valid.
+        """
         mean_G = self.sum_by_group(column_B) / self.count_valid_samples().clamp(min=1)
         return (column_B.to(torch.float64) - mean_G[self.index_B]).masked_fill(
             ~self.is_valid_B, 0.0
         )
 
     def compute_advantages(self, rewards_B: Tensor, epsilon: float | None = None) -> Tensor:
-        """[B] float64: (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None.
+        """Return (r - mean_g) / (std_g + epsilon), or r - mean_g where `epsilon` is None, [B]
+        float64.
 
-        Exactly 0 for an invalid sample, in a group with one valid sample, and in a group of
+        It is exactly 0 for an invalid sample, in a group with one valid sample, and in a group of
         equal rewards.
         """
         advantages_B = self.center_by_group(rewards_B)
@@ -60,16 +63,16 @@ class PromptGroups:
         return advantages_B.masked_fill(~self.have_differing_entries(rewards_B)[self.index_B], 0.0)
 
     def compute_deviations(self, centered_B: Tensor) -> Tensor:
-        """[G] float64: the unbiased standard deviation of a `center_by_group` column; 0 of fewer
-        than two samples.
+        """Return the unbiased standard deviation of each group of a `center_by_group` column, [G]
+        float64; 0 of fewer than two samples.
         """
         return (
             self.sum_by_group(centered_B.square()) / (self.count_valid_samples() - 1).clamp(min=1)
         ).sqrt()
 
     def have_differing_entries(self, column_B: Tensor) -> Tensor:
-        """[G] bool: some entries of the group differ. Compared, not computed: a mean of equal
-        numbers is rounded.
+        """Return whether some valid entries of the group differ, [G] bool. Entries are compared,
+        since a mean of equal numbers is rounded.
         """
         column_B = column_B.to(torch.float64)
         bounds_G = torch.full(
@@ -84,10 +87,10 @@ class PromptGroups:
         return high_G > low_G
 
     def find_top_two(self, column_B: Tensor) -> tuple[Tensor, Tensor]:
-        """[G] float64 each: the largest entry of a group and the one after it, which may
-        be equal to it.
+        """Return the largest valid entry of each group and the one after it, which may be equal to
+        it, [G] float64 each.
 
-        -inf where there is no such entry.
+        They are -inf where there is no such entry.
         """
         column_V = column_B[self.is_valid_B].to(torch.float64)
         index_V = self.index_B[self.is_valid_B]
@@ -109,15 +112,15 @@ class PromptGroups:
 def compute_group_advantages(
     rewards_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor, epsilon: float | None
 ) -> Tensor:
-    """[B] float64: `PromptGroups.advantages` over the valid samples."""
+    """Return `PromptGroups.compute_advantages` over the valid samples, [B] float64."""
     return PromptGroups.from_ids(group_ids_B, is_valid_B).compute_advantages(rewards_B, epsilon)
 
 
 def mark_informative_samples(metric_B: Tensor, group_ids_B: Tensor, is_valid_B: Tensor) -> Tensor:
-    """[B] bool: the metric of the sample's group is not the same for all its valid samples.
+    """Return whether the metric differs between valid samples of the sample's group, [B] bool.
 
-    All samples of a group have one answer, those of masked status too: a group is kept or left out
-    whole. A group with less than two valid samples is left out. `metric_B` is not read
+    All samples of a group get one answer, those of masked status too, so that a group is kept or
+    left out whole. A group with fewer than two valid samples gets False. `metric_B` is not read
     where not valid.
     """
     groups = PromptGroups.from_ids(group_ids_B, is_valid_B)

@@ -31,6 +31,7 @@ class ResamplingParams:
     weight_pow: float = 2.0  # of pow: the exponent of |reward|
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an unknown method or an exponent out of range."""
         if self.reweight_method not in get_args(ReweightMethod):
             known = ", ".join(get_args(ReweightMethod))
             raise ValueError(f"unknown reweight_method {self.reweight_method!r}; known: {known}.")
@@ -43,11 +44,12 @@ class ResamplingParams:
 def draw_resampled_indices(
     rewards_B: Tensor, is_valid_B: Tensor, params: ResamplingParams, seed: int
 ) -> Tensor:
-    """[B] int64: the sample that stands at each place of the step now.
+    """Draw as many samples as there are, with replacement, and return the index of the sample at
+    each place, [B] int64.
 
-    Never one of masked status; where none is valid, all stay where they are. Uniform over the valid
-    ones where their rewards are equal. The same seed draws the same, on any machine: `seed` should
-    be one of (run, step).
+    Samples of masked status are never drawn; where none is valid, all stay in their places. The
+    draw is uniform over the valid samples where their rewards are equal. The same seed draws the
+    same on any machine; derive `seed` from (run, step).
     """
     valid_V = is_valid_B.nonzero().view(-1)
     if not valid_V.numel():
@@ -65,8 +67,8 @@ def draw_resampled_indices(
 
 
 def compute_resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> Tensor:
-    """[V] float64, not all 0: in proportion to them samples are drawn. At least one
-    reward; all finite.
+    """Return the weights, [V] float64, not all 0, in proportion to which samples are drawn. There
+    must be at least one reward, and all must be finite.
     """
     rewards_V = rewards_V.to(torch.float64)
     assert bool(rewards_V.isfinite().all()), "rewards of valid samples are numbers"

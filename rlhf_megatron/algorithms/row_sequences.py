@@ -18,6 +18,7 @@ from rlhf_megatron.lazy import Tensor, torch
 
 
 def _return_unchanged(sums: Tensor) -> Tensor:
+    """Return the sums as they are: this rank has all rows of its sequences."""
     return sums
 
 
@@ -33,7 +34,9 @@ class RowSequences:
     )
 
     def sum_by_sequence(self, *columns_T: Tensor) -> tuple[Tensor, ...]:
-        """[S] float64 each: sums over whole sequences, all of one call in one exchange."""
+        """Return the sums of each column over whole sequences, [S] float64 each. All ranks that
+        share the sequences must call it; a call takes one exchange.
+        """
         stacked = torch.stack([column_T.detach().to(torch.float64) for column_T in columns_T])
         sums = stacked.new_zeros(len(columns_T), self.num_sequences).index_add_(
             1, self.ids_T, stacked
@@ -41,10 +44,12 @@ class RowSequences:
         return tuple(self.reduce_across_ranks(sums))
 
     def mean_by_sequence(self, column_T: Tensor) -> Tensor:
-        """[S] float64: mean over the rows of each whole sequence; 0 for one without rows."""
+        """Return the mean over the rows of each whole sequence, [S] float64; 0 for a sequence
+        without rows. All ranks that share the sequences must call it.
+        """
         total_S, count_S = self.sum_by_sequence(column_T, torch.ones_like(column_T))
         return total_S / count_S.clamp(min=1)
 
     def repeat_per_row(self, column_S: Tensor) -> Tensor:
-        """[T]: each row has its sequence's entry."""
+        """Return each row's entry of its sequence, [T]."""
         return column_S.index_select(0, self.ids_T)

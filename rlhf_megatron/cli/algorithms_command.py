@@ -1,4 +1,6 @@
-"""`rlhf-megatron algorithms`: what is registered, with parameters, needs, and the papers that the sources name."""
+"""`rlhf-megatron algorithms`: what is registered, with parameters, needs, and the papers that the
+sources name.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rlhf-megatron export`, `run_convert_command` and `run_fetch_command`: weights on disk, out of
+"""`rlhf-megatron export`, `convert` and `fetch`: weights on disk, out of
 checkpoints and between layouts.
 """
 

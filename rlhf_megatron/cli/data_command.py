@@ -1,5 +1,5 @@
-"""`rlhf-megatron data`: `run_data_show_command` prints samples of a run, with the tokens that train
-in colour; `prepare_dataset` writes files of published questions.
+"""`rlhf-megatron data`: `show` prints samples of a run, with the tokens that train
+in colour; `prepare` writes files of published questions.
 """
 
 from __future__ import annotations

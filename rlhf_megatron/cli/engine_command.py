@@ -106,7 +106,8 @@ def _serve_engines(config: RunConfig, directory: Path) -> int:
 def _write_attach_settings(
     config: RunConfig, servers: EngineServers, directory: Path, key_file: Path
 ) -> None:
-    """Write the settings file that a run extends to attach to the servers, and print how to do so.
+    """Write the settings file that a run extends to attach to the servers, and print
+    how to do so.
     """
     rollout: dict[str, object] = {
         "endpoints": [address.url for address in servers.addresses],

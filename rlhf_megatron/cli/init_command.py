@@ -154,7 +154,8 @@ def _format_engine_settings(num_engines: int, has_own_gpus: bool) -> str:
 
 
 def _render_quickstart_config() -> str:
-    """Return the YAML of the quickstart configuration, with paths that fit a directory of its own.
+    """Return the YAML of the quickstart configuration, with paths that fit a directory
+    of its own.
     """
     text = (find_shipped_dir() / "configs" / "quickstart.yaml").read_text(encoding="utf-8")
     return text.replace("../examples/quickstart/model", "model").replace(

@@ -27,7 +27,9 @@ _FIRST_RANK_GRACE_S = (
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """All subcommands of `COMMANDS`. `args.run` names the function to call."""
+    """Return the parser with all subcommands of `COMMANDS`. After parsing, `args.run` is the
+    "module:function" to call.
+    """
     parser = argparse.ArgumentParser(
         prog="rlhf-megatron", description="Megatron-centric reinforcement learning."
     )
@@ -44,8 +46,9 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Overrides, and other words, may stand before, between and after options, which argparse alone
-    does not allow.
+    """Parse the command line (sys.argv if `argv` is None). Overrides and other words may be before,
+    between and after options, which argparse alone does not allow. Exit with code 2 and a message
+    for unknown arguments.
     """
     parser = build_parser()
     args, rest = parser.parse_known_args(argv)
@@ -65,7 +68,9 @@ def parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one subcommand and returns the exit code."""
+    """Run one subcommand and return its exit code. Print configuration errors (2), other errors
+    that a user can fix (1) and an interrupt (130) as messages; with --traceback raise the errors.
+    """
     args = parse_arguments(argv)
     module, _, function = args.run.partition(":")
     try:
@@ -97,8 +102,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _describe_error_subject(args: argparse.Namespace) -> str:
+    """Return the words that name the configuration in the header of an error report."""
     return f"configuration {args.config}" if hasattr(args, "config") else "configuration"
 
 
 def _print_error_lines(*lines: str) -> None:
+    """Write lines to standard error."""
     sys.stderr.write("\n".join(lines) + "\n")

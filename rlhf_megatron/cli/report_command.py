@@ -1,5 +1,5 @@
 """`rlhf-megatron report RUN_DIR ...`: one HTML page about a run, or a comparison.
-`run_status_command` says where runs are.
+`status` says how far runs are.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
 
 
 def run_report_command(args: argparse.Namespace) -> None:
-    """Write the report, say where it is and open it; with --watch again and again while
-    a run goes on.
-
-    Raises ValueError if there is nothing to report.
+    """Write the report of the runs, print where it is, and open it if --open says so; with --watch
+    write it again until the runs end or Ctrl-C. Raise ValueError if there is nothing to report.
     """
     written = api.report(args.run_dirs, args.out, args.watch)
     _print_written_report(args, written)
@@ -36,6 +34,9 @@ def run_report_command(args: argparse.Namespace) -> None:
 
 
 def _print_written_report(args: argparse.Namespace, written_report: WrittenReport) -> None:
+    """Print the state of the runs, notes and the report's path, and open the page in a browser if
+    --open and the machine allow.
+    """
     print(*written_report.run_states, *written_report.difference_lines, sep="\n")
     for note in written_report.notes:
         print(f"note: {note}")
@@ -49,8 +50,8 @@ def _print_written_report(args: argparse.Namespace, written_report: WrittenRepor
 
 
 def run_status_command(args: argparse.Namespace) -> None:
-    """Print a few lines a run: its end or where it is, and when it will be done. Reads
-    its files only.
+    """Print a few lines for each run: its end, or its present step and when it will be done. Only
+    the run's files are read.
     """
     from rlhf_megatron.controller.observe.report.run_files import read_run_files
     from rlhf_megatron.controller.observe.report.run_overview import format_progress_lines
@@ -60,6 +61,7 @@ def run_status_command(args: argparse.Namespace) -> None:
 
 
 def _has_screen() -> bool:
+    """Return whether this is a terminal on a machine with a graphical display."""
     has_display = sys.platform in ("darwin", "win32") or bool(
         {"DISPLAY", "WAYLAND_DISPLAY"} & os.environ.keys()
     )

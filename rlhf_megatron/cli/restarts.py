@@ -63,13 +63,16 @@ class RestartableRun:
     run_dir: Path
 
     def read_progress(self) -> RunProgress:
-        """How far the run has come, as its files say. Grows, also while checkpoints
-        replace the journal.
+        """Return the progress of the run, read from its checkpoints and journal. The value grows,
+        also while checkpoints replace the journal.
         """
         return max(_iter_progress(self.run_dir), default=(0, -1, 0))
 
 
 def _iter_progress(run_dir: Path) -> Iterator[RunProgress]:
+    """Yield the progress that the newest checkpoint shows, and that of each journal record and
+    group; the largest counts.
+    """
     next_step = 0
     for entry in _list_entries(run_dir / "checkpoints"):
         if match := _CHECKPOINT_PATTERN.fullmatch(entry.name):
@@ -84,12 +87,13 @@ def _iter_progress(run_dir: Path) -> Iterator[RunProgress]:
 
 
 def _list_entries(directory: Path) -> list[Path]:
+    """Return the entries of a directory; an empty list if it does not exist."""
     return list(directory.iterdir()) if directory.is_dir() else []
 
 
 def parse_restartable_run(command: Sequence[str]) -> RestartableRun:
-    """Return the run that a command starts. Raises ConfigError if a second attempt would not go on
-    from the first.
+    """Return the run that a command starts. Raise ConfigError if a second attempt would not
+    continue the first: without checkpoints, or with --replay.
     """
     at = next(i for i, word in enumerate(command) if word in ("train", "sft", "reward-model"))
     args = parse_arguments(command[at:])
@@ -115,6 +119,7 @@ def parse_restartable_run(command: Sequence[str]) -> RestartableRun:
 
 
 def _wait_until_lock_is_free(lock_path: Path) -> None:
+    """Wait until no process holds the lock file, or the file is gone; at most 30 seconds."""
     deadline = time.monotonic() + LOCK_RELEASE_TIMEOUT_S
     while time.monotonic() < deadline:
         try:
@@ -128,16 +133,22 @@ def _wait_until_lock_is_free(lock_path: Path) -> None:
 
 
 class RestartSupervisor:
-    """Runs a command, once at a time; signals go on to it, and then it is not started again."""
+    """Runs a command, one attempt at a time. Signals are forwarded to the command; after a signal
+    `is_stop_requested` is True and the command should not be started again.
+    """
 
     def __init__(self) -> None:
+        """Install the handler that forwards signals to the command."""
         self.is_stop_requested = False
         self._process: subprocess.Popen[bytes] | None = None
         for number in FORWARDED_SIGNALS:
             signal.signal(number, self._forward_signal)
 
     def run_command(self, command: Sequence[str]) -> int:
-        """Run the command once and return its exit code, 128 + n if signal n has ended it."""
+        """Run the command once and return its exit code, or 128 + n if signal n has ended it. Where
+        MASTER_ADDR lists several addresses, replace the list by the address of node 0; without one,
+        return the code of a stop or of wrong usage.
+        """
         environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
         given = os.environ.get("MASTER_ADDR", "")
         if "," in given:
@@ -153,11 +164,12 @@ class RestartSupervisor:
         return 128 - code if code < 0 else code
 
     def _find_master_address(self, addresses: Sequence[str], is_node_0: bool) -> str:
-        """Return the one of several addresses that node 0 of this attempt has; a spare may have
+        """Return the address of node 0 of this attempt among several; a spare machine may have
         taken its place.
 
-        `is_node_0`: this machine is node 0, else it waits until one answers. Empty: none is this
-        machine's, or it was told to stop.
+        With `is_node_0`, return the address that this machine has, or "" with a message if it has
+        none. Else wait until one address answers at MASTER_PORT. Return "" also after a stop
+        request.
         """
         port = int(os.environ["MASTER_PORT"])
         while not self.is_stop_requested:
@@ -177,6 +189,7 @@ class RestartSupervisor:
         return ""
 
     def _forward_signal(self, signal_number: int, frame: object) -> None:
+        """Handle a signal: send it to the running command, and set `is_stop_requested`."""
         self.is_stop_requested = True
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -184,8 +197,9 @@ class RestartSupervisor:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run the command until it ends well or no attempt is left; return the exit code of
-    the last attempt.
+    """Run the command in `arguments[1:]` until it ends with a final exit code, makes no progress
+    twice in a row, or has been started again arguments[0] times. Return the exit code of the last
+    attempt, or 2 for a command that cannot be restarted.
     """
     max_restarts = int(arguments[0])
     command = list(arguments[1:])

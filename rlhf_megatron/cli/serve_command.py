@@ -17,7 +17,9 @@ from rlhf_megatron.stop import RunStopped, StopRequest
 
 
 def run_serve_command(args: argparse.Namespace) -> int:
-    """Exit code 0: it was told to end; 1: its engines failed for good."""
+    """Serve a model or a run in OpenAI's format until a stop signal (return 0) or until its engines
+    have failed for good (return 1). Raise ValueError for wrong words on the command line.
+    """
     sources = [word for word in args.words if "=" not in word or Path(word).exists()]
     overrides = [word for word in args.words if word not in sources] + list(args.overrides)
     if len(sources) > 1 or not (sources or args.follow):
@@ -45,4 +47,5 @@ def run_serve_command(args: argparse.Namespace) -> int:
 
 
 def _print_to_stderr(line: str) -> None:
+    """Print a line to standard error, at once."""
     print(line, file=sys.stderr, flush=True)

@@ -24,8 +24,8 @@ from rlhf_megatron.stop import StopRequest
 
 
 def run_serve_rewards_command(args: argparse.Namespace) -> int:
-    """Exit code 0: it was told to end. Raises ValueError for wrong rewards, and where their
-    processes are gone.
+    """Score samples for runs elsewhere until a stop signal, then return 0. Raise ValueError for
+    wrong rewards, and where their processes have ended.
     """
     config = load_job_config(args.config, [], args.overrides)
     stop = StopRequest()
@@ -48,8 +48,8 @@ def run_serve_rewards_command(args: argparse.Namespace) -> int:
 def start_model_servers(
     config: RunConfig, folder: Path, report_progress: StartProgress
 ) -> Iterator[RewardModelServers | None]:
-    """Start the servers of the reward model and stop them in the end; None where the
-    configuration has none.
+    """Start the servers of the reward model for the duration of the block, and yield them; yield
+    None where the configuration has no served reward model.
     """
     if not has_served_model(config):
         yield None
@@ -61,4 +61,5 @@ def start_model_servers(
 
 
 def _print_to_stderr(line: str) -> None:
+    """Print a line to standard error, at once."""
     print(line, file=sys.stderr, flush=True)

@@ -53,13 +53,16 @@ NUM_STEPS_SHOWN = 3  # of the first picture
 
 
 def run_simulate_command(args: argparse.Namespace) -> None:
-    """Simulate and print a table. Raises ConfigError, ValueError."""
+    """Simulate the run, and unless --only is given compare schedules and splits; print the figures
+    and write the requested files. With --write only write the durations. Raise ConfigError or
+    ValueError for wrong arguments and for a run that cannot be simulated.
+    """
     _check_arguments(args)
     schedules = [
         schedule for text in args.schedule for schedule in expand_schedule_grid(text)
     ] or list(CANDIDATE_SCHEDULES)
     config = load_run_config(args.config, args.overrides, with_files=False).config
-    durations = _load_durations(config, args)
+    durations = _read_or_plan_durations(config, args)
     if args.write is not None:
         with args.write.open("x", encoding="utf-8") as file:
             file.write(format_durations_yaml(durations))
@@ -86,10 +89,13 @@ def run_simulate_command(args: argparse.Namespace) -> None:
             *format_case_lines(best),
             sep="\n",
         )
-    _write_outputs(args, study, own, best, cases)
+    _write_requested_files(args, study, own, best, cases)
 
 
-def _load_durations(config: RunConfig, args: argparse.Namespace) -> RunDurations:
+def _read_or_plan_durations(config: RunConfig, args: argparse.Namespace) -> RunDurations:
+    """Return the durations that --durations names, read from a file or from a run's directory, or
+    those planned for the GPU of --gpu.
+    """
     path: Path | None = args.durations
     if path is not None:
         return read_recorded_durations(path) if path.is_dir() else read_durations(path)
@@ -101,12 +107,15 @@ def _load_durations(config: RunConfig, args: argparse.Namespace) -> RunDurations
 
 
 def _check_arguments(args: argparse.Namespace) -> None:
-    """Raises ConfigError with all that is wrong, before anything takes time."""
+    """Raise ConfigError with all problems of the command line, before anything takes time."""
     if problems := list(_find_argument_problems(args)):
         raise ConfigError(problems, ARGUMENTS_SUBJECT)
 
 
 def _find_argument_problems(args: argparse.Namespace) -> Iterator[str]:
+    """Yield a text for each option that does not fit the others, and for each output file that
+    cannot be written.
+    """
     if not 0 <= args.warmup < args.steps:
         yield (
             f"--warmup ({args.warmup}) must be from 0 to --steps ({args.steps}) - 1; lower it, or"
@@ -145,8 +154,8 @@ def _simulate_cases(
     schedules: Sequence[ScheduleConfig],
     args: argparse.Namespace,
 ) -> list[StudyCase]:
-    """The run as it is, then each schedule: with the run's split, or with its best
-    splits of `--gpus`.
+    """Return the case of the run itself and a case for each schedule, with the run's split, or,
+    with --gpus, with the best split of so many GPUs. Print the progress on a terminal.
     """
     cases = [run_case]
     for number, schedule in enumerate(schedules):
@@ -167,8 +176,9 @@ def _simulate_cases(
 
 
 def expand_schedule_grid(grid_text: str) -> list[ScheduleConfig]:
-    """ "asynchronous max_lag=1,2 late=wait,drop" -> its four schedules. Raises ConfigError
-    for a wrong one.
+    """Return the schedules that a text names, one for each combination of its values: "asynchronous
+    max_lag=1,2 late=wait,drop" gives four. Raise ConfigError for an unknown schedule or wrong
+    parameters.
     """
     subject = f'--schedule "{grid_text}"'
     if not grid_text.strip():
@@ -196,13 +206,16 @@ def expand_schedule_grid(grid_text: str) -> list[ScheduleConfig]:
     return found
 
 
-def _write_outputs(
+def _write_requested_files(
     args: argparse.Namespace,
     study: ScheduleStudy,
     run_case: StudyCase,
     best_case: StudyCase,
     cases: Sequence[StudyCase],
 ) -> None:
+    """Write the files that --json, --timeline and --trace ask for, and print their paths. For the
+    last two, simulate the run and the best case again with details.
+    """
     if args.json is not None:
         found: dict[str, Any] = {
             "run": run_case.make_json_record(),
@@ -235,11 +248,15 @@ def _write_outputs(
 
 
 def _format_panel_title(case: StudyCase) -> str:
+    """Return the title of a case in the timeline: schedule, split, and seconds a step. The case
+    must have figures.
+    """
     assert case.figures is not None
     return f"{case.name}, {case.split} GPUs: {case.figures.step_s:.1f} s a step"
 
 
 def _print_progress(text: str) -> None:
+    """Show a text in place of the last one on standard error, if that is a terminal."""
     if sys.stderr.isatty():
         sys.stderr.write(f"\r\x1b[K{text}")
         sys.stderr.flush()

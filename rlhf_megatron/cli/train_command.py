@@ -1,4 +1,4 @@
-"""`rlhf-megatron train`, `run_sft_job_command` and `reward-model`: train in this process, or in
+"""`rlhf-megatron train`, `sft` and `reward-model`: train in this process, or in
 those that they start.
 """
 
@@ -15,26 +15,32 @@ from rlhf_megatron.stop import get_startup_exit_code
 
 
 def run_train_job_command(args: argparse.Namespace) -> int:
-    """Return the exit code of the process. Under torchrun every rank comes through here."""
+    """Run the job train and return the exit code of this process. Under torchrun every rank calls
+    this function.
+    """
     options = {"record": args.record, "replay": args.replay, "replay_from": args.replay_from}
     return _start_training("train", args, options)
 
 
 def run_sft_job_command(args: argparse.Namespace) -> int:
-    """Return the exit code of the job `run_sft_job_command`; every rank comes through here, as
-    for `run_train_job_command`.
+    """Run the job sft and return the exit code of this process. Under torchrun every rank calls
+    this function.
     """
     return _start_training("sft", args, {})
 
 
 def run_reward_model_job_command(args: argparse.Namespace) -> int:
-    """Return the exit code of the job `reward-model`; every rank comes through here, as
-    for `run_train_job_command`.
+    """Run the job reward-model and return the exit code of this process. Under torchrun every rank
+    calls this function.
     """
     return _start_training("reward-model", args, {})
 
 
 def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, Any]) -> int:
+    """Run the job through `rlhf_megatron.api` and return 0, or the exit code of a failed run.
+    Outside of torchrun, first install handlers for signals that arrive before the run has begun.
+    `options` are the arguments that only some jobs have.
+    """
     if (
         "TORCHELASTIC_RUN_ID" not in os.environ
     ):  # a rank waits where Python cannot run: a signal must end it at once
@@ -63,6 +69,9 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
 
 
 def _exit_on_early_signal(signal_number: int, frame: FrameType | None) -> None:
+    """Handle a signal before the run has begun: print a message and raise SystemExit with the
+    startup exit code of the signal.
+    """
     sys.stderr.write(
         f"stopped: {signal.Signals(signal_number).name} before the run has begun; the same command"
         " begins it\n"

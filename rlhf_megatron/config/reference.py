@@ -45,7 +45,8 @@ def render_settings_reference(section: str = "") -> str:
 
 
 def _render_sections() -> Iterator[str]:
-    """Yield the Markdown of each section of the schema: a title, and a table row for each setting.
+    """Yield the Markdown of each section of the schema: a title, and a table row for
+    each setting.
     """
     section = None
     for leaf in list_setting_leaves(RunConfig):

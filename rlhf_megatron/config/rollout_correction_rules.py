@@ -158,7 +158,8 @@ def _parse_positive_number(text: str) -> float | None:
 
 
 def _parse_number_pair(text: str) -> tuple[float, float] | None:
-    """Return the two numbers of a text "LOW_HIGH"; None for any other text, or if HIGH is infinite.
+    """Return the two numbers of a text "LOW_HIGH"; None for any other text, or if HIGH
+    is infinite.
     """
     match = _TWO.match(text)
     if not match or math.isinf(float(match[2])):
@@ -181,7 +182,8 @@ def list_idle_correction_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_correction_preset(loaded: LoadedConfig) -> OptionalProblems:
-    """Yield a problem, with the nearest name, if the preset of the rollout correction is unknown.
+    """Yield a problem, with the nearest name, if the preset of the rollout correction
+    is unknown.
     """
     name = loaded.config.algorithm.rollout_correction.preset
     yield make_problem_if(

@@ -51,7 +51,8 @@ def is_secret_key(key: str) -> bool:
 
 
 def find_secret_keys(value: Any, key: str) -> list[str]:
-    """Return the keys of all secrets in a tree of plain values; `key` is the key path of the tree.
+    """Return the keys of all secrets in a tree of plain values; `key` is the key path
+    of the tree.
     """
     if isinstance(value, Mapping):
         return [

@@ -357,8 +357,9 @@ def resolve_part(
     params_field: str = "params",
 ) -> tuple[RegistryEntry[T], Any] | tuple[None, None]:
     """Return (registry entry, its parameters) of the part that is named `name` in the section
-    `key`; the parameters are None for a part without any. Where the name is unknown or the
-    parameters are wrong, add texts to `problems` and return (None, None).
+    `key`; the parameters are None for a part that has none. Add texts to `problems` for an unknown
+    name, wrong parameters, or parameters given to a part without any. Return (None, None) for an
+    unknown name or wrong parameters.
     """
     try:
         entry = registry.get(name)

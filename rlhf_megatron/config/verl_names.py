@@ -59,8 +59,8 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class VerlKey:
-    """`name` is verl's key after RENAMED_SECTIONS; one that ends in ".*" covers all below.
-    `target` is ours.
+    """A row of verl's table. `name` is verl's key after RENAMED_SECTIONS; a name that ends in ".*"
+    covers all keys below. `target` is our key, or None without a counterpart.
     """
 
     name: str

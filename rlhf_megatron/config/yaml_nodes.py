@@ -175,7 +175,8 @@ def parse_yaml(text: str, source: str, layer: int, with_lines: bool = True) -> N
         )
 
     def make_origin(mark: yaml.Mark) -> ValueOrigin:
-        """Return the origin for a position in the document, without a line if `with_lines` is off.
+        """Return the origin for a position in the document, without a line if
+        `with_lines` is off.
         """
         return ValueOrigin(source, mark.line + 1 if with_lines else None, layer)
 

@@ -38,6 +38,7 @@ class TokenDocument:
 
     @property
     def num_trained(self) -> int:
+        """Return the number of tokens that train."""
         return sum(end - begin for begin, end in self.trained_spans)
 
 
@@ -64,10 +65,11 @@ class _TurnSpan:
 def tokenize_conversation(
     messages: Sequence[Message], render: RenderConversation, tokenizer: Tokenizer
 ) -> ConversationDocuments:
-    """The trained turns of a conversation. Raises ValueError where there is none, or where they
-    cannot be told.
+    """Return the documents of a conversation, in which the assistant's turns train. Raise
+    ValueError where the conversation has no turn of an assistant, or where the tokens of its turns
+    cannot be determined.
 
-    That is: a template that rewrites even the turn itself, that leaves out an answer or a tool
+    The latter is a template that rewrites even the turn itself, that leaves out an answer or a tool
     call, or a turn that begins or ends inside of a token.
     """
     indices = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -124,8 +126,9 @@ def tokenize_conversation(
 def _render_with_next_message(
     messages: Sequence[Message], message_index: int, text: str, render: RenderConversation
 ) -> str:
-    """`text`, which ends with message i, with what the template puts behind it: the next role's
-    token may be a stop.
+    """Return `text`, which ends with message `message_index`, with the text that the template puts
+    behind it when the next message is rendered too: the token of the next role may be a stop token.
+    Return `text` alone where the template rewrites it.
     """
     longer = (
         render(messages[: message_index + 2], False) if message_index + 1 < len(messages) else text
@@ -134,6 +137,9 @@ def _render_with_next_message(
 
 
 def _describe_prompt_difference(prompt: str, text: str) -> str:
+    """Return the error message, with the first text that differs, for a template that renders a
+    conversation which does not begin with the prompt.
+    """
     at = next(
         (i for i, (a, b) in enumerate(zip(prompt, text, strict=False)) if a != b),
         min(len(prompt), len(text)),
@@ -148,10 +154,10 @@ def _describe_prompt_difference(prompt: str, text: str) -> str:
 
 
 def _find_turn_end(text: str, turn: _TurnSpan, stops: Sequence[str]) -> int:
-    """Return where the model's words end: behind its last stop token, before what the template puts
-    between turns.
+    """Return the position in `text` where the model's words end: behind the last stop token of the
+    turn, before the text that the template puts between turns.
 
-    A next role's token that is a stop token is the model's own, too.
+    Where a token of the next role is a stop token, it counts as the model's own, too.
     """
     found = sorted(
         at + len(stop)
@@ -168,6 +174,7 @@ def _find_turn_end(text: str, turn: _TurnSpan, stops: Sequence[str]) -> int:
 
 
 def _iterate_stop_positions(stop: str, text: str, begin: int, end: int) -> Iterator[int]:
+    """Yield each position of `stop` in text[begin:end]."""
     at = text.find(stop, begin, end)
     while at >= 0:
         yield at
@@ -175,6 +182,7 @@ def _iterate_stop_positions(stop: str, text: str, begin: int, end: int) -> Itera
 
 
 def _remove_stops(stops: Sequence[str], text: str) -> str:
+    """Return the text without stop tokens."""
     for stop in stops:
         text = text.replace(stop, "")
     return text
@@ -187,8 +195,8 @@ def _tokenize_document(
     stops: Sequence[str],
     tokenizer: Tokenizer,
 ) -> tuple[TokenDocument, int]:
-    """The document of `text`, and how many stop tokens were put behind it. Raises ValueError
-    as `tokenize_conversation`.
+    """Return the document of `text`, and the number of stop tokens (0 or 1) that were put behind
+    it. Raise ValueError as `tokenize_conversation` does.
     """
     ids, offsets = tokenizer.encode_with_offsets(text)
     spans = []
@@ -223,8 +231,8 @@ def _tokenize_document(
 def _find_token_at(
     position: int, ids: Sequence[int], offsets: Sequence[tuple[int, int]], text: str
 ) -> int:
-    """The first token that begins at or behind a character. Raises ValueError where
-    one goes across.
+    """Return the index of the first token that begins at or behind a character. Raise ValueError
+    where the character lies inside of a token.
     """
     for index in range(_bisect_token_ends(position, offsets), len(offsets)):
         begin, end = offsets[index]
@@ -239,7 +247,7 @@ def _find_token_at(
 
 
 def _bisect_token_ends(position: int, offsets: Sequence[tuple[int, int]]) -> int:
-    """An index before which every token ends at or before the character; found by halving."""
+    """Return an index before which every token ends at or before the character, by bisection."""
     low = 0
     high = len(offsets)
     while low < high:
@@ -252,7 +260,7 @@ def _bisect_token_ends(position: int, offsets: Sequence[tuple[int, int]]) -> int
 
 
 def _check_content_rendered(message: Message, turn_text: str) -> None:
-    """Raises ValueError where the template left out the answer, or a tool call, of the message."""
+    """Raise ValueError where the template left out the message's answer or a tool call."""
     content = message.get("content") or ""
     visible = content.rpartition(THINK_END)[2].strip() if isinstance(content, str) else ""
     missing = [visible] if visible not in turn_text else []
@@ -276,13 +284,15 @@ def _check_content_rendered(message: Message, turn_text: str) -> None:
 
 
 def _list_text_spellings(text: str) -> tuple[str, ...]:
-    """A text as it is, and as JSON has it between quotes."""
+    """Return a text as it is, and as JSON writes it between quotes, with and without ASCII
+    escapes.
+    """
     return text, *(json.dumps(text, ensure_ascii=is_ascii)[1:-1] for is_ascii in (True, False))
 
 
 def _check_argument_spelling(arguments: Any, turn_text: str) -> None:
-    """Raises ValueError where a call's arguments are written as a text within JSON, or as Python
-    writes an object.
+    """Raise ValueError where the template wrote a call's arguments as a quoted string within JSON,
+    or as Python prints an object.
     """
     is_text = isinstance(arguments, str)
     if is_text:
@@ -301,7 +311,9 @@ def _check_argument_spelling(arguments: Any, turn_text: str) -> None:
 
 
 def _iterate_call_values(function: Mapping[str, Any]) -> Iterator[str]:
-    """Name, and each text or number of the arguments, which are an object or its JSON."""
+    """Yield the name of a tool call, and each text and number of its arguments, which are an object
+    or its JSON.
+    """
     yield str(function.get("name", ""))
     arguments = function.get("arguments")
     if isinstance(arguments, str):
@@ -324,6 +336,9 @@ def _iterate_call_values(function: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _has_lost_reasoning(message: Message, turn_text: str) -> bool:
+    """Return whether the template left out the message's reasoning: `reasoning_content` or the text
+    in <think>.
+    """
     thoughts = message.get("reasoning_content")
     content = message.get("content") or ""
     if thoughts is None and isinstance(content, str):

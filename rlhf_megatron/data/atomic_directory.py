@@ -12,8 +12,8 @@ from rlhf_megatron.data.direct_file_io import fsync_path
 
 
 def refuse_nonempty_directory(directory: Path) -> None:
-    """Raises ValueError when `directory` exists and is not an empty directory, or is a link, which
-    no directory can replace.
+    """Raise ValueError when `directory` exists and is not an empty directory, or is a link, which a
+    directory cannot replace.
     """
     if directory.is_symlink():
         raise ValueError(
@@ -25,10 +25,10 @@ def refuse_nonempty_directory(directory: Path) -> None:
 
 @contextmanager
 def write_directory_atomically(directory: Path) -> Iterator[Path]:
-    """A new directory beside `directory` that takes its name at the end; it is removed when
-    the block raises.
+    """Yield a new directory beside `directory`; when the block ends, flush it to disk and rename it
+    to `directory`. Remove it when the block raises.
 
-    Raises ValueError when `directory` exists and is not empty.
+    Raise ValueError when `directory` exists and is not empty.
     """
     directory = Path(directory).absolute()
     refuse_nonempty_directory(directory)

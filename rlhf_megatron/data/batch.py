@@ -35,12 +35,12 @@ VersionSpans = tuple[
 
 
 def sample_column(**kwargs: Any) -> Any:
-    """A field with one entry a sample: Tensor [B] or a tuple of B objects."""
+    """Return a dataclass field with one entry a sample: Tensor [B] or a tuple of B objects."""
     return field(metadata={"axis": "sample"}, **kwargs)
 
 
 def token_column(**kwargs: Any) -> Any:
-    """A field with one entry a token: Tensor [T], or None."""
+    """Return a dataclass field with one entry a token: Tensor [T], or None."""
     return field(metadata={"axis": "token"}, **kwargs)
 
 
@@ -57,6 +57,7 @@ class PromptBatch:
     extras: tuple[str, ...]  # JSON object of what else a reward may read of the row, or ""
 
     def __len__(self) -> int:
+        """Return the number of prompts."""
         return len(self.prompt_ids)
 
 
@@ -77,15 +78,17 @@ class TokenBatch:
     )  # files, see data.expert_route_files
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return self.offsets.numel() - 1
 
     @property
     def num_tokens(self) -> int:
+        """Return the number of tokens of all samples."""
         return int(self.offsets[-1])
 
     @property
     def lengths(self) -> Tensor:
-        """[B] int64, tokens of each sample."""
+        """Return the tokens of each sample, [B] int64."""
         return self.offsets.diff()
 
 
@@ -122,7 +125,7 @@ class ScoredBatch(RolloutBatch):
     rewards: Tensor = sample_column()  # [B] float32; what a masked status has here is never read
     reward_statuses: tuple[str, ...] = (
         sample_column()
-    )  # see rewards.base; a "masked:<why>" sample is left out
+    )  # see rewards; a "masked:<why>" sample is left out
     reward_parts: dict[str, Tensor] = field(
         default_factory=dict, metadata={"axis": "sample"}
     )  # name -> [B] float32
@@ -254,7 +257,7 @@ class TopLogProbs(TokenColumns):
 
 
 def make_token_index(offsets: Tensor, sample_indices: Sequence[int]) -> Tensor:
-    """[T'] int64: the token positions of `sample_indices`, in that order."""
+    """Return the token positions of the samples `sample_indices`, in that order, [T'] int64."""
     rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
     lengths = offsets.diff()[rows]
     shifts = (
@@ -264,16 +267,18 @@ def make_token_index(offsets: Tensor, sample_indices: Sequence[int]) -> Tensor:
 
 
 def compute_offsets(lengths: Tensor) -> Tensor:
-    """[B] -> [B + 1] int64."""
+    """Return the offsets [B + 1] int64 of samples with these lengths [B], from 0 to the number of
+    tokens.
+    """
     return torch.cat([torch.zeros(1, dtype=torch.int64), lengths.to(torch.int64).cumsum(0)])
 
 
 def append_next_state_positions(
     tokens: TokenBatch, is_selected_T: Tensor | None = None
 ) -> TokenBatch:
-    """`tokens`, each sample with a copy of its last token behind it, so that a value model's value
-    of the state behind each token has a place. Its mask has the places behind `is_selected_T`: [T]
-    bool; None: behind whole samples.
+    """Return the tokens with a copy of each sample's last token behind it, so that a value model's
+    value of the state behind each token has a place. The mask is True at the places behind the
+    tokens of `is_selected_T` ([T] bool; None: behind each whole sample).
     """
     if is_selected_T is None:
         is_selected_T = torch.zeros(tokens.num_tokens, dtype=torch.bool)
@@ -290,19 +295,21 @@ def append_next_state_positions(
 
 
 def find_next_state_positions(offsets: Tensor, is_selected_T: Tensor) -> Tensor:
-    """[N] int64: where `append_next_state_positions` has the states behind those tokens."""
+    """Return the positions, [N] int64, at which `append_next_state_positions` puts the states
+    behind the selected tokens.
+    """
     index_T = torch.repeat_interleave(torch.arange(len(offsets) - 1), offsets.diff())
     return (torch.arange(len(is_selected_T)) + index_T + 1)[is_selected_T]
 
 
 @functools.cache
 def _list_column_axes(batch_type: type) -> tuple[tuple[str, str], ...]:
-    """(name, "sample" or "token") of each column."""
+    """Return (name, "sample" or "token") of each column of a batch type."""
     return tuple((f.name, f.metadata["axis"]) for f in fields(batch_type) if "axis" in f.metadata)
 
 
 def iterate_columns(batch: TokenBatch | TokenColumns) -> Iterator[tuple[str, str, Any]]:
-    """(name, "sample" or "token", value) of each column that is there."""
+    """Yield (name, "sample" or "token", value) of each column that is not None."""
     kind: Any = type(batch)
     for name, axis in _list_column_axes(kind):
         if (value := getattr(batch, name)) is not None:
@@ -314,8 +321,9 @@ def select_samples(
     sample_indices: Sequence[int],
     join_runs: Callable[[Tensor, Sequence[slice]], Any] | None = None,
 ) -> Batch:
-    """The given samples of a batch, in the given order. Every column follows: a token column as
-    `join_runs` makes it, by default as a tensor, which is a view where the samples are neighbours.
+    """Return the samples of these indices as a batch, in that order. Each token column becomes
+    `join_runs(column, runs)`; by default a tensor, which is a view where the samples are one run of
+    neighbours.
     """
     rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
     starts = batch.offsets[rows]
@@ -335,6 +343,7 @@ def select_samples(
 
 
 def _concat_column_runs(column: Tensor, runs: Sequence[slice]) -> Tensor:
+    """Return the rows of these runs as one tensor: a view for one run, else a copy."""
     if len(runs) == 1:
         return column[runs[0]]
     array = column.numpy()
@@ -342,8 +351,8 @@ def _concat_column_runs(column: Tensor, runs: Sequence[slice]) -> Tensor:
 
 
 def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
-    """The tokens of these samples; those of neighbours are one run. No index a token: it is larger
-    than a column.
+    """Return the token ranges of these samples; ranges of neighbouring samples are merged into one
+    run. An index with an entry a token would be larger than a column.
     """
     runs: list[slice] = []
     for start, stop in zip(starts.tolist(), stops.tolist(), strict=True):
@@ -354,8 +363,8 @@ def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
 
 
 def concat_batches(batches: Sequence[Batch]) -> Batch:
-    """Samples of all batches, in order. All must be of one type and have the same
-    optional columns.
+    """Return one batch with the samples of all batches, in order. All must be of one type and have
+    the same optional columns.
     """
     assert batches, "concat needs at least one batch"
     first = batches[0]
@@ -378,6 +387,6 @@ def concat_batches(batches: Sequence[Batch]) -> Batch:
 
 
 def add_columns(batch_type: type[Batch], batch: TokenBatch, **columns: Any) -> Batch:
-    """`batch` as the later stage's type `batch_type`, with `columns` added."""
+    """Return `batch` as the later stage's type `batch_type`, with `columns` added."""
     kept = {f.name: getattr(batch, f.name) for f in fields(batch)}
     return batch_type(**{**kept, **columns})

@@ -38,6 +38,7 @@ class DocumentBin:
     def from_documents(
         documents: Sequence[int], lengths: Sequence[int], costs: Sequence[int]
     ) -> DocumentBin:
+        """Return the bin of these documents, with their total cost and length."""
         return DocumentBin(
             tuple(sorted(documents)),
             sum(costs[i] for i in documents),
@@ -49,8 +50,8 @@ ReplicaShare = list[DocumentBin]  # of a replica
 
 
 def deal_bins(bins: Sequence[DocumentBin], num_replicas: int) -> list[ReplicaShare]:
-    """Deal the bins, dearest first, each to the cheapest replica that still lacks bins; then
-    exchange whole bins to even out the costs.
+    """Return the bins of each replica, as many for each: deal the bins, dearest first, each to the
+    cheapest replica that still lacks bins; then exchange whole bins to even out the costs.
     """
     num_each = len(bins) // num_replicas
     assert num_each * num_replicas == len(bins), f"{len(bins)} bins for {num_replicas} replicas"
@@ -73,7 +74,9 @@ def exchange_documents(
     costs: Sequence[int],
     bin_capacity: int,
 ) -> None:
-    """Make replicas evener in place. No bin gets longer than `bin_capacity`, and none empty."""
+    """Even out the replicas' costs in place by exchanging documents. Each bin stays within
+    `bin_capacity` and keeps at least one document.
+    """
     for _ in range(MAX_EXCHANGES):
         if compute_imbalance(replica_shares) <= MAX_EVEN_IMBALANCE or not _exchange_documents_once(
             replica_shares, lengths, costs, bin_capacity
@@ -82,18 +85,19 @@ def exchange_documents(
 
 
 def sum_replica_costs(replica_shares: Sequence[ReplicaShare]) -> list[int]:
+    """Return the total cost of each replica."""
     return [sum(each.cost for each in share) for share in replica_shares]
 
 
 def compute_imbalance(replica_shares: Sequence[ReplicaShare]) -> float:
-    """Cost of the dearest replica over the mean; 1 where nothing costs anything."""
+    """Return the cost of the dearest replica over the mean; 1 where nothing costs anything."""
     totals = sum_replica_costs(replica_shares)
     return max(totals) * len(totals) / sum(totals) if sum(totals) else 1.0
 
 
 def _exchange_bins_once(replica_shares: list[ReplicaShare]) -> bool:
-    """Swap a bin of the dearest replica for one of the cheapest. False: that makes the dearer of
-    the two no cheaper.
+    """Swap, in place, a bin of the dearest replica for one of the cheapest. Return False, with no
+    swap, if none makes the dearer of the two cheaper.
     """
     totals = sum_replica_costs(replica_shares)
     dearest = totals.index(max(totals))
@@ -119,8 +123,8 @@ def _exchange_documents_once(
     costs: Sequence[int],
     bin_capacity: int,
 ) -> bool:
-    """Swap a document of the dearest replica for a cheaper one, or none, of one of the cheapest.
-    False: none fits.
+    """Swap, in place, a document of the dearest replica for a cheaper one, or for none, of one of
+    the cheapest replicas. Return False, with no swap, if none helps and fits.
     """
     totals = sum_replica_costs(replica_shares)
     dearest = totals.index(max(totals))
@@ -163,6 +167,9 @@ class _ReplicaDocumentColumns:
         costs: Sequence[int],
         with_gaps: bool,
     ) -> None:
+        """Make one entry for each document of the replica and, with `with_gaps`, one gap (-1) for
+        each bin.
+        """
         entries = [
             (index, document)
             for index, each in enumerate(replica_share)
@@ -189,7 +196,7 @@ def _replace_document(
     lengths: Sequence[int],
     costs: Sequence[int],
 ) -> None:
-    """-1: nothing."""
+    """Replace one document of a bin, in place, by another; -1 means no document."""
     kept = [
         document
         for document in (*replica_share[bin_index].documents, new_document)
@@ -208,10 +215,10 @@ def pack_documents(
     bins_multiple: int,
     bin_capacity: int,
 ) -> list[ReplicaShare]:
-    """The bins of each replica, dearest first: as many for each, a multiple of `bins_multiple`, as
-    few as is found.
+    """Return the bins of each replica, dearest first: as many for each, a multiple of
+    `bins_multiple`, as few as can be found.
 
-    No bin is longer than `bin_capacity`, which no document may be. Bins are of even length where
+    No bin is longer than `bin_capacity`; no document may be either. Bins are of even length where
     that leaves replicas of even cost, and else of even cost; where they have to be full, documents
     are fitted in. A bin is empty only where there are fewer documents than bins.
     """
@@ -220,6 +227,9 @@ def pack_documents(
     )  # ties: lowest index first
 
     def round_up_num_bins(count: int) -> int:
+        """Return `count` rounded up so that each replica gets the same multiple of `bins_multiple`
+        bins.
+        """
         return num_replicas * bins_multiple * max(1, -(-count // (num_replicas * bins_multiple)))
 
     num_bins = round_up_num_bins(compute_bin_lower_bound(lengths, bin_capacity))
@@ -275,7 +285,7 @@ def compute_bin_lower_bound(lengths: Sequence[int], bin_capacity: int) -> int:
 def _pack_by_even_length(
     document_order: list[int], lengths: Sequence[int], num_bins: int, bin_capacity: int
 ) -> BinContents | None:
-    """Put each document into the emptiest bin. Returns None where it does not fit there."""
+    """Put each document into the emptiest bin. Return None where a document does not fit there."""
     contents: BinContents = [[] for _ in range(num_bins)]
     heap = list(range(num_bins))  # length * num_bins + bin
     for document in document_order:
@@ -294,7 +304,7 @@ def _pack_by_even_cost(
     num_bins: int,
     bin_capacity: int,
 ) -> BinContents | None:
-    """Put each document into the cheapest bin with room for it. Returns None where no bin has room,
+    """Put each document into the cheapest bin with room for it. Return None where no bin has room,
     or where bins are so full that the search takes long.
     """
     contents: BinContents = [[] for _ in range(num_bins)]
@@ -356,8 +366,8 @@ def _pack_first_fit(
 
 
 def _fill_empty_bins(bin_contents: BinContents, num_bins: int) -> BinContents:
-    """`num_bins` bins: what is empty gets the shortest document of the bin that
-    has most of them.
+    """Return `num_bins` bins: each empty one gets the last document, the shortest, of the bin with
+    the most documents.
     """
     bin_contents = bin_contents + [[] for _ in range(num_bins - len(bin_contents))]
     heap = [

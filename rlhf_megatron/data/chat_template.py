@@ -54,11 +54,11 @@ DATE_FUNCTION = "strftime_now"
 def render_chat_template(
     template: jinja2.Template, is_bounded: bool = True, **variables: Any
 ) -> str:
-    """The text. Raises ValueError with the template's own words where it refuses, fails, or
-    does too much.
+    """Return the rendered text. Raise ValueError with the template's own words where it refuses or
+    fails, and where it does too much.
 
-    `is_bounded`: its memory, by a limit that holds for the whole process meanwhile; other threads
-    must not need any.
+    `is_bounded`: limit the template's memory too. The limit holds for the whole process meanwhile,
+    so no other thread may need memory.
     """
     token = _num_steps.set([0])
     try:
@@ -83,8 +83,8 @@ def render_chat_template(
 
 @contextmanager
 def _limit_memory() -> Iterator[None]:
-    """Limit the memory of a template. What the sandbox's counts miss, such as a text padded to a
-    billion characters, raises MemoryError.
+    """Within the block, limit the memory of the process, so that a template that the sandbox's
+    counts miss, such as a text padded to a billion characters, raises MemoryError.
     """
     limits = resource.getrlimit(resource.RLIMIT_AS)
     pages = (
@@ -111,6 +111,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset(["+", "*", "**", "%"])  # also not worked out at compile time
 
     def __init__(self, **options: Any) -> None:
+        """Remove the random builtins, and wrap all filters so that their work is counted."""
         super().__init__(**options)
         for name in REMOVED_BUILTINS:
             self.filters.pop(name, None)
@@ -120,9 +121,13 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters[_SIZE_FILTER] = _check_result_size
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        """Parse the template and insert the counting filters."""
         return _LimitFilterInserter().visit(super()._parse(source, name, filename))
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function for the template, counting its arguments and its result. Raise
+        SecurityError over the limits.
+        """
         if (
             isinstance(called, LoopContext) and args
         ):  # a recursive loop goes over it without the loop's filter
@@ -133,6 +138,9 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         return _check_result_size(result)
 
     def call_binop(self, context: Any, operator: str, left_operand: Any, right_operand: Any) -> Any:
+        """Compute an operator for the template. Raise SecurityError where the result is or would be
+        too large.
+        """
         if operator == "**" and not all(
             _is_number(value) and abs(value) <= MAX_DIGITS
             for value in (left_operand, right_operand)
@@ -153,27 +161,34 @@ class _LimitFilterInserter(NodeTransformer):
     """Puts filters around what a loop goes over, and around what ~ joins."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
+        """Wrap the items of a loop in the counting filter."""
         self.generic_visit(node)
         node.iter = nodes.Filter(node.iter, _COUNT_FILTER, [], [], None, None, lineno=node.lineno)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        """Wrap the result of ~ in the size filter."""
         self.generic_visit(node)
         return nodes.Filter(node, _SIZE_FILTER, [], [], None, None, lineno=node.lineno)
 
 
 @jinja2.pass_context  # which keeps it from being worked out at compile time
 def _count_loop_items(context: Any, items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items of a loop, each counted as a step."""
     return _count_each_item(items)
 
 
 def _count_each_item(items: Iterable[Any]) -> Iterator[Any]:
+    """Yield the items, each counted as a step."""
     for item in items:
         _count_steps(1)
         yield item
 
 
 def _count_steps(num_steps: int) -> None:
+    """Add to the steps of the text that is being rendered. Raise SecurityError when they are over
+    MAX_STEPS; do nothing while a template is compiled.
+    """
     steps = _num_steps.get(None)
     if steps is None:  # while a template is compiled
         return
@@ -185,13 +200,14 @@ def _count_steps(num_steps: int) -> None:
 
 
 def _wrap_filter(filter_function: Callable[..., Any]) -> Callable[..., Any]:
-    """The filter, what it reads and makes counted. It takes the context, which keeps it
-    from compile time.
+    """Return a wrapper that calls the filter and counts the sizes of its arguments and its result
+    as steps. The wrapper takes the context, so that jinja2 does not run it at compile time.
     """
     kind = getattr(getattr(filter_function, "jinja_pass_arg", None), "name", "")
 
     @jinja2.pass_context
     def call_counted_filter(context: Any, *args: Any, **kwargs: Any) -> Any:
+        """Check and count the arguments, call the filter, and check its result."""
         passed = {
             "context": context,
             "eval_context": context.eval_ctx,
@@ -209,6 +225,7 @@ def _wrap_filter(filter_function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _count_argument_sizes(values: Iterable[Any]) -> None:
+    """Count steps for the size of texts and containers among the arguments."""
     _count_steps(
         sum(len(value) for value in values if isinstance(value, str | bytes | list | tuple | dict))
         // SIZE_PER_STEP
@@ -216,6 +233,9 @@ def _count_argument_sizes(values: Iterable[Any]) -> None:
 
 
 def _check_result_size(value: Any) -> Any:
+    """Return the value. Count steps for its size, and raise SecurityError where it is larger than
+    MAX_SIZE.
+    """
     if isinstance(value, Sized) and not isinstance(value, range):
         _check_size(len(value))
         _count_steps(len(value) // SIZE_PER_STEP)
@@ -223,15 +243,20 @@ def _check_result_size(value: Any) -> Any:
 
 
 def _check_size(size: float) -> None:
+    """Raise SecurityError for a size over MAX_SIZE."""
     if size > MAX_SIZE:
         raise SecurityError(f"it makes texts or lists of more than {MAX_SIZE} characters or items")
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether the value is an int, a float or a bool."""
     return isinstance(value, int | float)
 
 
 def _measure_operand(value: Any) -> float:
+    """Return the size that an operand of * contributes: a number's absolute value or a container's
+    length, else 1.
+    """
     if _is_number(value):
         return abs(value)
     return len(value) if isinstance(value, Sized) else 1
@@ -245,6 +270,7 @@ class _GenerationTagExtension(jinja2.ext.Extension):
     tags = {"generation"}  # noqa: RUF012  (jinja2's own declaration)
 
     def parse(self, parser: jinja2.parser.Parser) -> Any:
+        """Return the statements between the tags."""
         next(parser.stream)
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
@@ -258,9 +284,10 @@ class ChatFormat:
     system_prompt: str | None
 
     def render_prompt(self, prompt: Prompt) -> str:
-        """The chat up to where the model's answer begins. A text is the one message of a user.
+        """Return the chat as text, up to where the model's answer begins. A prompt that is text
+        becomes one message of a user.
 
-        Raises ValueError where the template refuses the chat, and for two system messages.
+        Raise ValueError where the template refuses the chat, and for two system messages.
         """
         messages = (ChatMessage("user", prompt),) if isinstance(prompt, str) else prompt
         return self.render_conversation(
@@ -273,8 +300,9 @@ class ChatFormat:
         has_answer_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
     ) -> str:
-        """Messages with all that they have, and the tools that they may call. `has_answer_prompt`:
-        as `render_prompt`, up to where an answer begins. Raises ValueError as `render_prompt`.
+        """Return messages with all their entries as text, with the system prompt and with the
+        `tools` that they may call. `has_answer_prompt`: end with the prompt for an answer. Raise
+        ValueError as `render_prompt` does.
         """
         if self.system_prompt is not None:
             if messages and messages[0]["role"] == "system":
@@ -299,8 +327,9 @@ class ChatFormat:
         has_answer_prompt: bool = True,
         **variables: Any,
     ) -> str:
-        """The text of messages as they are, with further variables such as `tools`. `is_bounded`:
-        see `render_chat_template`. Raises ValueError with the template's words.
+        """Return messages as text, without adding the system prompt. `variables`: further template
+        variables such as `tools`. `is_bounded`: see `render_chat_template`. `has_answer_prompt`:
+        end with the prompt for an answer. Raise ValueError with the template's words.
         """
         given = {"tools": None, "documents": None, **self.variables, **variables}
         return render_chat_template(
@@ -315,8 +344,9 @@ class ChatFormat:
 def make_chat_format(
     tokenizer: Tokenizer, system_prompt: str | None, template_kwargs: Mapping[str, Any]
 ) -> ChatFormat:
-    """Raises ValueError for a tokenizer without template, a malformed template, and variables that
-    it does not read.
+    """Compile the tokenizer's chat template. Raise ValueError for a tokenizer without a template, a
+    malformed template, and `template_kwargs` that the template does not read or that the trainer
+    sets.
     """
     if tokenizer.chat_template is None:
         raise ValueError(
@@ -372,18 +402,22 @@ def _dump_json(
     separators: Any = None,
     sort_keys: bool = False,
 ) -> str:
-    """jinja2's own filter escapes HTML."""
+    """Return the value as JSON, in place of jinja2's own filter, which escapes HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
 
 
 def _raise_template_error(message: str) -> None:
+    """Raise the error that a template reports with raise_exception()."""
     raise jinja2.TemplateError(message)
 
 
 def _make_date_function(date_text: Any) -> Callable[[str], str]:
-    """The template's clock stands still: prompts that change overnight could not be resumed."""
+    """Return a function strftime_now for templates that always gives the day `date_text`
+    (2025-01-31): prompts that change from day to day could not be resumed. With None the function
+    raises when a template calls it. Raise ValueError for text that is not a day.
+    """
     try:
         day = None if date_text is None else date.fromisoformat(str(date_text))
     except ValueError:
@@ -392,6 +426,7 @@ def _make_date_function(date_text: Any) -> Callable[[str], str]:
         ) from None
 
     def strftime_now(date_format: str) -> str:
+        """Return the fixed day in this format. Raise TemplateError where no day was set."""
         if day is None:
             raise jinja2.TemplateError(
                 "it writes today's date, and prompts must not change from day to day: name one"

@@ -98,15 +98,17 @@ class ColumnRuns:
 def register(
     wire_name: str, renamed_fields: Mapping[str, str] | None = None
 ) -> Callable[[Class], Class]:
-    """Class decorator: lets a frozen dataclass travel and be stored under `wire_name`.
+    """Return a class decorator that lets a frozen dataclass be encoded and decoded under
+    `wire_name`.
 
     Files and running processes know the wire names, so a wire name never changes: a class may get
-    another name in the code, and a field too, with `renamed_fields` (attribute -> wire name).
-    A list that a test reads holds all of them. Raises ValueError for a taken name, a class that is
-    no frozen dataclass, and a renamed field that the class lacks.
+    another name in the code, and a field too, with `renamed_fields` (attribute -> wire name). A
+    test holds a list of all of them. Raise ValueError for a name that is taken, a class that is not
+    a frozen dataclass, and a renamed field that the class lacks.
     """
 
     def add_wire_format(cls: Class) -> Class:
+        """Register the class under the wire name and return it."""
         name = cls.__qualname__
         if (
             not is_dataclass(
@@ -145,8 +147,8 @@ def register(
 
 
 def list_wire_formats() -> dict[str, list[str]]:
-    """Return wire name of a class -> wire names of its fields,
-    of all that this process registered.
+    """Return the wire names of the fields of each class that this process registered, by the
+    class's wire name.
     """
     return {
         wire_format.class_name: list(wire_format.wire_fields.values())
@@ -155,18 +157,20 @@ def list_wire_formats() -> dict[str, list[str]]:
 
 
 def encode_message(obj: Any) -> bytes:
-    """One message. Tensors are copied once, from whatever device they are on;
-    gradients are not kept.
+    """Return an object as the bytes of one message. Tensors are copied once, from whatever device
+    they are on; gradients are dropped.
 
-    Takes None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path, dense real
-    tensors and registered dataclasses, nested at will. Raises ValueError for anything else
+    The object may be None, bool, int, float, str, bytes, list, tuple, dict with str keys, Path,
+    dense real tensors and registered dataclasses, nested. Raise ValueError for anything else
     (subclasses such as numpy.float64 included).
     """
     return b"".join(encode_message_pieces(obj))
 
 
 def encode_message_pieces(obj: Any) -> MessagePieces:
-    """`encode_message` without the last copy."""
+    """Return the pieces of the message that `encode_message` joins; pieces may be views of the
+    object's tensors.
+    """
     buffers: list[Sequence[Buffer]] = []
     try:
         tree = _pack_object(obj, buffers)
@@ -186,11 +190,11 @@ def encode_message_pieces(obj: Any) -> MessagePieces:
 
 
 def decode_message(data: Buffer) -> Any:
-    """Undo `encode_message`. Raises ValueError when `data` is malformed, cut, too long or names an
-    unregistered class.
+    """Return the object that `encode_message` encoded. Raise ValueError when `data` is malformed,
+    cut, too long or names an unregistered class.
 
-    Tensors are views into `data` when it is writable (a bytearray), else into one copy of it; they
-    keep it alive.
+    Tensors are views into `data` when it is writable (a bytearray), else into one copy of `data`;
+    the tensors keep the memory alive.
     """
     view = memoryview(data).cast("B")
     if view.readonly:
@@ -217,15 +221,15 @@ def decode_message(data: Buffer) -> Any:
 
 
 def write_message_file(path: Path, obj: Any) -> None:
-    """Write `encode_message(obj)`; at any moment `path` is the old file or the whole new one. Makes
-    parent directories.
+    """Write an object to `path` as one message. At any moment `path` is the old file or the whole
+    new one. Make parent directories.
     """
     write_large_file_atomically(path, encode_message_pieces(obj))
 
 
 def read_message_file(path: Path) -> Any:
-    """Undo `write_message_file`. Raises ValueError naming the file when it is
-    missing or malformed.
+    """Return the object that `write_message_file` wrote. Raise ValueError that names the file when
+    it is missing or malformed.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist or is not a file.")
@@ -239,6 +243,7 @@ def read_message_file(path: Path) -> Any:
 
 
 def _encode_header(header: _MessageHeader) -> bytes:
+    """Return the header as JSON bytes; halves of surrogate pairs in a text are escaped."""
     try:
         return msgspec.json.encode(header)
     except UnicodeEncodeError:  # text with half of a surrogate pair: JSON can have it, UTF-8 cannot
@@ -246,6 +251,9 @@ def _encode_header(header: _MessageHeader) -> bytes:
 
 
 def _decode_header(header: memoryview) -> _MessageHeader:
+    """Return the header that JSON bytes hold. Raise msgspec's error, or ValueError, for malformed
+    bytes.
+    """
     try:
         return _HEADER_DECODER.decode(header)
     except msgspec.DecodeError:
@@ -255,8 +263,9 @@ def _decode_header(header: memoryview) -> _MessageHeader:
 
 
 def _pack_object(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
-    """The tree node of `obj`: JSON's own types for plain values and lists, else an object of one
-    key, the kind.
+    """Return the tree node of `obj`, and append the bytes of its tensors and bytes objects to
+    `buffers`. Plain values and lists are their own nodes; anything else is an object of one key,
+    its kind. Raise ValueError for an object that cannot be encoded.
     """
     kind = type(obj)
     if kind in _PLAIN_TYPES:
@@ -299,6 +308,9 @@ def _pack_object(obj: Any, buffers: list[Sequence[Buffer]]) -> Any:
 
 
 def _pack_tensor(tensor: Tensor, buffers: list[Sequence[Buffer]]) -> list[Any]:
+    """Return [type, shape] of a tensor, and append its bytes to `buffers`. Raise ValueError for a
+    type or layout that cannot be encoded.
+    """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES or tensor.layout != torch.strided:
         raise ValueError(
@@ -312,6 +324,9 @@ def _pack_tensor(tensor: Tensor, buffers: list[Sequence[Buffer]]) -> list[Any]:
 
 
 def _pack_column_runs(column_runs: ColumnRuns, buffers: list[Sequence[Buffer]]) -> list[Any]:
+    """Return [type, shape] of the selected rows of a column, and append their bytes to `buffers`,
+    not copied unless the runs are short.
+    """
     whole: list[Sequence[Buffer]] = []
     dtype, shape = _pack_tensor(column_runs.column, whole)
     ((view,),) = whole
@@ -326,6 +341,9 @@ def _pack_column_runs(column_runs: ColumnRuns, buffers: list[Sequence[Buffer]]) 
 
 
 def _unpack_node(node: Any, buffers: Iterator[memoryview]) -> Any:
+    """Return the object of a tree node; take the bytes of its tensors from `buffers`. Raise
+    ValueError for an unknown node.
+    """
     kind = type(node)
     if kind in _PLAIN_NODE_TYPES:
         return node
@@ -356,6 +374,9 @@ def _unpack_node(node: Any, buffers: Iterator[memoryview]) -> Any:
 
 
 def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
+    """Return the tensor of [type, shape], a view of the next buffer. Raise ValueError for a
+    malformed node or buffer.
+    """
     if (
         type(value) is not list
         or len(value) != 2
@@ -380,6 +401,9 @@ def _unpack_tensor(value: Any, buffers: Iterator[memoryview]) -> Tensor:
 
 
 def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
+    """Return the registered dataclass of [wire name, fields]. Raise ValueError for an unknown
+    class, other fields than the class has, or values that it refuses.
+    """
     if (
         type(value) is not list
         or len(value) != 2
@@ -412,7 +436,9 @@ def _unpack_dataclass(value: Any, buffers: Iterator[memoryview]) -> Any:
 
 
 def _slice_buffers(view: memoryview, position: int, sizes: list[int]) -> Iterator[memoryview]:
-    """The buffers, after checking that they fill `view` from `position` to its end exactly."""
+    """Return an iterator over the buffers. Raise ValueError unless they fill `view` from `position`
+    to its end exactly.
+    """
     starts = []
     for size in sizes:
         position += -position % ALIGNMENT
@@ -424,6 +450,7 @@ def _slice_buffers(view: memoryview, position: int, sizes: list[int]) -> Iterato
 
 
 def _take_next_buffer(buffers: Iterator[memoryview], size: int) -> memoryview:
+    """Return the next buffer. Raise ValueError where there is none or it has another size."""
     buffer = next(buffers, None)
     if buffer is None or len(buffer) != size:
         raise ValueError(f"a buffer of {size} bytes is missing")

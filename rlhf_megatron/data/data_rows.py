@@ -26,12 +26,13 @@ JSON_LABEL_KEY = "label_is_json"  # of `extra`: the label was no text, and is it
 
 
 def iterate_raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
-    """(number counted from 1, the row's value) of each row; a ValueError in place of one that
-    cannot be read.
+    """Yield (number counted from 1, value) of each row; a row that cannot be read has a ValueError
+    as its value.
 
-    `*.parquet` is parquet, a folder what `save_to_disk` of Hugging Face datasets wrote, anything
-    else JSONL: one JSON value a line, blank lines left out. Raises ValueError for a file that is
-    missing or not what its name says, and where pyarrow is needed and not installed.
+    `*.parquet` is read as parquet, a folder as a dataset that `save_to_disk` of Hugging Face
+    datasets wrote, anything else as JSONL: one JSON value a line, blank lines left out. Raise
+    ValueError for a file that is missing or malformed as a whole, and where pyarrow is needed and
+    not installed.
     """
     if path.is_dir():
         return _iterate_arrow_rows(path, _iterate_saved_dataset_batches)
@@ -47,12 +48,13 @@ def iterate_raw_rows(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 def _iterate_numbered_json_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """Yield (number, value) of the rows of JSON lines."""
     return ((number, value) for number, _, value in iterate_json_rows(path))
 
 
 def iterate_json_rows(path: Path) -> Iterator[tuple[int, int, Any]]:
-    """Yield rows of JSON lines as `iterate_raw_rows` does, with the byte at which each begins
-    between number and value.
+    """Yield (number, byte at which the line begins, value) of each row of JSON lines, as
+    `iterate_raw_rows` does.
     """
     begin = 0
     with open(path, "rb") as file:
@@ -63,12 +65,17 @@ def iterate_json_rows(path: Path) -> Iterator[tuple[int, int, Any]]:
 
 
 def read_json_row_at(file: BinaryIO, byte_offset: int) -> Any:
-    """The value of the line that begins at a byte."""
+    """Return the value of the line that begins at a byte of an open file; a ValueError where the
+    line cannot be read.
+    """
     file.seek(byte_offset)
     return _parse_json_line(file.readline())
 
 
 def _parse_json_line(line: bytes) -> Any:
+    """Return the value of a line, or a ValueError (not raised) that says why the line cannot be
+    read.
+    """
     try:
         return json.loads(line.decode("utf-8-sig"), parse_constant=_reject_constant)
     except UnicodeDecodeError as error:
@@ -80,13 +87,16 @@ def _parse_json_line(line: bytes) -> Any:
 
 
 def _reject_constant(text: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which Python reads and JSON does not have."""
     raise ValueError(f"{text} is not JSON")
 
 
 def _iterate_arrow_rows(
     path: Path, open_batches: Callable[[Path], Iterator[Any]]
 ) -> Iterator[tuple[int, Any]]:
-    """Rows of Arrow's record batches."""
+    """Yield (number, value) of the rows of Arrow record batches, without nulls. Raise ValueError
+    where pyarrow is missing or cannot read the file.
+    """
     try:
         import pyarrow
     except ImportError:
@@ -110,6 +120,7 @@ def _iterate_arrow_rows(
 
 
 def _iterate_parquet_batches(path: Path) -> Iterator[Any]:
+    """Yield the record batches of a parquet file."""
     from pyarrow import parquet
 
     with parquet.ParquetFile(path) as file:
@@ -117,7 +128,9 @@ def _iterate_parquet_batches(path: Path) -> Iterator[Any]:
 
 
 def _iterate_saved_dataset_batches(path: Path) -> Iterator[Any]:
-    """The files that state.json names, in that order, mapped into memory."""
+    """Yield the record batches of the files that state.json names, in that order, mapped into
+    memory. Raise ValueError for a folder without state.json.
+    """
     import pyarrow
 
     if not (path / DATASET_STATE_FILE).is_file():
@@ -132,14 +145,18 @@ def _iterate_saved_dataset_batches(path: Path) -> Iterator[Any]:
 
 
 def _drop_nulls(value: Any) -> Any:
-    """Columns and struct fields that a row leaves open are null in parquet, and absent in JSONL."""
+    """Return the value without null entries of objects: columns that a row leaves open are null in
+    parquet, and absent in JSONL.
+    """
     if isinstance(value, dict):
         return {key: _drop_nulls(item) for key, item in value.items() if item is not None}
     return [_drop_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def default_source_name(path: Path) -> str:
-    """The source of rows that name none: their data set on a hub, or their file."""
+    """Return the source name of rows that name none: their data set on a hub, or their file's
+    stem.
+    """
     return parse_cached_dataset_name(path) or path.stem
 
 
@@ -181,12 +198,12 @@ class RowCounts:
 def read_prompt_rows(
     paths: Sequence[str | Path], prompt_key: str, label_key: str, skip_bad_rows: bool
 ) -> tuple[tuple[PromptRow, ...], RowCounts]:
-    """One object a row; `prompt_key` holds text or chat messages, `label_key` text or a number, or
-    a list or an object, which become JSON.
+    """Read the rows of all files and return them with their counts. `prompt_key` holds text or chat
+    messages; `label_key` holds text or a number, or a list or an object, which become JSON.
 
-    A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raises
-    ValueError for a missing file, for any bad row (unless `skip_bad_rows`), and when no
-    good row is left.
+    A key with points, such as reward_model.ground_truth, is looked up in nested objects. Raise
+    ValueError for a missing file, for any bad row (unless `skip_bad_rows`), and when no good row is
+    left.
     """
     rows: list[PromptRow] = []
     problems: list[str] = []
@@ -215,7 +232,9 @@ def read_prompt_rows(
 
 
 def raise_on_bad_rows(problems: Sequence[str], num_good: int, skip_bad_rows: bool) -> None:
-    """Raises ValueError that lists bad rows, unless they are to be skipped and others are left."""
+    """Raise ValueError that lists the bad rows. Do nothing if there are none, or if they are
+    skipped and good rows are left.
+    """
     if not problems or (skip_bad_rows and num_good):
         return
     listed = "\n".join(f"  {problem}" for problem in problems[:MAX_LISTED_PROBLEMS])
@@ -234,8 +253,8 @@ def raise_on_bad_rows(problems: Sequence[str], num_good: int, skip_bad_rows: boo
 
 
 def check_row_encoding(row: PromptRow) -> PromptRow:
-    """The row. Raises ValueError for half of a surrogate pair, which JSON can escape and no file
-    or log can hold.
+    """Return the row. Raise ValueError for half of a surrogate pair in one of its texts, which JSON
+    can escape and a file or log cannot hold.
     """
     messages = () if isinstance(row.prompt, str) else row.prompt
     prompts = (
@@ -250,7 +269,7 @@ def check_row_encoding(row: PromptRow) -> PromptRow:
 
 
 def check_text_encoding(text: str, text_name: str = "text") -> None:
-    """Raises ValueError for half of a surrogate pair."""
+    """Raise ValueError where the text has half of a surrogate pair."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -263,7 +282,9 @@ def check_text_encoding(text: str, text_name: str = "text") -> None:
 def parse_prompt_row(
     value: Any, prompt_key: str, label_key: str, default_source: str, origin: str
 ) -> PromptRow:
-    """Return the row as it is read. Raises ValueError saying what is wrong with it."""
+    """Return the prompt row that a raw value holds. Raise ValueError that says what is wrong with
+    the value, and the value itself if it is a ValueError.
+    """
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):
@@ -288,13 +309,13 @@ def parse_prompt_row(
 
 
 def has_json_label(label: str, extra: str) -> bool:
-    """Whether a row has a list or an object as its label."""
+    """Return whether a row's label is the JSON of a list or an object."""
     return extra.startswith(f'{{"{JSON_LABEL_KEY}": true') and label[:1] in ("[", "{")
 
 
 def _format_decimal(number: float, label_key: str) -> str:
-    """The number as people write it: tables have 72.0 where 72 is meant. Raises ValueError
-    for what is none.
+    """Return the number as people write it: tables have 72.0 where 72 is meant. Raise ValueError
+    for a number that is not finite.
     """
     if not isfinite(number):
         raise ValueError(
@@ -306,7 +327,7 @@ def _format_decimal(number: float, label_key: str) -> str:
 
 
 def _drop_key(row: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """`row` without what `look_up_key` finds."""
+    """Return `row` without the entry that `look_up_key` finds."""
     if key in row or "." not in key:
         return {name: value for name, value in row.items() if name != key}
     first, _, rest = key.partition(".")
@@ -314,8 +335,8 @@ def _drop_key(row: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def look_up_key(row: Mapping[str, Any], key: str, setting: str) -> Any:
-    """The value of a key, with points also in nested objects. Raises ValueError; `setting`
-    names the key.
+    """Return the value of a key; a key with points is looked up in nested objects too. Raise
+    ValueError where there is none; `setting` is the setting that the message names.
     """
     if key in row:
         return row[key]
@@ -330,8 +351,8 @@ def look_up_key(row: Mapping[str, Any], key: str, setting: str) -> Any:
 
 
 def parse_prompt(value: Any, key: str) -> Prompt:
-    """The prompt of a row's value. Raises ValueError for what is neither text nor messages
-    to be answered.
+    """Return the prompt that a row's value holds: text or chat messages. Raise ValueError for
+    anything else, for empty text, and for messages that do not end with something to answer.
     """
     if isinstance(value, list):
         return _parse_chat_messages(value, key)
@@ -345,6 +366,9 @@ def parse_prompt(value: Any, key: str) -> Prompt:
 
 
 def _parse_chat_messages(values: list[Any], key: str) -> tuple[ChatMessage, ...]:
+    """Return the messages of a prompt. Raise ValueError for a malformed list, and for one that does
+    not end with something to answer.
+    """
     messages = []
     for number, value in enumerate(values, start=1):
         where = f"message {number} of {key!r}"
@@ -373,7 +397,9 @@ def _parse_chat_messages(values: list[Any], key: str) -> tuple[ChatMessage, ...]
 
 
 def _encode_extra(extra_values: Mapping[str, Any]) -> str:
-    """The row's other keys as JSON, or ""."""
+    """Return the row's other keys as JSON, or "" where there are none. Raise ValueError where they
+    are not JSON values or too long.
+    """
     if not extra_values:
         return ""
     try:
@@ -392,6 +418,7 @@ def _encode_extra(extra_values: Mapping[str, Any]) -> str:
 
 
 def _describe_value(value: Any) -> str:
+    """Return a value as an error message names it."""
     if value is None:
         return "nothing"
     if not isinstance(value, str):
@@ -400,6 +427,7 @@ def _describe_value(value: Any) -> str:
 
 
 def _name_json_type(value: Any) -> str:
+    """Return JSON's name of a value's type, such as "object"."""
     names = {
         dict: "object",
         list: "array",

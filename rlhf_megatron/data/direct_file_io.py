@@ -15,8 +15,8 @@ PIECE_BYTES = 1 << 22  # of what goes to the disk at once; a multiple of any blo
 
 
 def write_large_file_atomically(path: Path, pieces: Iterable[FilePiece]) -> None:
-    """`pieces` one after the other; the file appears by rename when it is on disk. Makes
-    parent directories.
+    """Write `pieces` one after the other to `path`, around the system's cache. The file appears by
+    rename when it is on disk. Make parent directories.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     aside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -31,8 +31,9 @@ def write_large_file_atomically(path: Path, pieces: Iterable[FilePiece]) -> None
 
 
 def write_pieces(descriptor: int, pieces: Iterable[FilePiece]) -> None:
-    """Write `pieces` one after the other to a file that is empty. What is no whole piece goes
-    through the cache, as all does on a file system that knows no other way.
+    """Write `pieces` one after the other to a file that is empty, around the system's cache. The
+    last part, which is not a whole block, goes through the cache; so does everything on a file
+    system without direct writes.
     """
     piece = memoryview(mmap.mmap(-1, PIECE_BYTES))  # which begins at a page
     filled = 0
@@ -49,6 +50,9 @@ def write_pieces(descriptor: int, pieces: Iterable[FilePiece]) -> None:
 
 
 def _write_bytes(descriptor: int, data: memoryview, bypass_cache: bool) -> None:
+    """Write all bytes to the file; with `bypass_cache` directly to disk, or through the cache where
+    the file system refuses that.
+    """
     usual = fcntl.fcntl(descriptor, fcntl.F_GETFL) & ~os.O_DIRECT
     while len(data):
         try:

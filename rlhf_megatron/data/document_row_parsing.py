@@ -38,7 +38,7 @@ class RowOutcomeCounts:
     num_tools_lost: int = 0  # conversations
 
     def describe_counts(self) -> list[str]:
-        """Return the counts that a person should know, one phrase each."""
+        """Return the counts that are not 0, as one phrase each, for people."""
         phrases = {
             "malformed rows skipped": self.num_bad,
             "over-long documents dropped": self.num_overlong,
@@ -65,6 +65,10 @@ def parse_conversation_row(
     tokenizer: Tokenizer,
     counts: RowOutcomeCounts,
 ) -> list[DocumentSample]:
+    """Return the samples of a conversation row: one document with all turns, or one for each turn
+    where the chat template rewrites earlier turns. Add to `counts`. Raise ValueError for a
+    malformed row.
+    """
     assert sft.messages_key is not None, "the job reads conversations"
     messages = _parse_messages(
         look_up_key(row, sft.messages_key, "sft.messages_key"), sft.messages_key
@@ -94,6 +98,9 @@ def _tokenize_row_turns(
     tokenizer: Tokenizer,
     counts: RowOutcomeCounts,
 ) -> ConversationDocuments:
+    """Tokenize the assistant's turns of a conversation, with the tools that the row names. Add to
+    `counts`. Raise ValueError for malformed tools or a conversation that cannot be tokenized.
+    """
     tools = _parse_json_text(row.get(sft.tools_key) or None, sft.tools_key)
     if tools is not None and not (
         isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)
@@ -120,7 +127,10 @@ def _tokenize_row_turns(
 
 
 def _parse_messages(value: Any, key: str) -> list[dict[str, Any]]:
-    """Messages as the template is given them: role and content, and whatever else the row has."""
+    """Return the messages of a row's value, a list or JSON text, as the template gets them: role
+    and content, and whatever else the row has, without nulls and empty lists. Raise ValueError for
+    malformed messages.
+    """
     value = _parse_json_text(value, key)
     if not isinstance(value, list) or not value:
         raise ValueError(f"{key!r} must be a list of messages")
@@ -139,7 +149,9 @@ def _parse_messages(value: Any, key: str) -> list[dict[str, Any]]:
 
 
 def _join_text_parts(content: Any) -> Any:
-    """The text of a message's content, which may be in parts; what holds another part as it is."""
+    """Return the text of a message's content, joined from its text parts. A list with another part
+    is returned as it is, and None gives "".
+    """
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         texts = [text for part in parts if isinstance(text := part.get("text"), str)]
@@ -148,8 +160,8 @@ def _join_text_parts(content: Any) -> Any:
 
 
 def _parse_json_text(value: Any, key: str) -> Any:
-    """The value itself, or what it says as JSON text.
-    Raises ValueError for text that is no JSON.
+    """Return the value or, where it is text, the value that the text holds as JSON. Raise
+    ValueError for text that is not JSON.
     """
     if not isinstance(value, str):
         return value
@@ -167,8 +179,9 @@ def parse_preference_row(
     tokenizer: Tokenizer,
     counts: RowOutcomeCounts,
 ) -> list[DocumentSample]:
-    """Put both answers behind the prompt that RL would ask. What a chat template writes of the last
-    messages trains.
+    """Return one sample with the chosen and the rejected answer, each behind the prompt that RL
+    would ask. Only the answers train: in a conversation, the text that the chat template writes for
+    the last message. Raise ValueError for a malformed row and for two equal answers.
     """
     chosen, rejected = (look_up_key(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
     prompt = parse_prompt(row[data.prompt_key], data.prompt_key) if data.prompt_key in row else None
@@ -218,6 +231,9 @@ def parse_preference_row(
 
 
 def _parse_answer(value: Any, key: str) -> str:
+    """Return an answer that is text or the last message of a conversation. Raise ValueError where
+    the last message is not the assistant's.
+    """
     if isinstance(value, str):
         return value
     last = _parse_messages(value, key)[-1]
@@ -227,6 +243,9 @@ def _parse_answer(value: Any, key: str) -> str:
 
 
 def parse_sample_weight(row: Mapping[str, Any], sft: SFTConfig) -> float:
+    """Return a row's weight in the loss, 1 where no key is set. Raise ValueError for anything but a
+    number from 0 to below a million.
+    """
     if sft.weight_key is None:
         return 1.0
     weight = look_up_key(row, sft.weight_key, "sft.weight_key")

@@ -45,6 +45,7 @@ class InMemorySampleSet(Sequence[DocumentSample]):
     """
 
     def __init__(self, samples: Iterable[DocumentSample]) -> None:
+        """Join the tokens of all samples into three tensors."""
         ids = array("i")
         mask = bytearray()
         lengths = array("q")
@@ -80,6 +81,7 @@ class InMemorySampleSet(Sequence[DocumentSample]):
         return len(self.sources)
 
     def __getitem__(self, index: Any) -> Any:
+        """Return one sample, without the teacher's log-probs."""
         documents = []
         for row in range(
             index * self.documents_per_sample, (index + 1) * self.documents_per_sample
@@ -99,10 +101,12 @@ class InMemorySampleSet(Sequence[DocumentSample]):
         return DocumentSample(tuple(documents), self.sources[index], float(self.weights[index]))
 
     def __repr__(self) -> str:
+        """Return a digest of everything that trains."""
         return self._content_digest
 
     @cached_property
     def _content_digest(self) -> str:
+        """Return the sha256 of everything that trains."""
         found = hashlib.sha256(repr((self.documents_per_sample, self.sources)).encode())
         told = (
             ()
@@ -115,7 +119,9 @@ class InMemorySampleSet(Sequence[DocumentSample]):
         return found.hexdigest()
 
     def make_batch(self, indices: Sequence[int]) -> DocumentSampleBatch:
-        """The samples with these indices, in order; documents of a pair stand beside each other."""
+        """Return the samples with these indices, in order; the two documents of a pair follow one
+        another.
+        """
         rows = [
             index * self.documents_per_sample + k
             for index in indices
@@ -133,7 +139,9 @@ class InMemorySampleSet(Sequence[DocumentSample]):
 
     @cached_property
     def _teacher_row_offsets(self) -> Tensor:
-        """[B + 1] int64: how many places are told of before each sample."""
+        """Return the number of trained tokens before each document, [documents + 1] int64: the row
+        at which the document's teacher log-probs begin.
+        """
         trained = torch.cat(
             [torch.zeros(1, dtype=torch.int64), self.tokens.response_mask.cumsum(0)]
         )
@@ -142,7 +150,9 @@ class InMemorySampleSet(Sequence[DocumentSample]):
     def _select_teacher_columns(
         self, tokens: TokenBatch, indices: Sequence[int]
     ) -> TopLogProbs | None:
-        """Return what the teacher said of these samples, as columns of their tokens."""
+        """Return the teacher's log-probs of these samples as columns of their tokens, 0 where a
+        token does not train; None where there is no teacher.
+        """
         if self.teacher_columns is None:
             return None
         places = torch.cat(
@@ -167,13 +177,14 @@ class DocumentSampleBatch:
     teacher_columns: TopLogProbs | None = None  # by tokens, where rows bring what a teacher told
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.sources)
 
 
 def gather_samples(
     sources: Sequence[SampleSource], item_locations: Iterable[tuple[int, int]]
 ) -> DocumentSampleBatch:
-    """The samples at (source, index of its item) as one batch, by source."""
+    """Return the samples at these (source, index of its item) as one batch, grouped by source."""
     by_source: dict[int, list[int]] = {}
     for source, index in item_locations:
         by_source.setdefault(source, []).append(index)
@@ -197,7 +208,9 @@ def gather_samples(
 
 
 def _join_teacher_top_tokens(teacher_rows: Sequence[TeacherTopTokens]) -> TopLogProbs | None:
-    """Join the teacher's log-probs of all samples, in their order."""
+    """Return the teacher's log-probs of all samples, in order, [N, K]; None where there are
+    none.
+    """
     if not teacher_rows:
         return None
     ids = array("i")
@@ -217,7 +230,8 @@ class SampleSet(Protocol):
 
     def __len__(self) -> int: ...
     def __getitem__(self, index: Any) -> Any: ...
-    def make_batch(self, indices: Sequence[int]) -> DocumentSampleBatch: ...
+    def make_batch(self, indices: Sequence[int]) -> DocumentSampleBatch:
+        """Return the samples with these indices, in order."""
 
 
 @dataclass(frozen=True)

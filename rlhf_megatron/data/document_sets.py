@@ -51,21 +51,23 @@ class DocumentSets:
 
     @property
     def num_train(self) -> int:
+        """Return the number of training samples."""
         return sum(len(source.items) for source in self.sources)
 
     @property
     def num_held_out(self) -> int:
+        """Return the number of held-out samples."""
         return sum(len(held_out.items) for held_out in self.held_out_sources)
 
 
 def load_documents(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool
 ) -> DocumentSets:
-    """The documents of the job's sources, or of its task or files. `is_pairs`: the loss
-    compares two answers.
+    """Load the documents of the job's sources, or of its task or files. `is_pairs`: rows are pairs
+    of answers.
 
-    Raises ValueError for malformed rows, empty sets and documents over the limit, with the rows;
-    for a task or parameter that does not exist, and for a missing chat template.
+    Raise ValueError that names the rows for malformed rows, empty sets and documents over the
+    limit; also for a task or parameter that does not exist, and for a missing chat template.
     """
     counts = RowOutcomeCounts()
     if is_pairs or sft.messages_key is not None:
@@ -99,7 +101,9 @@ def load_documents(
 
 
 def first_row_has_label(data: DataConfig) -> bool:
-    """Whether the first row that `data` names has a prompt and its answer."""
+    """Return whether the first row of the files of `data` has a prompt and its answer; False for a
+    malformed row.
+    """
     try:
         return all(
             look_up_key(_read_first_row(data), key, "") is not None
@@ -110,6 +114,7 @@ def first_row_has_label(data: DataConfig) -> bool:
 
 
 def _read_first_row(data: DataConfig) -> Mapping[str, Any]:
+    """Return the first row of the first held-out or training file that is an object, or {}."""
     source = next(iter(resolve_sources(data).values()))
     files = [*source.val_files, *source.train_files][:1]
     return next(
@@ -121,11 +126,11 @@ def _read_first_row(data: DataConfig) -> Mapping[str, Any]:
 def load_held_out_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool = False
 ) -> tuple[DocumentSample, ...]:
-    """The held-out documents of a job, to be scored. Files say by their first row what they are: of
-    prompts and answers, of pairs where the job learns from some, of conversations (under "messages"
-    where sft.messages_key is null), or of plain texts ("text").
+    """Return the held-out documents of a job, to be scored. The first row of the files decides
+    their kind: prompts and answers, pairs where `is_pairs`, conversations (under "messages" where
+    sft.messages_key is null), or plain texts ("text").
 
-    Raises ValueError as `load_documents` does.
+    Raise ValueError as `load_documents` does.
     """
     first = _read_first_row(data)
     is_pairs = is_pairs and sft.chosen_key in first
@@ -147,6 +152,9 @@ def load_held_out_samples(
 
 
 def _parse_text_row(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[DocumentSample]:
+    """Return the plain text of a row as a document; all tokens but the first train. Raise
+    ValueError where the row has no text.
+    """
     text = look_up_key(row, TEXT_KEY, "a row")
     if not isinstance(text, str):
         raise ValueError(f"{TEXT_KEY!r} must be a text, not {type(text).__name__}")
@@ -161,7 +169,7 @@ SamplesBySource = dict[str, list[DocumentSample]]
 
 
 def make_answer_samples(items: Sequence[PromptItem], tokenizer: Tokenizer) -> list[DocumentSample]:
-    """Make a document of each item: the prompt as an engine is asked it, then the label and the
+    """Return a document for each item: the prompt as an engine gets it, then the label and the
     end-of-sequence token, which train.
     """
     labels = tokenizer.encode_texts([item.label for item in items])
@@ -177,8 +185,8 @@ def make_answer_samples(items: Sequence[PromptItem], tokenizer: Tokenizer) -> li
 def _load_prompt_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts: RowOutcomeCounts
 ) -> tuple[SourceSamples, SamplesBySource]:
-    """Rows of prompt and answer, in the template, with the shots and the chat that RL
-    would ask them in.
+    """Return the training samples by source and the held-out samples by name, for rows of prompt
+    and answer. Prompts are in the template, the shots and the chat that RL would use.
     """
     sets = load_prompt_sets(
         replace(data, max_prompt_length=ANY_LENGTH), tokenizer, must_encode_labels=True
@@ -186,6 +194,7 @@ def _load_prompt_samples(
     counts.num_bad = sets.num_bad_rows
 
     def make_weighted_samples(items: Sequence[PromptItem]) -> list[DocumentSample]:
+        """Return the items as samples, with the weights of their rows."""
         found = make_answer_samples(items, tokenizer)
         if sft.weight_key is None:
             return found
@@ -205,7 +214,9 @@ def _load_prompt_samples(
 def _load_row_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool, counts: RowOutcomeCounts
 ) -> tuple[SourceSamples, SamplesBySource]:
-    """Conversations, or pairs, of files."""
+    """Return the training samples by source and the held-out samples by name, for files of
+    conversations or, with `is_pairs`, of pairs.
+    """
     chat = None
     if data.apply_chat_template:
         chat = make_chat_format(tokenizer, data.system_prompt, data.apply_chat_template_kwargs)
@@ -254,7 +265,9 @@ def _read_samples(
     data: DataConfig,
     counts: RowOutcomeCounts,
 ) -> list[DocumentSample]:
-    """Raises ValueError for bad rows that are not to be skipped, and where no row is left."""
+    """Return the samples of all rows of these files. Raise ValueError for bad rows that are not
+    skipped, where no row is left, and for a task.
+    """
     if source.task is not None or not files:
         raise ValueError("conversations and pairs come from files; name train_files, and no task.")
     rows = (
@@ -276,7 +289,9 @@ def _stream_samples(
     max_length: int,
     counts: RowOutcomeCounts,
 ) -> StreamedSampleSet:
-    """Read a source's files as `_read_samples` and `_apply_length_limit` do, one row at a time."""
+    """Return a source's samples, read from its files when drawn; their rows and lengths are checked
+    once, one row at a time, as `_read_samples` and `_apply_length_limit` do.
+    """
     if source.task is not None or not source.train_files:
         raise ValueError("conversations and pairs come from files; name train_files, and no task.")
     files = [Path(name) for name in source.train_files]
@@ -296,6 +311,7 @@ def _stream_samples(
     again = partial(parse_row, counts=RowOutcomeCounts())
 
     def parse_row_again(path: Path, value: Any) -> list[DocumentSample]:
+        """Return the samples of a row, without counting it again."""
         return list(
             _apply_length_limit(
                 _make_row_samples(path, value, source, again), data, max_length, RowOutcomeCounts()
@@ -312,8 +328,8 @@ def _iterate_good_rows(
     data: DataConfig,
     counts: RowOutcomeCounts,
 ) -> Iterator[tuple[Path, int, list[DocumentSample]]]:
-    """(file, byte, samples) of each row (file, number, byte, value) that is none of the bad ones.
-    Raises as `_read_samples`.
+    """Yield (file, byte, samples) of each good row among `rows` (file, number, byte, value). After
+    the last row raise ValueError as `_read_samples` does.
     """
     problems: list[str] = []
     num_good = 0
@@ -337,6 +353,7 @@ def _iterate_good_rows(
 def _make_row_samples(
     path: Path, value: Any, source: DataSourceConfig, parse_row: Any
 ) -> list[DocumentSample]:
+    """Return the samples of a raw row, with their source set. Raise ValueError for a bad row."""
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):
@@ -349,8 +366,9 @@ def _make_row_samples(
 def _apply_length_limit(
     samples: Iterable[DocumentSample], data: DataConfig, max_length: int, counts: RowOutcomeCounts
 ) -> Iterator[DocumentSample]:
-    """Yield samples within the limit; drop or cut longer ones as `data` says. Raises ValueError
-    where it says neither.
+    """Yield the samples within the limit; drop or cut longer ones as `data` says, and drop samples
+    in which nothing is left to train. Add to `counts`. Raise ValueError where `data` neither drops
+    nor cuts.
     """
     for sample in samples:
         longest = max(len(document.token_ids) for document in sample.documents)
@@ -387,6 +405,9 @@ def _apply_length_limit(
 
 
 def _truncate_document(document: TokenDocument, length: int, side: Truncation) -> TokenDocument:
+    """Return the document with at most `length` tokens, cut off at `side`, with its trained spans
+    adjusted.
+    """
     if len(document.token_ids) <= length:
         return document
     kept = truncate_ids(tuple(range(len(document.token_ids))), length, side)

@@ -44,7 +44,7 @@ _bytes_until_recount: dict[str, int] = {}  # by folder: bytes until then
 
 @dataclass(frozen=True)
 class SelectedRoutes:
-    """A part of a file."""
+    """The expert ids of some tokens of a file."""
 
     num_tokens: int  # of the whole file
     ids: ExpertIds  # [those of the positions that are below num_tokens, layers, top_k]
@@ -71,12 +71,19 @@ class RemoteRouteStores(Protocol):
         positions: ExpertIds,
         layers_by_count: Mapping[int, ExpertIds],
         top_k: int,
-    ) -> SelectedRoutes: ...
-    def has_intact_routes(self, address: str, paths: Sequence[str]) -> bool: ...
-    def remove_route_files(
-        self, address: str, paths: Sequence[str], is_step_trained: bool
-    ) -> None: ...
-    def measure_storage(self, address: str) -> RouteStorageUsage: ...
+    ) -> SelectedRoutes:
+        """Return the expert ids at `positions` of a file there, as `select_routes` does."""
+
+    def has_intact_routes(self, address: str, paths: Sequence[str]) -> bool:
+        """Return whether all files there hold the ids that were written; False without an
+        answer.
+        """
+
+    def remove_route_files(self, address: str, paths: Sequence[str], is_step_trained: bool) -> None:
+        """Remove these files there; see the function `remove_route_files` for `is_step_trained`."""
+
+    def measure_storage(self, address: str) -> RouteStorageUsage:
+        """Return the bytes that the store's folder holds."""
 
 
 remote_route_stores: RemoteRouteStores | None = (
@@ -85,9 +92,9 @@ remote_route_stores: RemoteRouteStores | None = (
 
 
 def write_route_file(directory: str, ids: ExpertIds, max_bytes: int = 0) -> str:
-    """The handle of a new file with `ids` [tokens, ...], of whatever integers. It appears whole.
-    Makes the directory, whose files together keep to `max_bytes`; 0: to their disk alone. Raises
-    OSError with what to do about it.
+    """Write `ids` [tokens, ...], integers of any type, to a new file in `directory`, in one step,
+    and return its handle. Make the directory. `max_bytes`: the limit on the bytes of all its files;
+    0: only the disk limits. Raise OSError, with advice, where there is no room.
     """
     folder = Path(directory)
     compact = ids.reshape(len(ids), -1).astype(np.uint8 if ids.max(initial=0) < 256 else np.int16)
@@ -108,7 +115,9 @@ def write_route_file(directory: str, ids: ExpertIds, max_bytes: int = 0) -> str:
 
 
 def _check_free_space(folder: Path, num_bytes: int, max_bytes: int) -> None:
-    """Raises OSError where so many bytes are too many."""
+    """Raise OSError where a file of so many bytes would leave too little of the disk, or would take
+    the folder over `max_bytes`.
+    """
     if _count_free_bytes(folder) < num_bytes:
         free = shutil.disk_usage(folder).free
         raise OSError(
@@ -131,12 +140,13 @@ def _check_free_space(folder: Path, num_bytes: int, max_bytes: int) -> None:
 
 
 def _count_free_bytes(folder: Path) -> int:
-    """Bytes that files of routes may still take of a disk."""
+    """Return the bytes that route files may still take on a folder's disk."""
     disk = shutil.disk_usage(folder)
     return disk.free - min(RESERVED_DISK_BYTES, disk.total // 20)
 
 
 def _read_file_sizes(folder: Path) -> dict[str, int]:
+    """Return the bytes of each file in a folder, by path."""
     sizes = {}
     with os.scandir(folder) as found:
         for entry in found:
@@ -146,7 +156,9 @@ def _read_file_sizes(folder: Path) -> dict[str, int]:
 
 
 def measure_route_storage(folder: Path) -> RouteStorageUsage:
-    """Return what stands in a folder of this machine."""
+    """Return the bytes that a folder of this machine holds, how many of them are in memory, and how
+    many it may hold.
+    """
     sizes = _read_file_sizes(folder) if folder.is_dir() else {}
     count = sum(sizes.values())
     there = next(each for each in (folder, *folder.parents) if each.is_dir())
@@ -155,6 +167,7 @@ def measure_route_storage(folder: Path) -> RouteStorageUsage:
 
 
 def _count_resident_bytes(path: str, size: int) -> int:
+    """Return how many of a file's bytes the kernel has in memory; 0 where the file is gone."""
     try:
         with open(path, "rb") as file:
             mapped = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
@@ -170,7 +183,7 @@ def _count_resident_bytes(path: str, size: int) -> int:
 
 
 def split_route_handle(handle: str) -> tuple[str, str]:
-    """(HOST:PORT of the store, or "", path)."""
+    """Split a handle into (HOST:PORT of the store, or "", path)."""
     address, slash, rest = handle.partition("/")
     return address, slash + rest
 
@@ -178,10 +191,9 @@ def split_route_handle(handle: str) -> tuple[str, str]:
 def select_routes(
     handle: str, positions: ExpertIds, layers_by_count: Mapping[int, ExpertIds], top_k: int
 ) -> SelectedRoutes:
-    """The tokens at `positions` of a file, from the store of its machine where this one does not
-    see it. `layers_by_count`:
-    by the layers that a file may have, those that are wanted. Raises ValueError as
-    `map_route_file` does.
+    """Return the expert ids at the token `positions` of a file, read from the store of its machine
+    where this machine does not see the file. `layers_by_count`: which layers to return, by the
+    number of layers that the file has. Raise ValueError as `map_route_file` does.
     """
     address, name = split_route_handle(handle)
     if address and remote_route_stores is not None and not Path(name).is_file():
@@ -194,8 +206,8 @@ def select_routes(
 
 
 def map_route_file(path: str, layer_counts: Sequence[int], top_k: int) -> ExpertIds:
-    """[tokens, one of `layer_counts`, top_k], mapped, not read. Raises ValueError for a file that
-    is missing, cut off or of another model.
+    """Return the expert ids of a file, [tokens, one of `layer_counts`, top_k], mapped and not read.
+    Raise ValueError for a file that is missing, cut off or of another model.
     """
     if not Path(path).is_file():
         raise ValueError(
@@ -219,8 +231,8 @@ def map_route_file(path: str, layer_counts: Sequence[int], top_k: int) -> Expert
 
 
 def check_expert_ids(source_name: str, ids: ExpertIds, num_experts: int) -> None:
-    """Raises ValueError for an expert that a layer does not have: as a smaller type its id would be
-    another one's.
+    """Raise ValueError for an expert id that a layer does not have: in a smaller type it would
+    become the id of another expert.
     """
     if (highest := int(ids.max(initial=0))) >= num_experts:
         raise ValueError(
@@ -230,8 +242,8 @@ def check_expert_ids(source_name: str, ids: ExpertIds, num_experts: int) -> None
 
 
 def has_intact_routes(handles: Iterable[str]) -> bool:
-    """Whether all of these files can be read and hold what was written. One that a machine's end
-    has cut off does not; a machine that does not answer has none.
+    """Return whether all of these files can be read and hold the ids that were written. A file that
+    a machine's crash has cut off does not; for a machine that does not answer the result is False.
     """
     names_at = group_paths_by_address(handles)
     return all(_is_file_intact(name) for name in names_at.pop("", [])) and all(
@@ -241,9 +253,9 @@ def has_intact_routes(handles: Iterable[str]) -> bool:
 
 
 def remove_route_files(handles: Iterable[str], is_step_trained: bool = False) -> None:
-    """Remove files, those that are there. `is_step_trained`: a step is over that trained on them,
-    so that its journal was read: stores then remove what a former process has left and nobody
-    has asked for.
+    """Remove these files, as far as they exist. `is_step_trained`: a step that trained on them is
+    over, so that its journal was read; stores then also remove files that a former process left and
+    that were never read.
     """
     for address, names in group_paths_by_address(handles).items():
         if address:
@@ -255,7 +267,9 @@ def remove_route_files(handles: Iterable[str], is_step_trained: bool = False) ->
 
 
 def group_paths_by_address(handles: Iterable[str]) -> dict[str, list[str]]:
-    """Files that this machine sees have the address ""."""
+    """Return the paths by the address of their store; files that this machine sees have the address
+    "".
+    """
     found: dict[str, list[str]] = {}
     for handle in handles:
         if handle:
@@ -267,6 +281,7 @@ def group_paths_by_address(handles: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _is_file_intact(path: str) -> bool:
+    """Return whether a file can be read and its ids have the digest in its name."""
     try:
         ids: ExpertIds = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):

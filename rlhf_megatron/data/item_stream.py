@@ -26,15 +26,15 @@ MAX_PERIOD = 65_536
 
 @dataclass(frozen=True)
 class SourceMixture:
-    """A pattern of sources that repeats. A period has `counts[s]` prompts of source s."""
+    """A pattern of sources that repeats. A period has `source_counts[s]` prompts of source s."""
 
     source_counts: tuple[int, ...]
     source_indices: tuple[int, ...]  # of each position of the period
     draw_ranks: tuple[int, ...]  # how many earlier positions of the period have the same source
 
     def locate_draw(self, position: int) -> tuple[int, int]:
-        """(source, number of earlier draws from it) of a position of the stream, which
-        counts from 0.
+        """Return (source, number of earlier draws from it) of a position of the stream; positions
+        count from 0.
         """
         period, index = divmod(position, len(self.source_indices))
         source = self.source_indices[index]
@@ -42,8 +42,9 @@ class SourceMixture:
 
 
 def make_source_mixture(weights: Sequence[float]) -> SourceMixture:
-    """Shares are those of `weights` (positive); exact where they have a common denominator of
-    at most 65536.
+    """Return the repeating pattern in which sources have the shares of `weights` (positive). The
+    shares are exact where the weights have a common denominator that gives at most 65536 prompts a
+    period.
     """
     counts = compute_period_counts(weights)
     sources = _interleave_sources(counts)
@@ -56,8 +57,8 @@ def make_source_mixture(weights: Sequence[float]) -> SourceMixture:
 
 
 def compute_period_counts(weights: Sequence[float]) -> list[int]:
-    """Prompts of each source in the shortest period of exact shares, or in one of 65536 by
-    largest remainder.
+    """Return the prompts of each source in a period: the shortest one with exact shares, or one of
+    65536 by largest remainder where that is longer.
     """
     fractions = [Fraction(str(weight)) for weight in weights]  # 0.1 is a tenth
     assert fractions and min(fractions) > 0, "weights must be positive"
@@ -77,8 +78,8 @@ def compute_period_counts(weights: Sequence[float]) -> list[int]:
 
 
 def _interleave_sources(counts: Sequence[int]) -> list[int]:
-    """The j-th prompt (from 0) of source s belongs into the window [floor(j n / c),
-    ceil((j + 1) n / c)).
+    """Return the source of each position of a period. The j-th prompt (from 0) of source s, of c in
+    a period of n, gets a position in [floor(j n / c), ceil((j + 1) n / c)).
     """
     length = sum(counts)
     later = [(0, s, 0) for s in range(len(counts))]  # (first position of the window, source, j)
@@ -123,13 +124,15 @@ class ItemStream(Generic[SourceType]):
     """An endless order of items. The batch of a step depends on nothing but the step.
 
     Each source is shuffled anew in each of its own epochs, in which every item of it comes once.
-    What a source gives to a stretch of the stream is its share of it, less than one item away
-    (`mixture`). The last batch of an epoch is filled from the next one, so every batch is whole.
+    In any stretch of the stream each source has its share of the items, to within one item
+    (`SourceMixture`). The last batch of an epoch is filled from the next one, so every batch is
+    whole.
     """
 
     def __init__(
         self, sources: Sequence[SourceType], batch_size: int, shuffle: bool, seed: int
     ) -> None:
+        """Raise ValueError where a source is empty, there is none, or the batch size is below 1."""
         for source in sources:
             if not source.items:
                 raise ValueError(
@@ -149,7 +152,9 @@ class ItemStream(Generic[SourceType]):
         self._epoch_order = lru_cache(maxsize=2 * len(sources))(self._make_epoch_order)
 
     def locate_batch_items(self, step: int) -> list[tuple[int, int]]:
-        """(source, index of its item) of each place in the batch of `step`, which counts from 1."""
+        """Return (source, index of its item) of each place in the batch of `step`, which counts
+        from 1, and move the stream behind that batch. Raise ValueError for a step below 1.
+        """
         if step < 1:
             raise ValueError(f"step ({step}) must be at least 1.")
         self._num_drawn = step * self.batch_size
@@ -159,24 +164,25 @@ class ItemStream(Generic[SourceType]):
 
     @property
     def num_drawn(self) -> int:
-        """Prompts so far."""
+        """Return the position of the stream: the prompts drawn so far."""
         return self._num_drawn
 
     @property
     def num_items(self) -> int:
-        """Items of all sources: an epoch."""
+        """Return the items of all sources together."""
         return sum(len(source.items) for source in self.sources)
 
     def seek_position(self, num_drawn: int) -> None:
-        """Go to where a step of an earlier process left the stream."""
+        """Move the stream to a position, such as that of a step of an earlier process."""
         self._num_drawn = num_drawn
 
     def make_cursor(self) -> StreamCursor:
+        """Return the position of the stream, with a digest that identifies its order."""
         return StreamCursor(self._num_drawn, self.batch_size, self._order_digest)
 
     def restore_cursor(self, cursor: StreamCursor) -> None:
-        """Raises ValueError when this stream would go on in another order than the one that
-        made `cursor`.
+        """Move the stream to the position of `cursor`. Raise ValueError when this stream has
+        another batch size or order than the stream that made `cursor`.
         """
         if cursor.batch_size != self.batch_size:
             raise ValueError(
@@ -193,6 +199,7 @@ class ItemStream(Generic[SourceType]):
 
     @cached_property
     def _order_digest(self) -> str:
+        """Return a digest of seed, shuffling, items and weights, which determine the order."""
         seed = self.seed if self.shuffle else None
         if len(self.sources) == 1:
             text = repr((seed, self.sources[0].items))
@@ -207,12 +214,13 @@ class ItemStream(Generic[SourceType]):
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     def locate_item(self, position: int) -> tuple[int, int]:
-        """(source, index of its item) of a position, which counts from 0."""
+        """Return (source, index of its item) of a position, which counts from 0."""
         source, draw = self._mixture.locate_draw(position)
         epoch, index = divmod(draw, len(self.sources[source].items))
         return source, self._epoch_order(source, epoch)[index]
 
     def _make_epoch_order(self, source: int, epoch: int) -> Sequence[int]:
+        """Return the order of a source's items in one of its epochs."""
         order = array("q", range(len(self.sources[source].items)))  # 8 bytes an item
         if self.shuffle:
             name = f"{self.sources[source].name}/" if len(self.sources) > 1 else ""
@@ -224,15 +232,17 @@ class PromptStream(ItemStream[PromptSource]):
     """Endless batches of prompts."""
 
     def draw_step_prompts(self, step: int) -> PromptBatch:
-        """The prompts of `step`, which counts from 1. Group ids are unique over the run."""
+        """Return the prompts of `step`, which counts from 1, and move the stream behind them. Group
+        ids are unique over the run.
+        """
         items = [
             self.sources[source].items[index] for source, index in self.locate_batch_items(step)
         ]
         return make_prompt_batch(items, first_group_id=self._num_drawn - self.batch_size)
 
     def draw_more_prompts(self) -> PromptBatch:
-        """The prompts behind those that were drawn last, for a run whose steps draw as many
-        batches as they need.
+        """Return the next batch of prompts and move the stream behind it, for a run whose steps
+        draw as many batches as they need.
         """
         first = self._num_drawn
         self._num_drawn += self.batch_size
@@ -241,8 +251,8 @@ class PromptStream(ItemStream[PromptSource]):
         )
 
     def fetch_prompts(self, positions: Sequence[int]) -> PromptBatch:
-        """The prompts at these positions, which are their group ids.
-        The stream stays where it is.
+        """Return the prompts at these positions, which become their group ids. The stream does not
+        move.
         """
         return replace(
             make_prompt_batch([self._get_item(position) for position in positions]),
@@ -250,5 +260,6 @@ class PromptStream(ItemStream[PromptSource]):
         )
 
     def _get_item(self, position: int) -> PromptItem:
+        """Return the item at a position of the stream."""
         source, index = self.locate_item(position)
         return self.sources[source].items[index]

@@ -42,8 +42,8 @@ class PromptSource:
 
 
 def make_prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> PromptBatch:
-    """The items in order, their group ids counting from `first_group_id`. Makes the held-out
-    batches of a run too.
+    """Return the items as a batch, in order, with group ids that count from `first_group_id`.
+    Held-out batches of a run are made this way too.
     """
     return PromptBatch(
         prompt_ids=tuple(item.prompt_ids for item in items),
@@ -69,9 +69,13 @@ class WeightedPromptItems:
     RESOLUTION = 1 << 30
 
     def __len__(self) -> int:
+        """Return the size of the range of integers: the number of items of a single source, else
+        RESOLUTION.
+        """
         return len(self.sources[0].items) if len(self.sources) == 1 else self.RESOLUTION
 
     def __getitem__(self, index: int) -> PromptItem:
+        """Return the item at an integer of the range."""
         if len(self.sources) == 1:
             return self.sources[0].items[index]
         ends = [0.0, *accumulate(source.weight for source in self.sources)]
@@ -104,8 +108,10 @@ class PromptFormat:
     chat: ChatFormat | None = None  # None: the text is read as it is
 
     def format_prompt(self, prompt: Prompt) -> str:
-        """Raises ValueError where a list of messages meets what is for texts, and what
-        `ChatFormat.text` does.
+        """Return the text that the model reads: a text prompt in the template, behind the solved
+        rows, as a chat where there is a chat format. Raise ValueError for a list of messages
+        without a chat format or with a template or solved rows, and as `ChatFormat.render_prompt`
+        does.
         """
         if isinstance(prompt, str):
             text = self.shots + self.template.replace("{prompt}", prompt)
@@ -135,10 +141,11 @@ class EncodedPrompts:
 def draw_few_shot_examples(
     rows: Sequence[PromptRow], config: FewShotConfig, prompt_template: str
 ) -> tuple[str, tuple[PromptRow, ...], frozenset[Prompt]]:
-    """(solved rows as text, the other rows, prompts of the solved ones), chosen by `config.seed`.
+    """Return (solved rows as text, the other rows, prompts of the solved rows), chosen at random by
+    `config.seed`.
 
-    Rows with the prompt of a solved one are left out with it. Raises ValueError where too few
-    different ones are left.
+    All rows with the prompt of a solved row are left out of the other rows. Raise ValueError where
+    too few different prompts are left.
     """
     if config.num_shots == 0:
         return "", tuple(rows), frozenset()
@@ -155,6 +162,7 @@ def draw_few_shot_examples(
     chosen = random.Random(f"few_shot/{config.seed}").sample(prompts, config.num_shots)
 
     def format_solved_row(prompt: str) -> str:
+        """Return the row of a prompt as text, in the template of solved rows."""
         values = {
             "{prompt}": prompt_template.replace("{prompt}", prompt),
             "{label}": by_prompt[prompt].label,
@@ -174,12 +182,13 @@ def encode_prompt_rows(
     skip_bad_rows: bool = False,
     must_encode_labels: bool = False,
 ) -> EncodedPrompts:
-    """Items of the rows; those over the limit are dropped or cut as it says.
+    """Return the rows as items, with their counts; prompts over the limit are dropped or cut as
+    `prompt_limit` says.
 
-    Raises ValueError naming the rows that `prompt_format` refuses, that have no tokens or that the
-    tokenizer cannot spell (with `must_encode_labels`: their labels too), unless they are skipped;
-    for a prompt that is too long where `prompt_limit` neither drops nor cuts it; and when
-    no row is left.
+    Raise ValueError that names the rows that `prompt_format` refuses, that have no tokens or that
+    the tokenizer cannot spell (with `must_encode_labels` also their labels), unless
+    `skip_bad_rows`; for a prompt that is too long where `prompt_limit` neither drops nor cuts it;
+    and when no row is left.
     """
     spelled, problems = _tokenize_rows(rows, tokenizer, prompt_format, must_encode_labels)
     raise_on_bad_rows(problems, len(spelled), skip_bad_rows)
@@ -221,7 +230,7 @@ def _tokenize_rows(
     prompt_format: PromptFormat,
     must_encode_labels: bool,
 ) -> tuple[list[TokenizedRow], list[str]]:
-    """The rows that have tokens, and what is wrong with the others."""
+    """Return the rows that have tokens, and a message for each of the others."""
     made: list[tuple[PromptRow, str]] = []
     problems: dict[str, str] = {}
     for row in rows:
@@ -254,8 +263,8 @@ def _tokenize_rows(
 
 
 def truncate_ids(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[int, ...]:
-    """The first `length` ids ("right" is cut off), the last ones ("left"),
-    or both ends ("middle").
+    """Return `length` of the ids: the first ones ("right" is cut off), the last ones ("left" is cut
+    off), or both ends ("middle" is cut out).
     """
     if side == "right":
         return ids[:length]
@@ -268,6 +277,7 @@ def truncate_ids(ids: tuple[int, ...], length: int, side: Truncation) -> tuple[i
 def _describe_overlong_prompt(
     row: PromptRow, length: int, lengths: Sequence[int], max_prompt_length: int
 ) -> str:
+    """Return the error message for a prompt over the limit."""
     count = sum(other > max_prompt_length for other in lengths)
     return (
         f"{row.origin}: the prompt has {length} tokens, over data.max_prompt_length"

@@ -50,12 +50,12 @@ class PromptSets:
 
     @cached_property
     def train_items(self) -> tuple[PromptItem, ...]:
-        """The training items of all sources."""
+        """Return the training items of all sources."""
         return tuple(item for source in self.sources for item in source.items)
 
     @cached_property
     def held_out_items(self) -> tuple[PromptItem, ...]:
-        """The items of all held-out sets."""
+        """Return the items of all held-out sets."""
         return tuple(item for held_out in self.held_out_sets for item in held_out.items)
 
 
@@ -73,13 +73,13 @@ class _LoadedPromptSource:
 def load_prompt_sets(
     config: DataConfig, tokenizer: Tokenizer, must_encode_labels: bool = False
 ) -> PromptSets:
-    """The items of the run's sources, or of its task or files. `must_encode_labels`: labels are
-    trained on, too.
+    """Load the items of the run's sources, or of its task or files. `must_encode_labels`: labels
+    are trained on too, so that the tokenizer must be able to spell them.
 
-    A held-out set is what a source holds out, by file or data_source where it has several. Raises
-    ValueError for malformed rows, empty sets and prompts over the limit, as `read_prompt_rows` and
-    `encode_prompt_rows` say, for a task or parameter that does not exist, and for a missing
-    chat template.
+    A source's held-out prompts are one set, or one for each file or data_source of its rows where
+    it has several. Raise ValueError for malformed rows, empty sets and prompts over the limit, as
+    `read_prompt_rows` and `encode_prompt_rows` do, for a task or parameter that does not exist, and
+    for a missing chat template.
     """
     chat = None
     if config.apply_chat_template:
@@ -111,8 +111,8 @@ def load_prompt_sets(
 
 
 def resolve_sources(data: DataConfig) -> dict[str, DataSourceConfig]:
-    """Return the sources by the place of their settings, each with what it takes over from the
-    section; without sources, the section itself.
+    """Return the sources by the path of their settings, each completed with the settings that it
+    takes over from the data section; without sources, the section itself as the only source.
     """
     if not data.sources:
         section = DataSourceConfig(
@@ -139,7 +139,7 @@ def resolve_sources(data: DataConfig) -> dict[str, DataSourceConfig]:
 
 
 def check_source_rows(config: DataConfig) -> None:
-    """Read the rows of all sources, without a tokenizer. Raises ValueError as
+    """Read the rows of all sources, without a tokenizer, and drop them. Raise ValueError as
     `load_prompt_sets` does.
     """
     for key, source in resolve_sources(config).items():
@@ -149,7 +149,7 @@ def check_source_rows(config: DataConfig) -> None:
 
 @contextmanager
 def name_source_in_errors(setting_path: str, source: DataSourceConfig) -> Iterator[None]:
-    """Name the source in a ValueError raised inside, where there are several."""
+    """Within the block, add the source's name to a ValueError, where the source has one."""
     try:
         yield
     except ValueError as error:
@@ -166,6 +166,9 @@ def _load_prompt_source(
     chat: ChatFormat | None,
     must_encode_labels: bool,
 ) -> _LoadedPromptSource:
+    """Read, encode and group the rows of one source. Raise ValueError with the name of the
+    source.
+    """
     assert source.prompt_template is not None and source.few_shot is not None, "see `_sources`"
     with name_source_in_errors(setting_path, source):
         train, train_counts, held_out, held_out_counts = _read_source_rows(
@@ -202,7 +205,9 @@ def _load_prompt_source(
 def _read_source_rows(
     setting_path: str, source: DataSourceConfig, config: DataConfig
 ) -> tuple[tuple[PromptRow, ...], RowCounts, tuple[PromptRow, ...], RowCounts]:
-    """Training rows and held-out rows, each with their counts."""
+    """Return (training rows, their counts, held-out rows, their counts) of a source. Raise
+    ValueError for bad rows or missing files.
+    """
     nothing = RowCounts(0, 0, 0)
     if source.task is not None:
         task = TASKS.get(source.task)
@@ -238,7 +243,7 @@ def _read_source_rows(
 
 
 def _set_item_source(encoded: EncodedPrompts, source_name: str) -> EncodedPrompts:
-    """Items of a named source bear its name."""
+    """Return the items with `source_name` as their source; unchanged where it is ""."""
     if not source_name:
         return encoded
     return replace(
@@ -249,7 +254,9 @@ def _set_item_source(encoded: EncodedPrompts, source_name: str) -> EncodedPrompt
 def _group_held_out_prompts(
     items: tuple[PromptItem, ...], source_name: str
 ) -> tuple[HeldOutPrompts, ...]:
-    """A set for each source that the rows name (their data_source, file or task)."""
+    """Return a held-out set for each source that the rows name (their data_source, file or
+    task).
+    """
     by_source: dict[str, list[PromptItem]] = {}
     for item in items:
         by_source.setdefault(item.source, []).append(

@@ -73,25 +73,26 @@ def plan_replicas(
     attention_length: int = 24576,
     sample_prompts: SamplePrompts | None = None,
 ) -> tuple[ReplicaPlan, ...]:
-    """Spread samples of the given lengths (tokens) over replicas. The same input gives
-    the same plan.
+    """Spread samples of the given lengths (tokens) over replicas and pack them into micro-batches.
+    Return the plan of each replica. The same input gives the same plan.
 
-    Replicas get the same number of micro-batches (as few as `packing` finds) and loads balanced by
-    cost; micro-batches are of even length where that allows it, so that little is padded up to the
-    longest. A document of `attention_length` tokens spends as much on attention scores as on
-    everything else (12 x hidden size, about).
+    Replicas get the same number of micro-batches (as few as `bin_packing` finds) and loads balanced
+    by cost; micro-batches are of even length where that allows it, so that little is padded up to
+    the longest. `attention_length` is the number of tokens at which attention scores cost as much
+    as everything else (about 12 x hidden size): a document of n tokens costs n * (attention_length
+    + n).
 
-    `token_budget`: of a micro-batch of one replica; what its context-parallel ranks have together.
+    `token_budget`: tokens of a micro-batch of one replica, over all its context-parallel ranks.
     Each document is padded to a multiple of `document_multiple`, each micro-batch to one of
     `packed_multiple`, both within the budget; each replica has a multiple of `micro_batch_multiple`
     micro-batches (`weights.parallel_layout.ParallelLayout` says why). Where there are fewer samples
-    than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out,
-    of zero weight.
+    than micro-batches, the rest hold a no-op sample each: index -1, two tokens, masked out, of zero
+    weight.
 
-    `sample_prompts`: of samples that share them; those of a prompt stay together, in as many parts
-    as make the dearest replica cheapest. Not together with a `document_multiple`.
+    `sample_prompts`: given where samples share prompts. Then the samples of a prompt stay together,
+    in as many parts as make the dearest replica cheapest; `document_multiple` must be 1.
 
-    Raises ValueError when a sample alone is over the budget.
+    Raise ValueError when a sample alone is over the budget.
     """
     assert num_replicas >= 1 and document_multiple >= 1 and micro_batch_multiple >= 1
     assert sample_prompts is None or document_multiple == 1, (
@@ -119,8 +120,8 @@ def plan_replicas(
 
 
 def take_replica_shard(batch: Batch, plan: ReplicaPlan) -> Batch:
-    """The shard of one replica: the samples of `plan.samples`, in that order, no-op
-    samples included.
+    """Return the shard of one replica: the samples of `plan.samples`, in that order, no-op samples
+    included.
 
     Every column of a no-op sample is zero, False or "".
     """
@@ -136,7 +137,7 @@ def take_replica_shard(batch: Batch, plan: ReplicaPlan) -> Batch:
 
 
 def encode_replica_shard(batch: TokenBatch, plan: ReplicaPlan) -> codec.MessagePieces:
-    """`take_replica_shard` as the bytes of a message, without a copy of what is long."""
+    """Return `take_replica_shard` as the bytes of a message, without copying long columns."""
     return codec.encode_message_pieces(
         take_replica_shard(batch, plan)
         if NO_OP in plan.samples
@@ -147,8 +148,8 @@ def encode_replica_shard(batch: TokenBatch, plan: ReplicaPlan) -> codec.MessageP
 def restore_sample_order(
     replica_results: Sequence[Columns], plans: Sequence[ReplicaPlan], offsets: Tensor
 ) -> Columns:
-    """Undo `take_replica_shard` on the results of all replicas: no-op samples are dropped, the
-    order is that of the whole batch. `offsets`: of that.
+    """Undo `take_replica_shard` on the results of all replicas: drop the no-op samples and return
+    columns in the order of the whole batch. `offsets`: the offsets of the whole batch.
     """
     borders = offsets.tolist()
     new: dict[str, Tensor] = {}
@@ -171,13 +172,17 @@ def restore_sample_order(
 
 
 def _round_up(length: int, multiple: int) -> int:
+    """Return `length` rounded up to a multiple."""
     return -(-length // multiple) * multiple
 
 
 def _check_token_budget(
     lengths: Sequence[int], token_budget: int, packed_multiple: int, is_pooled: bool
 ) -> None:
-    """`is_pooled`: the budget is that of several context-parallel ranks."""
+    """Raise ValueError where a sample, padded to `packed_multiple`, is over the budget, or not even
+    a no-op sample fits. `is_pooled`: the budget is that of several context-parallel ranks, which
+    the message says.
+    """
     setting = "actor.ppo_max_token_len_per_gpu" + (" x context_parallel_size" if is_pooled else "")
     for index, length in enumerate(lengths):
         assert length >= 1, f"sample {index} has {length} tokens"
@@ -209,8 +214,9 @@ def _pack_by_prompt(
     bins_multiple: int,
     bin_capacity: int,
 ) -> tuple[list[PromptUnit], list[ReplicaShare]]:
-    """Pack samples by prompt. Returns the units that were packed, and the bins of each replica,
-    which hold these.
+    """Split each prompt's samples into 1, 2, 4, ... units until the replicas are even or get no
+    better, and pack the units. Return the units and the bins of each replica, which hold indices of
+    units. `attention_length`: as in `plan_replicas`.
     """
     best: tuple[list[PromptUnit], list[ReplicaShare]] | None = None
     num_parts = 1
@@ -240,7 +246,10 @@ def _pack_by_prompt(
 def _make_replica_plan(
     replica_share: ReplicaShare, units: Sequence[PromptUnit] | None, packed_length: int
 ) -> ReplicaPlan:
-    """`replica_share` comes dearest first, so empty bins, which become no-op samples, come last."""
+    """Return a replica's micro-batches, the dearest first, as its plan. An empty micro-batch, which
+    comes last, holds one no-op sample. `units`: the units that the bins hold; None: the bins hold
+    samples.
+    """
     samples: list[int] = []
     micro_batches = []
     for micro_batch in replica_share:
@@ -254,7 +263,7 @@ def _make_replica_plan(
 
 
 def _make_no_op_sample(batch: Batch) -> Batch:
-    """One sample of `batch`'s type and columns that trains nothing."""
+    """Return one sample of `batch`'s type and columns that trains nothing."""
     new: dict[str, Any] = {"offsets": torch.tensor([0, NO_OP_LENGTH], dtype=torch.int64)}
     for name, axis, value in iterate_columns(batch):
         count = NO_OP_LENGTH if axis == "token" else 1

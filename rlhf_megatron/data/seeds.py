@@ -13,12 +13,14 @@ _MASK = (1 << 64) - 1
 
 
 def derive_seed(*parts: int) -> int:
-    """A seed in [0, 2^31) from integers such as (run seed, step, group, sample)."""
+    """Return a seed in [0, 2^31) made from integers such as (run seed, step, group, sample). The
+    same integers give the same seed.
+    """
     return _mix_parts(parts)
 
 
 def _mix_parts(parts: Sequence[int]) -> int:
-    """SplitMix64 over the parts, cut to [0, 2^31)."""
+    """Return SplitMix64 over the parts, cut to [0, 2^31)."""
     state = 0x9E3779B97F4A7C15
     for part in parts:
         state = (state ^ (part & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
@@ -29,8 +31,6 @@ def _mix_parts(parts: Sequence[int]) -> int:
 
 
 def seed_process(*parts: int) -> None:
-    """Seed the generators of this process that belong to nobody,
-    Python's and numpy's, by `parts`.
-    """
+    """Seed the global generators of this process, Python's and numpy's, by `parts`."""
     random.seed(_mix_parts((*parts, 0)))
     np.random.seed(_mix_parts((*parts, 1)))

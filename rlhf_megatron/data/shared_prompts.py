@@ -23,7 +23,7 @@ from rlhf_megatron.data.batch import TokenBatch
 
 @dataclass(frozen=True)
 class SamplePrompts:
-    """Says of each sample which prompt it has, and how much of that it may share."""
+    """The prompt of each sample, and how many of the prompt's tokens the sample may share."""
 
     prompt_numbers: tuple[int, ...]  # the same for samples of one prompt
     prompt_lengths: tuple[
@@ -32,8 +32,8 @@ class SamplePrompts:
 
 
 def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
-    """Find each sample's prompt: what stands before its first token that trains. Equal tokens
-    make one prompt.
+    """Return each sample's prompt number and the length of its prompt: the tokens before its first
+    token that trains. Samples with equal prompt tokens get the same number.
     """
     trains = batch.response_mask.numpy()
     token_ids = batch.token_ids.numpy()
@@ -52,8 +52,8 @@ def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
 def count_shared_tokens(
     sample_prompts: SamplePrompts, micro_batches: Iterable[Iterable[int]]
 ) -> int:
-    """Count the tokens of prompts that are not forwarded, since another sample of the
-    micro-batch has them.
+    """Return the number of prompt tokens that need no forward pass, because another sample of the
+    same micro-batch has the same prompt.
     """
     count = 0
     for samples in micro_batches:
@@ -82,10 +82,13 @@ def split_into_prompt_units(
     bin_capacity: int,
     attention_length: int,
 ) -> Iterator[PromptUnit]:
-    """Yield all samples in units: those of a prompt in `num_parts` units of about as many samples,
-    or in more where that would be longer than `bin_capacity`. Cost as `plan_replicas` counts it; an
-    own token attends to its prompt as well. A further sample without own tokens counts as one: it
-    has a row in the head.
+    """Yield units of samples that cover all samples. The samples of a prompt are split into
+    `num_parts` units of about as many samples, or into more where a unit would be longer than
+    `bin_capacity`; samples without a shared prompt are units of their own.
+
+    A unit's cost is as in `plan_replicas`: `attention_length` is the number of tokens at which
+    attention costs as much as everything else, and a sample's own tokens attend to its prompt as
+    well. A further sample without own tokens counts as one token: it has a row in the head.
     """
     by_prompt: dict[int, list[int]] = {}
     for sample, number in enumerate(sample_prompts.prompt_numbers):

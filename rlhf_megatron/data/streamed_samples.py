@@ -23,12 +23,10 @@ ParseRow = Callable[[Path, Any], list[DocumentSample]]
 
 
 class StreamedSampleSet(Sequence[DocumentSample]):
-    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are
-    held, and no token.
+    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are held in memory,
+    and no token.
 
-    `rows`: (index of its file, byte at which its line begins, samples) of each row, which is gone
-    through once. `read` makes the same samples of a row again. The repr is a digest of
-    all that trains.
+    The repr is a digest of everything that trains.
     """
 
     def __init__(
@@ -37,6 +35,10 @@ class StreamedSampleSet(Sequence[DocumentSample]):
         rows: Iterable[tuple[int, int, list[DocumentSample]]],
         parse_row: ParseRow,
     ) -> None:
+        """Go through `rows` once and keep where each sample's row lies. `rows`: (index of the file,
+        byte at which the line begins, samples) of each row. `parse_row` must make the same samples
+        of a row each time.
+        """
         self._files = tuple(files)
         self._parse_row = parse_row
         self._file_indices = array("H")
@@ -57,19 +59,27 @@ class StreamedSampleSet(Sequence[DocumentSample]):
         return len(self._file_indices)
 
     def __getitem__(self, index: Any) -> Any:
-        """Raises ValueError for a file that has changed since it was first read."""
+        """Read the sample's row from its file and return the sample. Raise ValueError for a file
+        that has changed since it was first read.
+        """
         file = self._file_indices[index]
         value = read_json_row_at(self._open_unchanged_file(file), self._row_offsets[index])
         return self._parse_row(self._files[file], value)[self._numbers_in_row[index]]
 
     def __repr__(self) -> str:
+        """Return a digest of everything that trains."""
         return self._content_digest
 
     def make_batch(self, indices: Sequence[int]) -> DocumentSampleBatch:
-        """The samples with these indices, in order. Raises as `__getitem__`."""
+        """Return the samples with these indices, in order. Raise ValueError as `__getitem__`
+        does.
+        """
         return InMemorySampleSet(self[index] for index in indices).make_batch(range(len(indices)))
 
     def _open_unchanged_file(self, file_index: int) -> BinaryIO:
+        """Return the open file of this index. Raise ValueError where it has changed since it was
+        first read.
+        """
         path = self._files[file_index]
         if file_index not in self._open_files:
             self._open_files[file_index] = path.open("rb")
@@ -82,10 +92,12 @@ class StreamedSampleSet(Sequence[DocumentSample]):
 
 
 def _make_file_state(file_stat: os.stat_result) -> tuple[int, int, int]:
+    """Return (inode, bytes, mtime in ns), by which a changed file is noticed."""
     return file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns
 
 
 def _update_digest(digest: Any, sample: DocumentSample) -> None:
+    """Add everything of a sample that trains to the digest."""
     # Cursors of earlier runs hold this digest: its text keeps the names that it began with.
     teacher = sample.teacher_top_tokens
     teacher_text = "None"

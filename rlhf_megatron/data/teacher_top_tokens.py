@@ -27,10 +27,11 @@ class TeacherTopTokens:
     top_k: int  # K
 
     def __len__(self) -> int:
+        """Return the number of places, N."""
         return len(self.token_ids) // self.top_k
 
     def select_positions(self, begin: int, end: int) -> TeacherTopTokens:
-        """Return some of the places."""
+        """Return the places begin .. end - 1."""
         places = slice(begin * self.top_k, end * self.top_k)
         return TeacherTopTokens(self.token_ids[places], self.log_probs[places], self.top_k)
 
@@ -38,10 +39,10 @@ class TeacherTopTokens:
 def parse_teacher_top_tokens(
     row: Mapping[str, Any], key: str, num_trained: int, top_k: int, vocab_size: int
 ) -> TeacherTopTokens:
-    """The `top_k` likeliest tokens of each place. `row[key]`: {"ids": N lists of K or more,
-    "log_probs": the same}.
+    """Return the teacher's `top_k` likeliest tokens of each place that trains. `row[key]` is
+    {"ids": N lists of K or more, "log_probs": likewise}, N = `num_trained`.
 
-    Raises ValueError for another number of places, for less tokens, and for what are no
+    Raise ValueError for another number of places, for too few tokens, and for values that are not
     ids or log-probs.
     """
     value = look_up_key(row, key, "sft.teacher_key")
@@ -79,6 +80,9 @@ def parse_teacher_top_tokens(
 def _parse_position(
     ids: list[Any], log_probs: list[Any], top_k: int, vocab_size: int, position_name: str
 ) -> tuple[list[int], list[float]]:
+    """Return the ids and log-probs of one place's `top_k` likeliest tokens, the likeliest first.
+    Raise ValueError for malformed values and for probabilities that sum to more than 1.
+    """
     if len(ids) != len(log_probs) or len(ids) < top_k:
         raise ValueError(
             f"{position_name} has {len(ids)} ids and {len(log_probs)} log_probs, but"

@@ -32,6 +32,9 @@ class Tokenizer:
         chat_template: str | None = None,
         special_tokens: Mapping[str, str] | None = None,
     ) -> None:
+        """Take the backend and the token ids. Raise ValueError where the vocabulary is empty or has
+        ids of MAX_VOCABULARY or more.
+        """
         self._backend = backend
         self._vocabulary_ids = frozenset(backend.get_vocab(with_added_tokens=True).values())
         if not self._vocabulary_ids or max(self._vocabulary_ids) >= MAX_VOCABULARY:
@@ -52,24 +55,31 @@ class Tokenizer:
 
     @property
     def eos_token_id(self) -> int:
-        """The one that ends a written response."""
+        """Return the id of the end-of-sequence token that is put behind an answer: the first of
+        `eos_token_ids`.
+        """
         return self.eos_token_ids[0]
 
     @property
     def vocab_size(self) -> int:
-        """Largest token id + 1. A model's vocabulary may be larger."""
+        """Return the largest token id + 1. A model's vocabulary may be larger."""
         return max(self._vocabulary_ids) + 1
 
     def has_same_vocabulary(self, other: Tokenizer) -> bool:
-        """Whether an id stands for the same token in both."""
+        """Return whether every id stands for the same token in both tokenizers."""
         own, its = (one._backend.get_vocab(with_added_tokens=True) for one in (self, other))
         return own == its
 
     def encode(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text, without added special tokens. Raise ValueError as
+        `encode_texts` does.
+        """
         return self.encode_texts([text])[0]
 
     def encode_texts(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
-        """Raises ValueError when a text has a character that the vocabulary cannot spell."""
+        """Return the token ids of each text, without added special tokens. Raise ValueError when
+        the vocabulary cannot spell a character of a text.
+        """
         ids: list[tuple[int, ...]] = []
         for start in range(0, len(texts), TEXTS_PER_CALL):
             try:
@@ -87,8 +97,8 @@ class Tokenizer:
         return ids
 
     def encode_with_offsets(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
-        """Token ids, and the characters [begin, end) of each.
-        Raises ValueError as `encode_texts`.
+        """Return the token ids of a text, and the characters [begin, end) of each token. Raise
+        ValueError as `encode_texts` does.
         """
         ids = self.encode(text)
         encoding = self._backend.encode(text, add_special_tokens=False)
@@ -96,28 +106,33 @@ class Tokenizer:
         return ids, encoding.offsets
 
     def decode(self, token_ids: Sequence[int]) -> str:
-        """Text without special tokens. An id that is no token shows as U+FFFD."""
+        """Return the text of the ids without special tokens. An id that is not a token shows as
+        U+FFFD.
+        """
         return self._decode_known_ids(token_ids, skip_special_tokens=True)
 
     def decode_with_special_tokens(self, token_ids: Sequence[int]) -> str:
-        """Text in which special tokens stand by their names: for people."""
+        """Return the text of the ids with special tokens under their names, for people. An id that
+        is not a token shows as U+FFFD.
+        """
         return self._decode_known_ids(token_ids, skip_special_tokens=False)
 
     def _decode_known_ids(self, token_ids: Sequence[int], skip_special_tokens: bool) -> str:
+        """Decode the runs of known ids, and join their texts by U+FFFD for each unknown id."""
         pieces = _split_at_unknown_ids(token_ids, self._vocabulary_ids)
         return UNKNOWN_TOKEN_TEXT.join(
             self._backend.decode(piece, skip_special_tokens=skip_special_tokens) for piece in pieces
         )
 
     def make_stop_token_ids(self, texts: Sequence[str]) -> tuple[int, ...]:
-        """The ids that end a response: the end-of-sequence tokens and these texts. Raises
-        ValueError as `encode_single_token`.
+        """Return the ids that end a response: the end-of-sequence tokens, then the ids of these
+        texts, each once. Raise ValueError as `encode_single_token` does.
         """
         return tuple(dict.fromkeys([*self.eos_token_ids, *map(self.encode_single_token, texts)]))
 
     def encode_single_token(self, text: str) -> int:
-        """The id of a text that is one token (a stop string). Raises ValueError when it
-        is more or none.
+        """Return the id of a text that is one token, such as a stop string. Raise ValueError when
+        the text is no token or several.
         """
         ids = self.encode(text)
         if len(ids) != 1:
@@ -128,12 +143,12 @@ class Tokenizer:
 
 
 def load_tokenizer(directory: str | Path, model_directory: str | Path | None = None) -> Tokenizer:
-    """Reads tokenizer.json, special tokens from tokenizer_config.json, generation_config.json and
-    config.json, and the chat template where there is one.
+    """Load a tokenizer from tokenizer.json, with special tokens from tokenizer_config.json,
+    generation_config.json and config.json, and with the chat template where there is one.
 
-    All end-of-sequence ids that these name count, in that order. `model_directory`: where the last
-    two files stand when not in `directory`. Raises ValueError naming the file that is
-    missing or malformed.
+    All end-of-sequence ids that these files name count, in that order. `model_directory`: the
+    directory of generation_config.json and config.json when it is not `directory`. Raise ValueError
+    that names the file that is missing or malformed.
     """
     directory = Path(directory)
     path = directory / "tokenizer.json"
@@ -188,11 +203,11 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
 
 
 def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> None:
-    """A tokenizer of one token a character (`CHARACTERS`), with <pad> 0 and <eos> 1, for models
-    made from nothing.
+    """Write the files of a tokenizer with one token a character (`CHARACTERS`), <pad> 0 and <eos>
+    1, for models that are made from nothing.
 
-    Ids up to `vocab_size` that no character takes decode as <unusedN>, so that a model that samples
-    one is seen to.
+    Ids up to `vocab_size` that no character uses decode as <unusedN>, so that samples of them are
+    visible. Raise ValueError for a `vocab_size` below the number of tokens.
     """
     names = ["<pad>", "<eos>", *CHARACTERS]
     if vocab_size < len(names):
@@ -226,7 +241,9 @@ def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> No
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:
-    """The object in `path`, {} when there is no such file."""
+    """Return the JSON object in `path`, or {} when there is no such file. Raise ValueError for any
+    other content.
+    """
     if not path.is_file():
         return {}
     try:
@@ -239,7 +256,10 @@ def _read_json_object(path: Path) -> dict[str, Any]:
 
 
 def _read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | None:
-    """The file wins over the entry, as in transformers; of several, the one named default."""
+    """Return the chat template, or None. chat_template.jinja wins over the entry of
+    tokenizer_config.json, as in transformers; among several the one named "default" is used. Raise
+    ValueError for several without a default, and for an entry that is not text.
+    """
     path = directory / "chat_template.jinja"
     if path.is_file():
         return path.read_text(encoding="utf-8")
@@ -266,7 +286,9 @@ def _read_chat_template(directory: Path, settings: Mapping[str, Any]) -> str | N
 
 
 def _parse_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Name -> text of each special token, which is a string or {"content": string}."""
+    """Return the text of each special token by its name ("eos_token"). An entry is a string or
+    {"content": string}.
+    """
     contents = {
         name: value.get("content") if isinstance(value, dict) else value
         for name, value in settings.items()
@@ -279,7 +301,9 @@ def _parse_special_tokens(settings: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _find_token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
-    """The id of a token of tokenizer_config.json, which is a string or {"content": string}."""
+    """Return the id of a token in tokenizer_config.json, which is a string or {"content": string};
+    None for anything else or an unknown token.
+    """
     if isinstance(token, dict):
         token = token.get("content")
     return backend.token_to_id(token) if isinstance(token, str) else None
@@ -288,7 +312,7 @@ def _find_token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
 def _split_at_unknown_ids(
     token_ids: Iterable[int], vocabulary_ids: frozenset[int]
 ) -> Iterator[list[int]]:
-    """The runs of known ids between unknown ones."""
+    """Yield the runs of known ids between unknown ids; a run may be empty."""
     token_ids = list(token_ids)
     if vocabulary_ids.issuperset(token_ids):
         yield token_ids

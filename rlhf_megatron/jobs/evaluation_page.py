@@ -27,8 +27,9 @@ system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 def render_evaluation_page(
     title: str, results: Sequence[tuple[str, EvaluationResult]], notes: Sequence[str] = ()
 ) -> str:
-    """`results`: a name and figures, in order; with `render_score_curve` where names are steps.
-    `notes`: lines below the tables.
+    """Return an HTML page with the tables of each result, the notes below the tables, and the
+    examples of the last result. `results` are (name, figures) in order; names of the form "step N"
+    also give a curve over the steps.
     """
     steps = [
         (int(name.split()[-1]), result) for name, result in results if name.startswith("step ")
@@ -58,13 +59,16 @@ def render_evaluation_page(
 
 
 def render_score_curve(steps: Sequence[tuple[int, EvaluationResult]]) -> str:
-    """Mean score with its 95 % interval over steps, as SVG."""
+    """Return an SVG of the mean score with its 95 % interval over the steps. `steps` are (step,
+    figures) in ascending order, at least two.
+    """
     first = steps[0][0]
     last = steps[-1][0]
     low = min(0.0, *(result.low for _, result in steps))
     high = max(1.0, *(result.high for _, result in steps))
 
     def format_point(step: int, value: float) -> str:
+        """Return the place of a value at a step in the picture, as "x,y" in pixels."""
         x = EDGE + (WIDTH - 2 * EDGE) * (step - first) / max(1, last - first)
         return f"{x:.1f},{HEIGHT - EDGE - (HEIGHT - 2 * EDGE) * (value - low) / (high - low):.1f}"
 
@@ -94,10 +98,12 @@ def render_score_curve(steps: Sequence[tuple[int, EvaluationResult]]) -> str:
 
 
 def _format_interval(low: float | None, high: float | None) -> str:
+    """Return "[low, high]" with four decimals, or a dash where there is no interval."""
     return f"[{low:.4f}, {high:.4f}]" if low is not None and high is not None else "–"
 
 
 def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return an HTML table with escaped cells; "" without rows."""
     head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
     body = "".join(
         f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows
@@ -106,6 +112,9 @@ def _render_table(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def _render_set_table(result: EvaluationResult) -> str:
+    """Return the HTML table of a result: a row for each set, and one over all sets if there are
+    several.
+    """
     rows = [
         [s.name, f"{s.num_items}", f"{s.num_samples}", f"{s.mean:.4f}",
          _format_interval(s.low, s.high), f"{s.std:.4f}",
@@ -129,6 +138,9 @@ def _render_set_table(result: EvaluationResult) -> str:
 
 
 def _render_figure_table(result: EvaluationResult) -> str:
+    """Return the HTML table of a result's further figures, such as pass@k, for each set; "" without
+    any.
+    """
     rows = [
         [s.name, f"{f.name}@{f.k}", f"{f.value:.4f}", _format_interval(f.low, f.high)]
         for s in result.sets
@@ -138,6 +150,7 @@ def _render_figure_table(result: EvaluationResult) -> str:
 
 
 def _render_examples(result: EvaluationResult) -> list[str]:
+    """Return the HTML of a result's examples: score, label, prompt and response of each."""
     parts = ["<h2>Examples</h2>"] if result.examples else []
     for prompt, response, label, score in result.examples:
         parts.append(f"<p>score {score:g}, answer {escape(label)}</p><pre>{escape(prompt)}</pre>")

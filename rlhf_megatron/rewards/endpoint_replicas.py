@@ -32,11 +32,12 @@ def ask_any_replica(
     rest_s: float,
     send_request: Callable[[RewardEndpoint], T],
 ) -> tuple[T, int]:
-    """Return (answer, servers that failed before). One that failed is asked in the next `rest_s`
-    only where no other answers.
+    """Send the request to one server after another until a server answers, and return (answer,
+    number of failures before). A server that failed rests for `rest_s`: it is asked only after the
+    others.
 
-    Raises Refused where a server refuses the request and no other answers it, EndpointError
-    after `patience_s`.
+    Raise RewardEndpointRefusedError where a server refuses the request and no other server answers
+    it, RewardEndpointError where none has answered after `patience_s`.
     """
     deadline = time.monotonic() + patience_s
     num_failed = 0
@@ -73,5 +74,5 @@ def ask_any_replica(
 
 
 def compute_max_wait_s(servers: Sequence[RewardEndpoint], patience_s: float) -> float:
-    """Return seconds that a sample may wait for `ask_any_replica`."""
+    """Return the longest time in seconds that a sample may wait for `ask_any_replica`."""
     return patience_s + sum(server.max_wait_s for server in servers)

@@ -24,8 +24,8 @@ DISK = b"D"
 
 @dataclass
 class ProcessStopwatch:
-    """Counts the seconds of one process that are not spent waiting for a CPU. The first
-    look starts it.
+    """Count the seconds of one process that are not spent waiting for a CPU. The first look starts
+    the count.
     """
 
     pid: int
@@ -34,11 +34,14 @@ class ProcessStopwatch:
     _last_cpu_s: float = 0.0
 
     def reset(self) -> None:
+        """Set the counted time to 0; the next look starts the count."""
         self.counted_s = 0.0
         self._updated_at = None
 
     def update_counted_s(self) -> float:
-        """Return the seconds that count so far. Call it every POLL_S."""
+        """Look at the process and return the seconds counted so far: its CPU time and its sleep,
+        without the time in which it waited for a CPU or a disk. Call it every POLL_S.
+        """
         now = time.monotonic()
         seen = list(_iterate_thread_times(self.pid))
         cpu_s = sum(seconds for _, seconds in seen)
@@ -58,12 +61,12 @@ class ProcessStopwatch:
 
 
 def _iterate_thread_times(root_pid: int) -> Iterator[tuple[bytes, float]]:
-    """(state, CPU seconds) of each thread of a process and of those below it, and of children that
-    have ended: their parent, or who reaps in its place, has their time. Nothing where
-    there is no /proc.
+    """Yield (state, CPU seconds) of each thread of a process and its descendants, and (b"", CPU
+    seconds) of their children that have ended and were waited for. Yield nothing where there is no
+    /proc.
 
     A process with children that seems to wait for a disk may wait for one of them (vfork), however
-    long that sleeps.
+    long that child sleeps; its state is b"" then.
     """
     for pid in (root_pid, *iterate_descendants(root_pid)):
         if whole := read_stat_fields(pid):
@@ -76,4 +79,5 @@ def _iterate_thread_times(root_pid: int) -> Iterator[tuple[bytes, float]]:
 
 
 def _ticks_to_seconds(ticks: Sequence[bytes]) -> float:
+    """Return the sum of the clock ticks in seconds."""
     return sum(map(int, ticks)) / TICKS_PER_S

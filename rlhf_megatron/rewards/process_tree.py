@@ -8,7 +8,9 @@ from collections.abc import Collection, Iterator, Sequence
 
 
 def list_children(pid: int) -> list[int]:
-    """Processes whose parent is `pid`, at this moment; none of one that has ended."""
+    """Return the pids of the processes whose parent is `pid` at this moment; [] where `pid` has
+    ended.
+    """
     try:
         threads = os.listdir(f"/proc/{pid}/task")
     except OSError:
@@ -29,6 +31,7 @@ def list_children(pid: int) -> list[int]:
 
 
 def _scan_children(parent_pid: int) -> list[int]:
+    """Return the children's pids by a scan of all of /proc."""
     return [
         int(pid)
         for pid in os.listdir("/proc")
@@ -38,7 +41,7 @@ def _scan_children(parent_pid: int) -> list[int]:
 
 def read_stat_fields(stat_path: int | str) -> Sequence[bytes]:
     """Return the fields of /proc/`stat_path`/stat from the state on, which is field 3 of proc(5);
-    none of what has ended.
+    [] where the process has ended.
     """
     with contextlib.suppress(OSError), open(f"/proc/{stat_path}/stat", "rb") as file:
         return file.read().rpartition(b")")[2].split()
@@ -46,7 +49,9 @@ def read_stat_fields(stat_path: int | str) -> Sequence[bytes]:
 
 
 def iterate_descendants(pid: int, excluded_pids: Collection[int] = ()) -> Iterator[int]:
-    """Processes below `pid`, at this moment, without those in `excluded_pids` and below them."""
+    """Yield the pids of all descendants of `pid` at this moment, without `excluded_pids` and their
+    descendants.
+    """
     for child in list_children(pid):
         if child not in excluded_pids:
             yield child

@@ -44,17 +44,22 @@ class PublishedDataset:
 
 
 def _make_column_reader(column_name: str) -> Callable[[Any], str]:
+    """Return a function that reads this column of a row as text."""
     return lambda row: str(row[column_name])
 
 
 def _read_gsm8k_answer(row: Any) -> str | None:
-    """GSM8K: the solution ends with "#### 1,234"."""
+    """Return the answer behind the last "####" of a GSM8K solution, without commas ("#### 1,234");
+    None where there is no mark.
+    """
     _, marks, answer = str(row["answer"]).rpartition("####")
     return answer.strip().replace(",", "") if marks else None
 
 
 def _read_boxed_answer(row: Any) -> str | None:
-    r"""Return the last box of a solution of MATH; a few of them write \boxed 3 without braces."""
+    r"""Return the last box of a MATH solution, or None. A few solutions write \boxed 3 without
+    braces.
+    """
     solution = str(row["solution"])
     bare = _BARE.findall(solution)
     return find_last_boxed(solution) or (bare[-1].rstrip(".,") if bare else None)
@@ -106,7 +111,9 @@ PUBLISHED_DATASETS = {
 
 
 def fetch_dataset(published: PublishedDataset) -> Path:
-    """A copy of the set's repository, from the hub or its cache. Raises ValueError."""
+    """Return a directory with a copy of the data set's repository, downloaded from the hub or from
+    its cache. Raise ValueError where that fails.
+    """
     return Path(
         download_from_hub(
             published.repository, None, list(published.files.values()), is_dataset=True
@@ -115,8 +122,9 @@ def fetch_dataset(published: PublishedDataset) -> Path:
 
 
 def prepare_held_out_file(dataset_name: str) -> tuple[Path, list[str]]:
-    """The held-out file of a set, in data/NAME, and the settings with which `evaluate --task` asks
-    it. Fetches the set where the file is not there. Raises ValueError as `prepare_dataset` does.
+    """Return the path data/NAME/test.jsonl of a data set's held-out file, and the settings
+    ("key=value") with which `evaluate --task` uses it. Download and write the data set where the
+    file does not exist. Raise ValueError as `prepare_dataset` does.
     """
     published = PUBLISHED_DATASETS[dataset_name]
     out = Path("data") / dataset_name
@@ -130,11 +138,12 @@ def prepare_held_out_file(dataset_name: str) -> tuple[Path, list[str]]:
 def prepare_dataset(
     dataset_name: str, source_directory: Path, output_directory: Path
 ) -> dict[str, int]:
-    """Write `output_directory`/train.jsonl and test.jsonl from the files of `source_directory`;
-    return how many rows each has.
+    """Write train.jsonl and test.jsonl, as far as the data set has them, to `output_directory`,
+    from the files in `source_directory`, a copy of the data set's repository. Return the number of
+    rows by split.
 
-    `source_directory`: a copy of the data set's repository. Raises ValueError where files or
-    columns are missing, or rows have no answer that can be read; nothing is written then.
+    Raise ValueError where files or columns are missing, or rows have no answer that can be read;
+    nothing is written then.
     """
     published = PUBLISHED_DATASETS[dataset_name]
     texts = {}
@@ -162,6 +171,9 @@ def prepare_dataset(
 def _iterate_prompt_rows(
     published: PublishedDataset, dataset_name: str, file: Path
 ) -> Iterator[dict[str, str]]:
+    """Yield the rows of a file as dicts of prompt, answer and data_source. Raise ValueError for a
+    row that lacks a column or an answer.
+    """
     for number, row in iterate_raw_rows(file):
         if isinstance(row, ValueError):
             raise ValueError(f"{file}:{number}: {row}; download it again.")

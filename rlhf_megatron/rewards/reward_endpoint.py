@@ -35,28 +35,28 @@ _num_machines = 1  # that have workers of the run
 
 
 def divide_endpoint_limits(num_machines: int) -> None:
-    """Divide what a server may be asked between so many machines, in this process and those
-    that it forks.
+    """Divide the limits of each server by `num_machines`, the number of machines that have workers
+    of the run, in this process and its later forks.
     """
     global _num_machines
     _num_machines = num_machines
 
 
 class RewardEndpointError(RuntimeError):
-    """A server did not answer, or not as it should: not the policy's doing."""
+    """A server did not answer, or answered wrongly; the policy is not to blame."""
 
     mask_reason = "endpoint"  # of the masked sample
 
 
 class RewardEndpointRefusedError(RewardEndpointError):
-    """A server answered, and would answer so again."""
+    """A server answered that it does not accept the request, and would answer the same again."""
 
     mask_reason = "refused"
 
 
 @dataclass(frozen=True)
 class RewardEndpoint:
-    """A server, and how it may be asked."""
+    """The address of a server, and the limits of requests to it."""
 
     url: str  # http:// or https://, with the path
     timeout_s: float = 60.0  # of one request
@@ -66,6 +66,7 @@ class RewardEndpoint:
     key_file: str | None = None  # holds the bearer token
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a url that is not http(s), or a limit out of range."""
         parts = urlsplit(self.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(
@@ -83,15 +84,16 @@ class RewardEndpoint:
 
     @property
     def max_wait_s(self) -> float:
-        """The longest that an answer takes once it is this request's turn."""
+        """Return the longest time in seconds from this request's turn to its answer."""
         return self.patience_s + self.timeout_s
 
     def post_with_retries(self, body: Any, probe: Any = None) -> RewardEndpointAnswer:
-        """Post `body` as JSON. Raises EndpointError when the server gives no answer in time,
-        Refused when it refuses.
+        """Wait for a turn, post `body` as JSON, and return the answer; send the request again after
+        a failure that may pass. Raise RewardEndpointError when there is no JSON answer within
+        `patience_s`, RewardEndpointRefusedError when the server refuses the request.
 
-        `probe`: what a sound server answers. One that does, and fails at `body` twice with status
-        500, refuses it.
+        `probe` is a request that a sound server answers. A server that answers it, but fails at
+        `body` twice with status 500, refuses `body`.
         """
         first: float | None = None
         pause = FIRST_PAUSE_S
@@ -135,12 +137,13 @@ class RewardEndpoint:
             num_retries += 1
 
     def _answers_probe(self, probe: Any) -> bool:
+        """Return whether the server answers the probe with status 200."""
         with self.hold_turn():
             return self._post_once(json.dumps(probe).encode())[0] == 200
 
     def _post_once(self, body: bytes) -> tuple[int | None, bytes, float]:
-        """(status, answer, seconds that the server asks to wait). No status: it could not be
-        reached, and why.
+        """Post the body once. Return (status, answer, seconds that the server asks to wait). The
+        status is None, and the answer the reason, where the server could not be reached.
         """
         parts = urlsplit(self.url)
         kind = (
@@ -167,7 +170,9 @@ class RewardEndpoint:
 
     @contextlib.contextmanager
     def hold_turn(self) -> Iterator[None]:
-        """Wait until this request may be sent; hold its place until it is answered."""
+        """Wait until this server's limits allow a request, and count the request as running within
+        the block.
+        """
         folder = _open_limits_dir(self.url)
         held = _lock_free_place(folder, max(1, self.concurrency // _num_machines))
         try:
@@ -188,8 +193,8 @@ class RewardEndpointAnswer:
 
 
 def _open_limits_dir(url: str) -> Path:
-    """The files of an address's limits. Raises EndpointError where another user has
-    made the folder.
+    """Return the directory of the files that hold an address's limits, and make it. Raise
+    RewardEndpointError where it belongs to another user.
     """
     folder = Path(
         tempfile.gettempdir(),
@@ -204,7 +209,9 @@ def _open_limits_dir(url: str) -> Path:
 
 
 def _lock_free_place(limits_dir: Path, num_places: int) -> int:
-    """An open, locked file of one of `num_places` places; closing it gives the place back."""
+    """Wait for one of `num_places` places and return the descriptor of its locked file; closing the
+    descriptor frees the place.
+    """
     order = list(range(num_places))
     while True:
         random.shuffle(order)
@@ -221,8 +228,8 @@ def _lock_free_place(limits_dir: Path, num_places: int) -> int:
 
 
 def _wait_for_rate_slot(clock_path: Path, interval_s: float) -> None:
-    """Take the next free moment of a clock that all processes of the machine share,
-    and wait for it.
+    """Take the next free moment of a clock that all processes of the machine share, and wait for
+    that moment. Moments are `interval_s` apart.
     """
     descriptor = os.open(clock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:

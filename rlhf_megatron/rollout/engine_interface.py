@@ -167,7 +167,7 @@ class EngineAddress:
     """How a host reaches an engine to send it weights."""
 
     name: str  # "engine0", used in messages
-    kind: str  # a name of `kinds.ENGINES`
+    kind: str  # a name in `engine_kinds.ENGINES`
     url: str
     token: str = field(repr=False)  # bearer token of the admin verbs; never logged
     tp_size: int = 1
@@ -212,7 +212,8 @@ class InferenceEngine(Protocol):
         """
 
     def get_max_running_samples(self) -> int | None:
-        """Ask the server how many samples it decodes at once at most; None where it does not say.
+        """Ask the server how many samples it decodes at once at most; None where it does not
+        say.
         """
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:

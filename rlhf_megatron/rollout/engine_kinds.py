@@ -436,13 +436,15 @@ class SGLangRouterBalancerKind(BalancerKind):
 
 
 def get_engine_kind(name: str) -> EngineKind:
-    """Return an instance of the engine kind of this name. Raise ValueError, with the known names.
+    """Return an instance of the engine kind of this name. Raise ValueError, with the known
+    names.
     """
     return ENGINES.get(name).build()
 
 
 def get_balancer_kind(name: str) -> BalancerKind:
-    """Return an instance of the balancer kind of this name. Raise ValueError, with the known names.
+    """Return an instance of the balancer kind of this name. Raise ValueError, with the known
+    names.
     """
     return BALANCERS.get(name).build()
 

@@ -118,7 +118,8 @@ class GenerateGate:
             self._notify_change()
 
     def _choose_scarcer_slots(self) -> ConnectionSlots:
-        """Return the extra slots where they are fewer than the process's slots, else the process's.
+        """Return the extra slots where they are fewer than the process's slots, else the
+        process's.
         """
         found = get_connection_slots()
         return (
@@ -128,7 +129,8 @@ class GenerateGate:
         )
 
     def _notify_change(self) -> None:
-        """Wake all coroutines that wait for a change of the gate or of the number of running calls.
+        """Wake all coroutines that wait for a change of the gate or of the number of running
+        calls.
         """
         self._change_event.set()
         self._change_event = asyncio.Event()
@@ -143,6 +145,7 @@ class GenerateGate:
         of them, and wake the waiting calls. Run it from a thread outside the loop; it waits until
         the loop has done it.
         """
+
         async def apply_change() -> None:
             """Apply the change in the loop, where nothing else changes the gate meanwhile."""
             self.is_open = self.is_open if is_open is None else is_open
@@ -154,7 +157,8 @@ class GenerateGate:
 
 
 class CallAdmission:
-    """Be the context manager of `GenerateGate.admit_call`. Thousands may be open, so it is small.
+    """Be the context manager of `GenerateGate.admit_call`. Thousands may be open, so it is
+    small.
     """
 
     __slots__ = ("_call_name", "_gate", "_has_run", "_slots", "_timeout_s")

@@ -92,6 +92,9 @@ class GenerationQuery:
         )._post_and_decode(self.encode_body())
 
     async def _post_and_decode(self, body: bytes) -> SampleGroups:
+        """Post the body and return the samples of the answer. Raise EngineError, also where the
+        number of samples differs from the seeds of the requests.
+        """
         http = _get_http_client(self.server, self.bearer_key)
         left_s = self.remaining_s
         found = await http.send("POST", "/generate", body, self.timeout_s, self.headers, left_s)
@@ -110,7 +113,8 @@ class GenerationQuery:
 
 
 class QuerySender(Protocol):
-    def send_query(self, query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]: ...
+    def send_query(self, query: GenerationQuery) -> Coroutine[Any, Any, SampleGroups]:
+        """Return a coroutine that has the query sent and returns the samples of each request."""
 
 
 _sender_by_loop: dict[asyncio.AbstractEventLoop, QuerySender] = {}

@@ -42,7 +42,8 @@ class GroupColumns:
     def from_samples(
         cls: type[Kind], samples: Sequence[GeneratedSample], **subclass_fields: Any
     ) -> Kind:
-        """Make the columns of these samples. `subclass_fields` are the fields that a subclass adds.
+        """Make the columns of these samples. `subclass_fields` are the fields that a subclass
+        adds.
         """
         return cls(
             lengths=torch.tensor([len(sample.token_ids) for sample in samples], dtype=torch.int64),

@@ -297,7 +297,8 @@ class EventLoopTask:
     def __init__(
         self, coroutine: Coroutine[Any, Any, T], on_done: Callable[[asyncio.Task[T]], None]
     ) -> None:
-        """Start `coroutine` from any thread; the loop calls `on_done` with the task when it ends.
+        """Start `coroutine` from any thread; the loop calls `on_done` with the task when it
+        ends.
         """
         self._event_loop = _get_event_loop(os.getpid())
         self._task: asyncio.Task[Any] | None = None
@@ -361,7 +362,8 @@ _slots_by_loop: dict[asyncio.AbstractEventLoop, ProcessConnectionSlots] = {}
 
 
 def get_connection_slots() -> ProcessConnectionSlots:
-    """Return the connection slots of the running loop; make those of one process at the first call.
+    """Return the connection slots of the running loop; make those of one process at the first
+    call.
     """
     loop = asyncio.get_running_loop()
     if loop not in _slots_by_loop:

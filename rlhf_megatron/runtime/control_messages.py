@@ -73,7 +73,7 @@ class StatusRequest:
 @codec.register("Status", {"rank_label": "where"})
 @dataclass(frozen=True)
 class HostStatus:
-    """Host -> controller: what the main thread is doing."""
+    """Host -> controller: the present work of the main thread."""
 
     id: int
     rank_label: str
@@ -89,7 +89,9 @@ class HostStatus:
 @codec.register("Signalled")
 @dataclass(frozen=True)
 class HostSignalNotice:
-    """Host -> controller: this process was told to stop. It stays until it is told to leave."""
+    """Host -> controller: this process got a signal to stop. The process stays until the controller
+    tells it to leave.
+    """
 
     signal: str  # "SIGTERM"
     is_urgent: bool  # for the second time: the run shall end where it is

@@ -24,7 +24,7 @@ _GREET_S = 10.0
 
 
 class DriverGate:
-    """The gate of this machine, a thread of this process."""
+    """A thread that starts a driver on this machine for each connection of the controller."""
 
     def __init__(self, machine_address: str, secret: bytes) -> None:
         """Listen on a free port of `machine_address`, the address at which the controller reaches

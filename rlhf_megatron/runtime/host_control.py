@@ -58,7 +58,7 @@ def run_with_hosts(
                     links[pool.name],
                     deadlines.startup_s,
                     deadlines.call_s,
-                    stop_handler.handle_host_notice,
+                    stop_handler.stop_for_host_signal,
                 )
                 for pool in pools
             }

@@ -17,6 +17,7 @@ class HostCallError(HostError):
     """
 
     def __init__(self, method: str, failure: HostFailure) -> None:
+        """Make the message from the failure that the host sent."""
         super().__init__(
             (
                 f"{failure.rank_label} {method}: {failure.kind}: {failure.message}\n"
@@ -27,9 +28,12 @@ class HostCallError(HostError):
 
 
 class HostCallValueError(HostCallError, ValueError):
-    """The same for what a user can fix: without the traceback, which stands in the host's log."""
+    """A call raised a ValueError on a host, which the user can fix. The message has no traceback;
+    the host's log has it.
+    """
 
     def __init__(self, method: str, failure: HostFailure) -> None:
+        """Make the message from the failure that the host sent, without its traceback."""
         RuntimeError.__init__(self, f"{failure.rank_label} {method}: {failure.message}")
         self.failure = failure
 
@@ -39,7 +43,7 @@ class HostLostError(HostError):
 
 
 class HostTimeoutError(HostError):
-    """A call or a stage was not finished in time. The message lists what each host was doing."""
+    """A call or a stage was not finished in time. The message lists the work of each host."""
 
 
 def make_host_failure(error: BaseException, rank_label: str) -> HostFailure:

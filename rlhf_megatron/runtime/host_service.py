@@ -29,12 +29,12 @@ LOST_GRACE_S = 1.0  # for the main thread, after the controller is gone
 
 
 class HostService:
-    """Reads the channel in a thread. Pings are answered there; calls wait in a queue for
-    the main thread.
+    """A thread that reads the control channel. It answers status requests, and queues calls for the
+    main thread.
 
-    When the controller says so or is gone and the main thread does not come back in time, the
-    process ends with what `exit_code` returns: a thread that sits in a collective cannot be
-    interrupted otherwise.
+    When the controller tells the host to leave or is gone, and the main thread does not come back
+    in time, the process ends with the code that `get_exit_code` returns: a thread that is inside a
+    collective cannot be interrupted otherwise.
     """
 
     def __init__(

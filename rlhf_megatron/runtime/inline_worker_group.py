@@ -20,10 +20,11 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 class InlineWorkerGroup:
-    """A WorkerGroup of one rank in this process. A call runs before it returns; its future is done.
+    """A WorkerGroup of one rank in this process. A call runs before it returns, and its future is
+    done.
 
-    Raises what `build_roles` raises. There can be one at a time in a process, since it owns the
-    default process group.
+    The errors of `build_roles` are raised here. A process can have one such group at a time, since
+    the group owns the default process group.
     """
 
     def __init__(

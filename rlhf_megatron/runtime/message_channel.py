@@ -55,7 +55,7 @@ class AuthenticationError(ConnectionError):
 
 
 class FrameError(ConnectionError):
-    """The peer announced a message over the limit, or sent something that is none."""
+    """The peer announced a message over the limit, or sent bytes that are no message."""
 
 
 class PeerVanishedError(EOFError):

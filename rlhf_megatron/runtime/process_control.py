@@ -53,7 +53,7 @@ def read_machine_id() -> str:
 
 
 class _LossyLogFile(io.FileIO):
-    """A log that loses what the disk has no room for, so that the process goes on."""
+    """A log file that drops what the disk has no room for, so that the process goes on."""
 
     def write(self, data: Any, /) -> int:
         """Write the data, drop what the disk has no room for, and return the full length."""
@@ -98,7 +98,7 @@ def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[in
     wanted = set(signals)
 
     def read_signals() -> None:
-        """Read signal numbers from the pipe without end, and handle those that are wanted."""
+        """Read signal numbers from the pipe without end, and handle the numbers in `signals`."""
         while True:
             number = os.read(read_end, 1)[0]
             if number in wanted:
@@ -119,14 +119,16 @@ def read_process_state(pid: int) -> str:
 
 @dataclass(frozen=True)
 class ChildProcess:
-    """A process of this machine, told from a later one with its pid."""
+    """A process of this machine, identified by its start time too, since a later process may get
+    its pid.
+    """
 
     pid: int
     start_ticks: str  # in the kernel's ticks since boot
 
     def kill(self) -> None:
-        """Kill the process with SIGKILL, unless it has ended, also where another process has its
-        pid now.
+        """Kill the process with SIGKILL, if it still exists. A later process with its pid is left
+        alone.
         """
         if _read_start_ticks_and_parent(self.pid)[0] == self.start_ticks:
             with contextlib.suppress(ProcessLookupError):
@@ -134,8 +136,8 @@ class ChildProcess:
 
 
 def find_children(parent_pid: int) -> list[ChildProcess]:
-    """Return the children of a process of this machine, also those that have ended and are not
-    waited for.
+    """Return the children of a process of this machine, also children that have ended and that
+    their parent has not waited for.
     """
     pids = [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
     found = [(pid, *_read_start_ticks_and_parent(pid)) for pid in pids]

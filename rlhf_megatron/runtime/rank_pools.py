@@ -24,8 +24,8 @@ ENGINES = "engines"  # no torch world: the keepers of engines on other machines
 
 @dataclass(frozen=True)
 class PoolMember:
-    """A pool as `build_roles` gets it. The default process group stands; Megatron's groups are the
-    roles' own business.
+    """This rank's membership of a pool, which `build_roles` gets. The default process group exists;
+    the roles make Megatron's groups.
     """
 
     pool_name: str
@@ -44,7 +44,7 @@ class PoolMember:
         return self.layout.get_leader_rank(self.layout.locate_rank(self.rank).dp)
 
     @property
-    def is_leader(self) -> bool:
+    def is_replica_leader(self) -> bool:
         """Return whether this rank receives and returns its replica's data. Each replica has one
         leader.
         """
@@ -54,7 +54,7 @@ class PoolMember:
         """Return the leader's `data` on all ranks of the replica. All of them must call it; the
         leader passes the bytes, the other ranks None.
         """
-        assert (data is not None) == self.is_leader, (
+        assert (data is not None) == self.is_replica_leader, (
             f"{self.rank_label}: the leader, and only it, has the data"
         )
         if data is not None and self.replica_group.size() == 1:

@@ -88,7 +88,7 @@ from rlhf_megatron.weights.weight_table import HeadKind
 
 
 class HostRole:
-    """Methods that are about the rank and not about one model."""
+    """The role "host": methods that concern the rank and not one model."""
 
     def __init__(
         self,
@@ -206,13 +206,13 @@ class HostRole:
 
     def load_rng(self, directory: Path) -> None:
         """Restore this rank's random states from a directory that `save_rng` wrote. Raise
-        ValueError for a file that is missing or broken.
+        ValueError with the file's name where the file holds no such states.
         """
         load_rng_states(directory / f"rank{self.world.rank}.safetensors", self.world.device)
 
 
 class CriticRole(CriticModel):
-    """The critic, and how it is written."""
+    """The role "critic": the critic, and the ways to write it."""
 
     tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
 
@@ -239,7 +239,7 @@ class CriticRole(CriticModel):
 
     def load_rng(self, directory: Path) -> None:
         """Restore this rank's random states from a directory that `save_rng` wrote. Raise
-        ValueError for a file that is missing or broken.
+        ValueError with the file's name where the file holds no such states.
         """
         load_rng_states(directory / f"critic_rank{self.world.rank}.safetensors", self.world.device)
 
@@ -248,6 +248,7 @@ def _write_rng_together(path: Path, world: World) -> SaveResult:
     """Write this rank's random states to `path`, on all ranks of `world` at the same time. The
     result holds the file's record, or the error of a failed write.
     """
+
     def write_rng() -> tuple[FileRecord, ...]:
         """Write the random states and return the record of the file."""
         save_rng_states(path, world.device)
@@ -257,7 +258,7 @@ def _write_rng_together(path: Path, world: World) -> SaveResult:
 
 
 class WorldRole:
-    """The Megatron world that a pool's roles share."""
+    """The role that owns the Megatron world, which the other roles of a pool share."""
 
     def close(self) -> None:
         """Destroy Megatron's process groups, and leave the default process group to the pool."""
@@ -387,8 +388,7 @@ class RoleBuilder:
         }
 
     def _count_mini_batches(self, mini_batch_size: int) -> int:
-        """Return the number of mini-batches of `mini_batch_size` samples in a step's rollout batch.
-        """
+        """Return the number of mini-batches of `mini_batch_size` samples in a rollout batch."""
         return self.config.data.train_batch_size * self.config.rollout.n // mini_batch_size
 
     def _build_actor_roles(self, world: World) -> dict[str, object]:

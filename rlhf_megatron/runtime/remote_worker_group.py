@@ -98,8 +98,8 @@ class RemoteWorkerGroup:
 
     Groups that are tied (see `tie_worker_groups`) end together.
 
-    `links`: one a rank, in rank order, authenticated and registered.
-    `on_signalled(coordinates, message)` is called, on a thread, when a host was told to stop.
+    `links` has one authenticated and registered link for each rank, in rank order. A thread calls
+    `on_host_signal(rank label, notice)` when a host got a signal.
     """
 
     def __init__(

@@ -24,7 +24,9 @@ BuildRoles = Callable[
 
 
 class MainThreadActivity:
-    """The work of the main thread, which writes it; the thread that answers pings reads it."""
+    """The present stage of the main thread's work. The main thread writes it; the thread that
+    answers status requests reads it.
+    """
 
     def __init__(self, rank_label: str) -> None:
         """Watch the calling thread, which must be the main thread."""
@@ -66,7 +68,7 @@ class MainThreadActivity:
 
 
 class RoleHost:
-    """Must be made and used on the thread that runs the collectives."""
+    """The roles of this rank. Make and use it on the thread that runs the collectives."""
 
     def __init__(self, pool: PoolMember, activity: MainThreadActivity) -> None:
         """Keep the pool and the activity; `build_roles` makes the roles."""
@@ -75,8 +77,7 @@ class RoleHost:
         self._roles: Mapping[str, object] = {}
 
     def build_roles(self, build_roles: BuildRoles) -> None:
-        """Call `build_roles` with the pool and keep the roles. All ranks of the pool must call it.
-        """
+        """Call `build_roles` with the pool, and keep the roles. All ranks must call it."""
         with self.activity.enter_stage("", "building roles"):
             self._roles = build_roles(self.pool)
 
@@ -94,7 +95,7 @@ class RoleHost:
             batch = codec.decode_message(self.pool.broadcast_in_replica(call.shard))
         with self.activity.enter_stage(call.method, "running"):
             result = function(batch=batch, **call.arguments)
-        return result if self.pool.is_leader else None
+        return result if self.pool.is_replica_leader else None
 
     def close_roles(self) -> None:
         """Close the roles that have a `close` method. Errors are only logged, since the host ends

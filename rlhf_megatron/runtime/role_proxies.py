@@ -95,7 +95,7 @@ class HostWorker(RngWorker, Protocol):
 
 
 class CriticWorker(ValueWorker, RngWorker, Protocol):
-    """The critic, and how it is written."""
+    """The critic, and the ways to write it."""
 
     def save_hf(self, *, directory: Path) -> None:
         """Write the critic's weights in Hugging Face layout, as a token classifier of one label.
@@ -244,7 +244,7 @@ class RewardModelProxy(RoleProxy):
 
 
 class HostProxy(RoleProxy):
-    """Rank by rank, the ranks of the actor's pool."""
+    """The role "host", on the ranks of the actor's pool."""
 
     send_weights = BroadcastMethod(HostWorker.send_weights)
     save_hf = BroadcastMethod(HostWorker.save_hf)
@@ -256,11 +256,12 @@ class HostProxy(RoleProxy):
 
 
 class RoleProxies:
-    """The proxies of all roles. `group` carries the calls and owns the hosts; `watch` is
-    told of each call.
+    """The proxies of all roles. `group` carries the calls and owns the hosts; `on_call` is called
+    for every call.
     """
 
     def __init__(self, group: WorkerGroup, on_call: Watch | None = None) -> None:
+        """Make a proxy of every role, also of roles that the run does not have."""
         self.group = group
         self.actor = ActorProxy(group, "actor", on_call)
         self.critic = CriticProxy(group, "critic", on_call)

@@ -37,13 +37,15 @@ MODULE = "rlhf_megatron.runtime.route_store"
 CONNECT_S = 30.0
 ANSWER_S = 300.0  # after which a store counts as gone
 HELD_S = 30.0  # the same of HELD, which the controller asks in each step
-HELD = "held"  # a message; the answer is a `expert_route_files.Held`
+HELD = "held"  # a message; the answer is an `expert_route_files.RouteStorageUsage`
 
 
 @codec.register("RoutesWanted")
 @dataclass(frozen=True)
 class RouteRequest:
-    """Tokens of a file, and by the number of layers that it may have the layers."""
+    """A request for the routes of tokens in a file. `layers` has, for each number of layers that
+    the file may have (`num_layers`), the layers to take.
+    """
 
     name: str
     positions: Tensor
@@ -55,7 +57,7 @@ class RouteRequest:
 @codec.register("RoutesFound")
 @dataclass(frozen=True)
 class RouteReply:
-    """The answer to `RouteRequest`. `problem`: why there is none."""
+    """The answer to `RouteRequest`. `problem` says why there are no routes; "" where there are."""
 
     num_tokens: int
     ids: Tensor
@@ -246,12 +248,12 @@ class RouteStoreProcess:
 
 
 class _StoredRouteFiles:
-    """The files of one directory, and those of them that a former process has left and nobody
-    has asked for.
+    """The route files of one directory. The object remembers which files of a former process no
+    client has asked for yet.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Remember the files that are in the directory already, which no one has asked for yet."""
+        """Record the files that are in the directory already as not asked for."""
         self._directory = directory
         self._lock = threading.Lock()
         self._unclaimed_paths = {str(path) for path in directory.glob("*.npy")}

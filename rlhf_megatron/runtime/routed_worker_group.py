@@ -23,12 +23,12 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 
 
 class RoutedWorkerGroup:
-    """`groups`: by pool, the actor's first. Calls to one pool keep their order; those to different
+    """A WorkerGroup over several pools. Calls to one pool keep their order; calls to different
     pools overlap.
 
-    "critic.update" goes to the critic's pool where there is one; every role that is no pool's name
-    is in the first. When one pool fails the others end too, and all pending and later calls fail
-    with what went wrong there.
+    "critic.update" goes to the critic's pool where there is one; every role without a pool of its
+    name is in the first pool. When one pool fails the others end too, and all pending and later
+    calls fail with the error of that pool.
     """
 
     def __init__(self, groups: Mapping[str, RemoteWorkerGroup]) -> None:

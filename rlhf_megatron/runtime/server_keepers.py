@@ -46,7 +46,7 @@ class LateAnswerError(TimeoutError):
 
 
 class CallHandle(Protocol):
-    """A call that runs."""
+    """A call that was made and may not have an answer yet."""
 
     @property
     def is_done(self) -> bool:
@@ -59,7 +59,7 @@ class CallHandle(Protocol):
 
 
 class RemoteHandle(Protocol):
-    """A `ServerKeeper` somewhere. Thread-safe."""
+    """A handle of a `ServerKeeper` in another process. Thread-safe."""
 
     def call_method(self, method: str, *arguments: Any, timeout_s: float) -> Any:
         """Call the method in the other process and return its result. Raise the exception that the
@@ -76,7 +76,7 @@ class RemoteHandle(Protocol):
 @codec.register("Report")
 @dataclass(frozen=True)
 class ServerReport:
-    """How a server is, as its keeper sees it."""
+    """The state of a server, as its keeper sees it."""
 
     pid: int | None = None  # on its machine
     exit_code: int | None = None
@@ -87,11 +87,14 @@ class ServerReport:
 
 
 class ServerKeeper:
-    """Parent of one server. Every call returns soon."""
+    """The parent process's side of one server. Every call returns soon, but `stop`, which waits for
+    the server's end.
+    """
 
     driver_gate: DriverGate | None = None  # of its machine
 
     def __init__(self) -> None:
+        """Keep no server yet; `start_server` starts one."""
         self._launch: ServerLaunch | None = None
         self._report = ServerReport()
 
@@ -185,8 +188,8 @@ class ServerKeeper:
 
 
 class RemoteServerProcess:
-    """A server by its keeper; see `rollout.fleet.server_process.ServerProcessHandle`.
-    Thread-safe.
+    """The process of a server, reached through its keeper; see
+    `rollout.fleet.server_process.ServerProcessHandle`. Thread-safe.
     """
 
     def __init__(self, name: str, log: Path, keeper: RemoteHandle, start_call: CallHandle) -> None:
@@ -323,22 +326,25 @@ class RemoteServerProcess:
 
 @dataclass
 class RemoteLaunch:
-    """Has the name and the places of a launch, and another way to start;
-    see `rollout.fleet.server_process.ServerLaunch`.
+    """A launch with the name and the paths of another launch, and another way to start; see
+    `rollout.fleet.server_process.ServerLaunch`.
     """
 
     launch: ServerLaunch
 
     @property
     def name(self) -> str:
+        """Return the name of the server."""
         return self.launch.name
 
     @property
     def log(self) -> Path:
+        """Return the path of the server's log."""
         return self.launch.log
 
     @property
     def transfer_dir(self) -> Path:
+        """Return the directory through which weights come."""
         return self.launch.transfer_dir
 
     @property
@@ -348,6 +354,7 @@ class RemoteLaunch:
 
     @rendezvous_address.setter
     def rendezvous_address(self, address: str) -> None:
+        """Set the rendezvous address of the wrapped launch."""
         self.launch.rendezvous_address = address
 
     def get_rendezvous_address(self) -> str:
@@ -357,7 +364,7 @@ class RemoteLaunch:
 
 @dataclass
 class KeeperLaunch(RemoteLaunch):
-    """Starts a server by a keeper."""
+    """A launch that starts its server by a keeper."""
 
     start_keeper: Callable[
         [bool], tuple[RemoteHandle, CallHandle]

@@ -42,15 +42,14 @@ class FailureSource(Protocol):
 
 
 class ControllerStopHandler:
-    """The controller's side, also of an inline run. `stop` is what the loop reads; `parent`:
-    process that starts it.
-    """
+    """The signal handling of the controller, also of an inline run."""
 
     def __init__(
         self, stop_request: StopRequest, grace_s: float, parent_pid: int | None = None
     ) -> None:
-        """Keep what signals act on. The loop reads `stop_request`; `grace_s` seconds after the
-        first signal the run is ended where it is.
+        """Make the handler, without handling signals yet; see `install_handlers`. The loop reads
+        `stop_request`. The run is interrupted wherever it is `grace_s` seconds after the first
+        signal.
 
         `parent_pid` is the host process that started this controller; None for an inline run, which
         counts as begun.
@@ -72,8 +71,8 @@ class ControllerStopHandler:
         self._get_failure: Callable[[], Exception | None] = lambda: None
 
     def set_failure_source(self, source: FailureSource) -> None:
-        """Raise `source.failure`, if there is a failure, in place of the SystemExit of a signal:
-        the failure of the hosts tells more.
+        """Set the source of the hosts' failure. A signal that ends the run raises `source.failure`,
+        where there is one, in place of SystemExit: the failure tells more.
         """
         self._get_failure = lambda: source.failure
 
@@ -98,7 +97,7 @@ class ControllerStopHandler:
                 ):  # else it was told to end at once
                     signal.signal(number, handler if self._parent_pid is None else signal.SIG_IGN)
 
-    def handle_host_notice(self, rank_label: str, notice: HostSignalNotice) -> None:
+    def stop_for_host_signal(self, rank_label: str, notice: HostSignalNotice) -> None:
         """Stop the run for a signal that a host got: interrupt the main thread at once where the
         notice is urgent or the run has not started, else request an orderly stop. Any thread may
         call it.
@@ -190,17 +189,15 @@ class ControllerStopHandler:
 
 
 class HostStopHandler:
-    """A host's side: `handle_signal` is called in a thread of its own (`process_control.handle_signals_in_thread`),
-    once for each signal.
-
-    `controller`: the process that this host has started, on rank 0.
+    """The signal handling of a host. `process_control.handle_signals_in_thread` calls
+    `handle_signal` in a thread of its own, once for each signal.
     """
 
     def __init__(
         self, grace_s: float, controller_process: subprocess.Popen[bytes] | None = None
     ) -> None:
-        """Keep what signals act on. `grace_s` is the time in seconds that the controller may take
-        to end the run. `controller_process` is the controller that this host started, on rank 0.
+        """Make the handler. `grace_s` is the time in seconds that the controller may take to end
+        the run. `controller_process` is the controller that this host started, on rank 0.
         """
         self.send_notice: Callable[[HostSignalNotice], None] | None = (
             None  # to the controller; None until registered
@@ -253,8 +250,9 @@ class HostStopHandler:
             self.send_notice(HostSignalNotice(signal.Signals(signal_number).name, is_urgent))
 
     def _exit_at_startup(self, signal_number: int) -> None:
-        """Pass the signal to the controller that this host started, wait for its end, and end this
-        process. No process waits for this host yet, and there is nothing to save.
+        """End this process with the exit code of an interrupted start: after the controller that
+        this host started has got the signal and ended, else after REPEAT_S. No process waits for
+        this host yet, and there is nothing to save.
         """
         if self._controller_process is not None:
             self._controller_process.send_signal(signal_number)

@@ -32,20 +32,24 @@ class TensorEntry:
 
     @property
     def span(self) -> TensorSpan:
+        """Return the part of the tensor that lies in the bucket, as a span."""
         return TensorSpan(0, 0, self.shape[0]) if self.part is None else TensorSpan(*self.part)
 
     @property
     def key(self) -> str:
-        """Tells the parts of one tensor apart: its name, and where it is a part, which."""
+        """Return a key that tells the parts of one tensor apart: the name and, for a part, its
+        axis, start and count.
+        """
         return self.name if self.part is None else f"{self.name}[{':'.join(map(str, self.part))}]"
 
     @property
     def num_bytes(self) -> int:
+        """Return the bytes that the part takes in the bucket."""
         return prod(self.span.shape_within(self.shape)) * DTYPE_BYTES[self.dtype]
 
     def view_in_bucket(self, bucket: Tensor) -> Tensor:
-        """Return this tensor's part of `bucket` [bytes] uint8; a copy where its place is no
-        multiple of its numbers' size.
+        """Return this tensor's part as a view of `bucket` [bytes] uint8, or as a copy where its
+        offset is not a multiple of its element size.
         """
         raw = bucket[self.offset : self.offset + self.num_bytes]
         dtype = getattr(torch, self.dtype)
@@ -67,27 +71,28 @@ class BucketManifest:
 
     @property
     def tensor_bytes(self) -> int:
-        """The bytes of its tensors, without the gaps between them."""
+        """Return the bytes of the bucket's tensors, without the gaps between them."""
         return sum(entry.num_bytes for entry in self.tensors)
 
     @property
     def label(self) -> str:
-        """Which bucket it is, for messages and receipts."""
+        """Return "bucket N of SENDER", for messages and receipts."""
         return f"bucket {self.bucket} of {self.sender}"
 
     def __str__(self) -> str:
-        """Names the bucket, its sender and what is in it, for messages."""
+        """Return the label and the bucket's tensors, for messages."""
         first, *others = [entry.name for entry in self.tensors] or ["nothing"]
         more = f" and {len(others)} more" if others else ""
         return f"{self.label} ({first}{more})"
 
     def encode_json(self) -> str:
+        """Return the manifest as JSON text, which `parse_json` reads."""
         return msgspec.json.encode(self).decode()
 
     @staticmethod
     def parse_json(text: str) -> BucketManifest:
-        """Raises ValueError when a field is missing, a path leaves the transfer directory, or
-        tensors overlap.
+        """Return the manifest that JSON text holds. Raise ValueError when a field is missing, a
+        path leaves the transfer directory, or tensors overlap.
         """
         try:
             manifest = msgspec.json.decode(text, type=BucketManifest)
@@ -97,6 +102,9 @@ class BucketManifest:
         return manifest
 
     def _require_valid(self) -> None:
+        """Raise ValueError for a path outside of the transfer directory, an unknown type, a part
+        outside of its tensor, and tensors that overlap or exceed the bucket.
+        """
         path = PurePosixPath(self.file)
         if path.is_absolute() or len(path.parts) != 1 or path.name in ("", ".", ".."):
             raise ValueError(
@@ -129,6 +137,9 @@ class BucketManifest:
 
 
 def _is_part_inside(part: tuple[int, int, int] | None, shape: tuple[int, ...]) -> bool:
+    """Return whether (axis, start, count) lies inside of a tensor of `shape`; None, the whole
+    tensor, does unless the shape is ().
+    """
     if part is None:
         return bool(shape)
     axis, start, count = part

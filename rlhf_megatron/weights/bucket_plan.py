@@ -58,14 +58,15 @@ def plan_buckets(
     alignment: int = ALIGNMENT,
     spans_by_name: SpansByName | None = None,
 ) -> tuple[WeightBucket, ...]:
-    """Buckets that hold every HF tensor of `rules` exactly once, in order of their fusion
-    groups' first rules.
+    """Return the buckets of one rank, which hold every Hugging Face tensor of `rules` exactly once,
+    in the order of their fusion groups' first rules.
 
-    `engine_dtype`: the engine's, a key of DTYPE_BYTES. `spans_by_name`: None: whole tensors.
-    `alignment`: bytes of which each tensor begins at a multiple; 1: no gaps between tensors of one
-    type, each of which is still aligned to its own numbers. A fusion group that is larger than
-    `bucket_bytes` gets a bucket of its own, of its own size (see `describe_oversized_buckets`).
-    Raises ValueError for an unknown type or a size that is not positive.
+    `engine_dtype`: the engine's weight type, a key of DTYPE_BYTES. `spans_by_name`: the parts that
+    the rank sends; None: whole tensors. `alignment`: each tensor begins at a multiple of so many
+    bytes; 1: no gaps between tensors of one type, each of which is still aligned to its own
+    elements. A fusion group that is larger than `bucket_bytes` gets a bucket of its own, of its own
+    size (see `describe_oversized_buckets`). Raise ValueError for an unknown type or a size that is
+    not positive.
     """
     if engine_dtype not in DTYPE_BYTES:
         raise ValueError(
@@ -96,7 +97,9 @@ def plan_buckets(
 
 
 def describe_oversized_buckets(buckets: Sequence[WeightBucket], bucket_bytes: int) -> str | None:
-    """A notice about buckets over the limit (one fusion group alone is larger), or None."""
+    """Return a notice about buckets over `bucket_bytes`, each of which holds one large fusion
+    group; None where there are none.
+    """
     large = [bucket for bucket in buckets if bucket.num_bytes > bucket_bytes]
     if not large:
         return None
@@ -109,7 +112,7 @@ def describe_oversized_buckets(buckets: Sequence[WeightBucket], bucket_bytes: in
 
 
 def fingerprint_bucket_plan(buckets: Sequence[WeightBucket]) -> int:
-    """Equal on ranks that made the same plan; in [0, 2^48)."""
+    """Return a number in [0, 2^48) that is equal on ranks that made the same plan."""
     text = repr(
         [
             (
@@ -136,7 +139,9 @@ class StageTraffic:
 def compute_stage_traffic(
     table: Sequence[WeightRule], layout: ParallelLayout, engine_dtype: str, bucket_bytes: int
 ) -> tuple[StageTraffic, ...]:
-    """Traffic of every stage under a layout. Raises ValueError when the layers do not divide."""
+    """Return the traffic of a weight sync for each pipeline stage. Raise ValueError when the layers
+    do not divide.
+    """
     stages = []
     for stage in range(layout.pp):
         rules = select_stage_rules(table, stage, layout)
@@ -162,6 +167,7 @@ def _lay_out_bucket(
     alignment: int,
     spans_by_name: SpansByName | None,
 ) -> WeightBucket:
+    """Return the bucket of these rules, with the offset of each tensor."""
     slots = []
     offset = 0
     for rule in rules:
@@ -177,7 +183,7 @@ def _lay_out_bucket(
 def _iterate_sent_parts(
     rule: WeightRule, engine_dtype: str, spans_by_name: SpansByName | None
 ) -> Iterator[tuple[HFTensor, TensorSpan, int]]:
-    """Yield the parts of a rule's tensors that are sent, with their bytes."""
+    """Yield (tensor, span, bytes) of each part of a rule's tensors that the rank sends."""
     own = (
         tuple(map(TensorSpan.cover_whole_tensor, rule.hf_tensors))
         if spans_by_name is None
@@ -194,9 +200,9 @@ def _iterate_sent_parts(
 def list_gathered_shards(
     rules: Sequence[WeightRule], layout: ParallelLayout
 ) -> list[list[tuple[WeightRule, tuple[int, ...]]]]:
-    """Return, by place in a copy (`ParallelLayout.copy_size`), the rules whose shard the rank there
-    gives to the sender, which is the first rank, and the shard's shape. The sender gives
-    itself nothing.
+    """Return, for each place in a copy (`ParallelLayout.copy_size`), the (rule, shard shape) pairs
+    that the rank there gives to the sender. The sender is the first rank, and its own list is
+    empty.
     """
     sent: list[list[tuple[WeightRule, tuple[int, ...]]]] = [[] for _ in range(layout.copy_size)]
     for rule in rules:
@@ -210,7 +216,7 @@ def list_gathered_shards(
 def _count_gathered_bytes(
     rules: Sequence[WeightRule], layout: ParallelLayout, engine_dtype: str
 ) -> int:
-    """Count the bytes of shards that stand on other ranks than the sender."""
+    """Return the bytes of the shards that the sender gathers from other ranks."""
     return (
         sum(prod(shape) for shards in list_gathered_shards(rules, layout) for _, shape in shards)
         * DTYPE_BYTES[engine_dtype]
@@ -218,4 +224,5 @@ def _count_gathered_bytes(
 
 
 def _align_bytes(num_bytes: int, alignment: int) -> int:
+    """Return `num_bytes` rounded up to a multiple of `alignment`."""
     return -(-num_bytes // alignment) * alignment

@@ -21,7 +21,7 @@ from typing import Any
 from rlhf_megatron.data import codec
 
 MANIFEST = "manifest.json"
-FORMAT = "rlhf_megatron.ranks.checkpoint"
+FORMAT = "rlhf_megatron.checkpoint"  # in files: no module has this name
 FORMAT_VERSION = 1
 _LARGEST_MANIFEST = 256 << 20  # bytes; a hundred ranks' files take some 50 kB
 _BLOCK = 4 << 20  # bytes
@@ -227,7 +227,8 @@ def _find_size_problems(directory: Path, manifest: CheckpointManifest) -> Iterat
 
 
 def _find_digest_problem(directory: Path, record: FileRecord) -> str | None:
-    """Return a message if the file cannot be read or its digest is not the recorded one, else None.
+    """Return a message if the file cannot be read or its digest is not the recorded one, else
+    None.
     """
     try:
         digest = compute_file_sha256(directory / record.path)
@@ -250,7 +251,8 @@ def _raise_on_problems(problems: list[str]) -> None:
 
 
 def _parse_file_record(entry: Any) -> FileRecord:
-    """Return the record of one file entry of the manifest. Raise ValueError for a malformed entry.
+    """Return the record of one file entry of the manifest. Raise ValueError for a malformed
+    entry.
     """
     if entry.keys() != {"path", "num_bytes", "sha256"}:
         raise ValueError(

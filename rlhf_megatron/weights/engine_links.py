@@ -58,7 +58,9 @@ class EngineLink:
     def __init__(
         self, invitation: LinkInvitation, rank: int, timeout_s: float, store: TCPStore | None = None
     ) -> None:
-        """`timeout_s`: to join within. `store`: of the rank that invites."""
+        """Prepare rank `rank` of the group. `timeout_s`: the deadline for joining. `store`: the
+        store of the inviting rank; None on the ranks that are invited.
+        """
         self.invitation = invitation
         self.rank = rank
         self._timeout = timedelta(seconds=timeout_s)
@@ -69,8 +71,8 @@ class EngineLink:
     def make_inviting_link(
         name: str, address: str, num_ranks: int, backend: str, timeout_s: float
     ) -> EngineLink:
-        """Rank 0, which listens at `address`, of this host as the others reach it, and nowhere
-        else. `name` must be new to them. Raises OSError where it cannot.
+        """Return the link of rank 0, which listens at `address` only: this host's address as the
+        other ranks reach it. `name` must be new to them. Raise OSError where it cannot listen.
         """
         listener = listen_on_address(address, 0)
         port: int = listener.getsockname()[1]
@@ -89,11 +91,12 @@ class EngineLink:
 
     @property
     def name(self) -> str:
+        """Return the name of the link, as in the invitation."""
         return self.invitation.name
 
     def join_group(self) -> None:
-        """Returns when all ranks have joined. Raises RuntimeError when they have not by the
-        deadline, OSError where rank 0 is not reached.
+        """Join the group, and return when all ranks have joined. Raise RuntimeError when they have
+        not by the deadline, OSError where rank 0 cannot be reached.
         """
         place = self.invitation
         if self._store is None:
@@ -113,8 +116,8 @@ class EngineLink:
         self._backend = make(store)
 
     def open_connections(self, num_senders: int, device: torch.device, timeout_s: float) -> None:
-        """Make the connection of each pair that `exchange_tensors` will use: the first
-        `num_senders` ranks with all others. All ranks call it.
+        """Open the connection of each pair of ranks that `exchange_tensors` will use: each of the
+        first `num_senders` ranks with each of the others. All ranks must call it.
         """
         byte = torch.zeros(1, dtype=torch.uint8, device=device)
         others = range(num_senders, self.invitation.size)
@@ -125,8 +128,8 @@ class EngineLink:
             )
 
     def broadcast_bucket(self, bucket: Tensor, timeout_s: float) -> None:
-        """Returns when the other ranks have been sent all of `bucket`, by rank 0. Raises
-        RuntimeError when they died or do not take it in time.
+        """Broadcast `bucket` from rank 0 into the same tensor of the other ranks. All ranks must
+        call it. Raise RuntimeError when a rank died or is late.
         """
         options = dist.BroadcastOptions()
         options.rootRank = 0
@@ -143,14 +146,16 @@ class EngineLink:
         receives: Sequence[tuple[Tensor, int]],
         timeout_s: float,
     ) -> None:
-        """Send and receive (contiguous tensor, other rank), all at once. Returns when it is done.
-        Raises RuntimeError where a rank died or does not come in time.
+        """Send and receive all of the (contiguous tensor, other rank) pairs at once, and return
+        when all are done; received tensors are overwritten. Raise RuntimeError where a rank died or
+        is late.
         """
         if not sends and not receives:
             return
         backend = self._get_joined_backend()
 
         def start_transfers() -> list[Any]:
+            """Start all transfers and return their work handles."""
             return [
                 *(backend.recv([tensor], rank, 0) for tensor, rank in receives),
                 *(backend.send([tensor], rank, 0) for tensor, rank in sends),
@@ -159,8 +164,8 @@ class EngineLink:
         self._run_collectives((*sends, *receives)[0][0].device, start_transfers, timeout_s)
 
     def abort(self) -> None:
-        """Give up what is under way. With gloo that ends when the others leave the group, or
-        at its deadline.
+        """Give up the link and all transfers in progress. With gloo these end only when the other
+        ranks leave the group, or at their deadline.
         """
         backend = self._backend
         store = self._store
@@ -173,7 +178,9 @@ class EngineLink:
     close = abort
 
     def _has_rank_0_given_up(self) -> bool:
-        """Whether rank 0 has given up: NCCL does not tell the others."""
+        """Return whether rank 0 has given up the link or died: NCCL does not tell the other
+        ranks.
+        """
         store = self._store
         if self.rank == 0 or store is None:
             return False
@@ -183,6 +190,7 @@ class EngineLink:
             return True
 
     def _get_joined_backend(self) -> Any:
+        """Return the process group. Assert that the link was joined and not closed."""
         backend = self._backend
         assert backend is not None, "join comes first"
         return backend
@@ -190,6 +198,9 @@ class EngineLink:
     def _run_collectives(
         self, device: torch.device, start_collectives: Callable[[], list[Any]], timeout_s: float
     ) -> None:
+        """Start the collectives and wait until all are done. Raise RuntimeError at the deadline, or
+        where rank 0 has given up.
+        """
         if self.invitation.backend == "gloo":
             for work in start_collectives():
                 work.wait(timedelta(seconds=timeout_s))
@@ -213,6 +224,7 @@ class EngineLink:
                 work.wait()  # raises what went wrong
 
     def _make_gloo_backend(self, store: PrefixStore) -> Any:
+        """Join and return the gloo process group, over this host's address towards rank 0."""
         gloo: Any = ProcessGroupGloo  # the options are not in torch's type stubs
         place = self.invitation
         own = place.address if self.rank == 0 else find_address_towards(place.address, place.port)
@@ -223,6 +235,9 @@ class EngineLink:
         return ProcessGroupGloo(store, self.rank, place.size, options)
 
     def _make_nccl_backend(self, store: PrefixStore) -> Any:
+        """Join and return the NCCL process group, one that does not end this process on an
+        error.
+        """
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=_WATCHDOG_S)
         with _prevent_nccl_process_exit():
@@ -231,9 +246,9 @@ class EngineLink:
 
 @contextmanager
 def _prevent_nccl_process_exit() -> Iterator[None]:
-    """NCCL's watchdog ends a process whose peer died. A trainer outlives its engines, so it only
-    cleans up here. A group reads that from the environment when it is made, and there is no other
-    way to say it.
+    """Within the block, set the environment so that a new NCCL group only cleans up when a peer
+    died. By default NCCL's watchdog ends the process, and a trainer must outlive its engines. A
+    group reads the environment when it is made; there is no other way to set this.
     """
     with _environment:
         before = os.environ.get(_NCCL_ERRORS)
@@ -248,15 +263,17 @@ def _prevent_nccl_process_exit() -> Iterator[None]:
 
 
 def find_address_towards_url(url: str) -> str:
-    """Return the address of this host by which the server at `url` reaches it. Nothing is sent.
-    Raises OSError.
+    """Return the address of this host at which the server of `url` can reach it. Nothing is sent.
+    Raise OSError where the host is unknown or there is no route.
     """
     parts = urlsplit(url)
     return find_address_towards(parts.hostname or "", parts.port or 80)
 
 
 def find_address_towards(host: str, port: int) -> str:
-    """Return the address of this host on the way to another. Nothing is sent. Raises OSError."""
+    """Return the address of this host from which it reaches another. Nothing is sent. Raise OSError
+    where the other is unknown or there is no route.
+    """
     family, _, _, _, place = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)

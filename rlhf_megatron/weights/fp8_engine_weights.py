@@ -25,15 +25,19 @@ from rlhf_megatron.weights.weight_table import HFTensor, TensorSpan, WeightRule,
 
 
 def make_fp8_rule(rule: WeightRule, engine_dtype: str) -> WeightRule:
-    """Returns a rule of the same Megatron tensor, whose `hf` are the matrices, in FP8 where
-    `is_stored_in_fp8` says so, and their scales behind them. What is quantised is the weight in
-    `engine_dtype`, the engine's. It has no way back: its `to_megatron` still takes plain matrices.
+    """Return a rule of the same Megatron tensor whose `hf_tensors` are the matrices, in FP8 where
+    `is_stored_in_fp8` says so, followed by their scales. `to_hf` quantises the weight after a cast
+    to `engine_dtype`, the engine's type. There is no way back: `to_megatron` still takes plain
+    matrices.
     """
     is_fp8 = [is_stored_in_fp8(hf.name) for hf in rule.hf_tensors]
     if not any(is_fp8):
         return rule
 
     def convert_to_quantised_hf(tensor: Tensor) -> tuple[Tensor, ...]:
+        """Return the rule's Hugging Face tensors, quantised where they are FP8, followed by the
+        scales.
+        """
         plain = rule.to_hf(tensor.to(getattr(torch, engine_dtype)))
         made = [
             quantise_to_fp8(values) if own else (values, None)
@@ -52,6 +56,7 @@ def make_fp8_rule(rule: WeightRule, engine_dtype: str) -> WeightRule:
 
 
 def _make_scale_tensor(hf_tensor: HFTensor) -> HFTensor:
+    """Return the tensor that holds the scales of an FP8 matrix, one for each block."""
     shape = tuple(-(-size // block) for size, block in zip(hf_tensor.shape, FP8_BLOCK, strict=True))
     return HFTensor(hf_tensor.name + SCALE, shape, dtype="float32")
 
@@ -59,7 +64,9 @@ def _make_scale_tensor(hf_tensor: HFTensor) -> HFTensor:
 def make_engine_table(
     table: Sequence[WeightRule], engine_dtype: str, quantization: str | None
 ) -> tuple[WeightRule, ...]:
-    """Returns the table of what engines are sent under that `rollout.quantization`."""
+    """Return the table of the tensors that engines get under this `rollout.quantization`; None: not
+    quantised.
+    """
     return (
         tuple(table)
         if quantization is None
@@ -70,8 +77,8 @@ def make_engine_table(
 def require_whole_fp8_blocks(
     table: Sequence[WeightRule], layout: ParallelLayout, engine_layout: EngineLayout
 ) -> None:
-    """Raises ValueError where a matrix in FP8 is cut within a block, by the trainer's ranks or
-    by an engine's.
+    """Raise ValueError where the trainer's ranks or an engine's ranks cut an FP8 matrix within a
+    block.
     """
     for rule in table:
         for hf, span, ways, whose in chain(
@@ -91,6 +98,9 @@ def require_whole_fp8_blocks(
 def _iterate_trainer_cuts(
     rule: WeightRule, layout: ParallelLayout
 ) -> Iterator[tuple[HFTensor, TensorSpan, int, str]]:
+    """Yield (tensor, span of the second shard, number of shards, name of the setting) where the
+    trainer cuts the tensors of a rule.
+    """
     ways = layout.tp
     name = "actor.megatron.tensor_model_parallel_size"
     if rule.expert is not None:
@@ -106,6 +116,9 @@ def _iterate_trainer_cuts(
 def _iterate_engine_cuts(
     rule: WeightRule, engine_layout: EngineLayout
 ) -> Iterator[tuple[HFTensor, TensorSpan, int, str]]:
+    """Yield (tensor, span, number of parts, name of the setting) of each part that an engine's
+    ranks hold, where the engine cuts the tensor.
+    """
     for hf in rule.hf_tensors:
         ways = (
             engine_layout.count_tensor_ways(rule, hf.name)

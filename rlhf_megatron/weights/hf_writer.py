@@ -68,6 +68,7 @@ class HFWriter:
     def __init__(
         self, directory: Path, tensor_specs: Sequence[TensorSpec], max_shard_bytes: int
     ) -> None:
+        """Plan the files of `tensor_specs`; each is opened when its first tensor arrives."""
         self._directory = directory
         self._planned_files = plan_weight_files(tensor_specs, max_shard_bytes)
         self._file_by_tensor = {
@@ -91,7 +92,8 @@ class HFWriter:
             self._writers.pop(file).close()
 
     def write_index_if_sharded(self) -> None:
-        """Write the index where there is more than one file. Assert that every tensor was written.
+        """Write the index where there is more than one file. Assert that every tensor was
+        written.
         """
         assert not self._unwritten_files, (
             f"tensors of {sorted(self._unwritten_files)} were never written"

@@ -27,6 +27,7 @@ class LoRALinear(nn.Module):
     """A linear layer with its two matrices, which are float32 and have no memory yet ("meta")."""
 
     def __init__(self, base_layer: nn.Linear, rank: int, scale: float) -> None:
+        """Wrap a linear layer. `scale`: the factor of B A."""
         super().__init__()
         self.base_layer = base_layer
         self.scale = scale
@@ -36,20 +37,22 @@ class LoRALinear(nn.Module):
         self.lora_B = nn.Linear(rank, outputs, bias=False, device="meta", dtype=torch.float32)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return W x + scale B A x."""
         found: Tensor = self.base_layer(x) + self.lora_B(self.lora_A(x)) * self.scale
         return found
 
 
 def compute_lora_scale(lora: LoRAConfig) -> float:
-    """The factor of B A."""
+    """Return the factor of B A: alpha / rank."""
     return lora.alpha / lora.rank
 
 
 def add_lora_layers(decoder: nn.Module, lora: LoRAConfig) -> None:
-    """Freeze a model, and give its linear layers that `lora` names matrices that train.
+    """Freeze the model, and replace its linear layers that `lora` names by layers with trainable
+    LoRA matrices.
 
-    "all-linear" is every one of the decoder layers but routers and experts. Raises ValueError for a
-    name that no such layer has, and where there is none.
+    "all-linear" names every linear layer of the decoder layers, except routers and experts. Raise
+    ValueError for a name that no such layer has, and for a model without such layers.
     """
     linear = {
         name: module
@@ -82,31 +85,35 @@ def add_lora_layers(decoder: nn.Module, lora: LoRAConfig) -> None:
 
 
 def _is_in_decoder_layer(name: str) -> bool:
+    """Return whether a module name has a layer number in it."""
     return any(part.isdigit() for part in name.split("."))
 
 
 def _is_router_or_expert(name: str) -> bool:
+    """Return whether a module is a router or belongs to an expert, by its name."""
     return get_last_name_part(name) in ROUTERS or "experts" in name.split(".")
 
 
 def get_last_name_part(name: str) -> str:
-    """The name of a module in the one around it."""
+    """Return the part of a dotted name behind the last dot."""
     return name.rpartition(".")[2]
 
 
 def is_lora_matrix(name: str) -> bool:
-    """Whether a tensor is one of the two matrices."""
+    """Return whether a tensor name is that of a LoRA matrix, A or B."""
     return name.endswith((DOWN, UP))
 
 
 def get_layer_stem(name: str) -> str:
-    """The name of the layer that a weight is of: its matrices are this + DOWN and + UP."""
+    """Return a weight's name without "weight", dot included: the stem plus DOWN or UP is the name
+    of a LoRA matrix.
+    """
     return name.removesuffix("weight")
 
 
 def make_initial_lora_matrix(name: str, shape: Sequence[int], seed: int) -> Tensor:
-    """Return a matrix as peft begins it: A uniform within 1 / sqrt(I), B zero. It depends on name,
-    shape and seed only.
+    """Return the initial value of a LoRA matrix, as in peft: A uniform within 1 / sqrt(I), B zero.
+    It depends on name, shape and seed only.
     """
     if name.endswith(UP):
         return torch.zeros(tuple(shape))
@@ -116,5 +123,7 @@ def make_initial_lora_matrix(name: str, shape: Sequence[int], seed: int) -> Tens
 
 
 def merge_lora_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
-    """W + scale B A, float32. Rows of `weight_OI` may be a part, with the same rows of `up_OR`."""
+    """Return W + scale B A in float32. `weight_OI` may hold a part of the rows, with the same rows
+    of `up_OR`.
+    """
     return weight_OI.float() + (up_OR.float() @ down_RI.float()) * scale

@@ -48,7 +48,9 @@ class MegatronManifest:
 
     @staticmethod
     def read(directory: Path) -> MegatronManifest:
-        """Raises ValueError when the file is missing or not of this format."""
+        """Return the manifest of a directory of converted weights. Raise ValueError when the file
+        is missing or not of this format.
+        """
         path = Path(directory) / MANIFEST
         if not path.is_file():
             raise ValueError(
@@ -75,8 +77,9 @@ def make_disk_layout(
     first_layers: int = 0,
     last_layers: int = 0,
 ) -> ParallelLayout:
-    """The smallest layout of such axes: one copy of every tensor. Raises ValueError for a shape
-    that cannot be.
+    """Return the smallest layout with these parallel sizes, which holds one copy of every tensor. 0
+    means not set for `etp`, `first_layers` and `last_layers`. Raise ValueError for an impossible
+    shape.
     """
     for name, value in {"tp": tp, "pp": pp, "vpp": vpp, "ep": ep}.items():
         if value <= 0:
@@ -105,7 +108,9 @@ class RankFileNames:
     """Names the files that hold the shards of a rule."""
 
     def __init__(self, table: Sequence[WeightRule], layout: ParallelLayout) -> None:
-        """Raises ValueError where the model does not divide."""
+        """Raise ValueError where the layout does not divide the model's tensors, layers or
+        experts.
+        """
         check_tensor_parallel_split(table, layout.tp, layout.etp)
         num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
         num_experts = next((rule.num_experts for rule in table if rule.expert is not None), 0)
@@ -119,8 +124,8 @@ class RankFileNames:
         self._has_expert_files = layout.ep > 1 or layout.etp != layout.tp
 
     def list_files(self, rule: WeightRule) -> list[str]:
-        """List the files of a tensor in the order of its shards, or every file with a copy where
-        it is not split.
+        """Return the names of the files that hold a rule's shards, in shard order; for a tensor
+        that is not split, of all files that hold a copy.
         """
         stage = {"embedding": 0, "head": self.layout.pp - 1}.get(rule.owner, 0)
         stage = stage if rule.layer is None else self._stage_by_layer[rule.layer]
@@ -136,7 +141,7 @@ class MegatronReader:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Raises ValueError when a file is missing or broken."""
+        """Open all files of the directory. Raise ValueError where one is missing or broken."""
         self.directory = Path(directory)
         self.manifest = MegatronManifest.read(self.directory)
         try:
@@ -154,13 +159,17 @@ class MegatronReader:
         self._open_files = {name: self._open_rank_file(name) for name in names}
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """`rule` may have other vocabulary padding or module names. Raises ValueError naming
+        """Join the shards of a rule and return its Hugging Face tensors. `rule` may have another
+        vocabulary padding and other module names than this directory's. Raise ValueError that names
         a broken shard.
         """
         own = self.find_stored_rule(rule)
         return own.to_hf(join_shards(own.split, self.read_shards(own)))
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type ("bfloat16") in which the rule's tensor is stored. Raise ValueError for a
+        type that is not supported.
+        """
         own = self.find_stored_rule(rule)
         view = self._get_tensor_slice(own, self._rank_file_names.list_files(own)[0])
         if view.get_dtype() not in DTYPES:
@@ -171,7 +180,9 @@ class MegatronReader:
         return DTYPES[view.get_dtype()]
 
     def read_shards(self, rule: WeightRule) -> list[Tensor]:
-        """The shards of a rule of `self.table`, views of the mapped files, in rank order."""
+        """Return the shards of a rule of `self.table`, views of the mapped files, in rank order.
+        Raise ValueError for a shard of another shape.
+        """
         files = self._rank_file_names.list_files(rule)
         expected = compute_shard_shape(rule, len(files))
         tensors = []
@@ -186,8 +197,8 @@ class MegatronReader:
         return tensors
 
     def find_stored_rule(self, rule: WeightRule) -> WeightRule:
-        """The rule of the same Hugging Face tensors in this directory's table. Raises
-        ValueError for none.
+        """Return the rule of this directory's table that has the same Hugging Face tensors. Raise
+        ValueError where there is none.
         """
         if rule.hf_tensors not in self._rule_by_hf_tensors:
             raise ValueError(
@@ -196,6 +207,9 @@ class MegatronReader:
         return self._rule_by_hf_tensors[rule.hf_tensors]
 
     def _get_tensor_slice(self, rule: WeightRule, file_name: str) -> Any:
+        """Return the safetensors slice of a rule's tensor in one file. Raise ValueError where the
+        file lacks the tensor.
+        """
         try:
             return self._open_files[file_name].get_slice(rule.megatron_name)
         except SafetensorError as error:
@@ -204,6 +218,7 @@ class MegatronReader:
             ) from error
 
     def _open_rank_file(self, file_name: str) -> Any:
+        """Open and return one mapped file. Raise ValueError where it is missing or broken."""
         path = self.directory / file_name
         if not path.is_file():
             raise ValueError(
@@ -219,4 +234,5 @@ class MegatronReader:
 
 
 def _format_layout(layout: Mapping[str, int]) -> str:
+    """Return the sizes above 1 as text, such as "tp2 pp4"."""
     return " ".join(f"{name}{size}" for name, size in layout.items() if size > 1)

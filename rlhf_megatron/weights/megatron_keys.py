@@ -33,8 +33,9 @@ class KeyNaming:
     def from_table(
         table: tuple[WeightRule, ...], impl: LayerImpl, use_stacked_layers: bool | None = None
     ) -> KeyNaming:
-        """`use_stacked_layers` None: as Megatron-LM's defaults have it,
-        where all layers are alike.
+        """Return the naming of the model that `table` describes. `use_stacked_layers`: whether
+        alike layers share one tensor; None: yes where either all layers or none have experts, as in
+        Megatron-LM's defaults.
         """
         layers = {rule.layer for rule in table if rule.layer is not None}
         experts = frozenset(
@@ -49,7 +50,9 @@ class KeyNaming:
         return KeyNaming(impl, experts, is_latent, len(layers) if stacked else 0)
 
     def make_key_and_index(self, rule: WeightRule) -> tuple[str, StackIndex]:
-        """Return the key of the stored tensor, and the place of the rule's own tensor in it."""
+        """Return the key of the stored tensor, and the index (layer, expert) of the rule's tensor
+        in it.
+        """
         name = rule.megatron_name
         index = StackIndex()
         for norm in self._list_fused_norms(rule.layer):
@@ -64,7 +67,7 @@ class KeyNaming:
         return name, index
 
     def get_stored_shape(self, rule: WeightRule) -> tuple[int, ...]:
-        """Return the shape of the whole stored tensor."""
+        """Return the shape of the whole stored tensor that holds the rule's tensor."""
         experts = () if rule.expert is None else (rule.num_experts,)
         layers = (
             (self.num_stacked_layers,) if self.num_stacked_layers and rule.layer is not None else ()
@@ -72,6 +75,9 @@ class KeyNaming:
         return (*layers, *experts, *rule.megatron_shape)
 
     def _list_fused_norms(self, layer: int | None) -> tuple[str, ...]:
+        """Return the names of the norms that this model fuses into the matrix behind them, in that
+        layer.
+        """
         mlp = () if layer in self.expert_layers else (_MLP,)
         if not self.has_latent_attention:
             return (_INPUT, *mlp)
@@ -79,7 +85,9 @@ class KeyNaming:
 
 
 def list_possible_keys(rule: WeightRule) -> Iterator[tuple[str, StackIndex]]:
-    """All keys under which a checkpoint may hold a tensor, as `KeyNaming.key` gives one."""
+    """Yield every (key, index) under which a checkpoint may hold a rule's tensor, whatever model
+    wrote it.
+    """
     names = [rule.megatron_name]
     names[:0] = [
         rule.megatron_name.removesuffix(norm) + fused
@@ -97,8 +105,10 @@ def list_possible_keys(rule: WeightRule) -> Iterator[tuple[str, StackIndex]]:
 
 
 def _drop_expert_number(name: str, rule: WeightRule) -> str:
+    """Return the name of the tensor that stacks all experts of the layer."""
     return name.replace(f".experts.local_experts.{rule.expert}.", ".experts.experts.", 1)
 
 
 def _drop_layer_number(name: str, rule: WeightRule) -> str:
+    """Return the name of the tensor that stacks all layers."""
     return name.replace(f".layers.{rule.layer}.", ".layers.", 1)

@@ -22,7 +22,7 @@ _BUFFER = ".e_score_correction_bias"  # float32 in any model
 
 @dataclass(frozen=True)
 class MtpTensors:
-    """Such tensors of a directory, which are read when they are asked for."""
+    """The multi-token prediction tensors of a directory, read on demand."""
 
     reader: HFReader | None
     tensor_names: tuple[str, ...]

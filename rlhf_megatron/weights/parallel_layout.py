@@ -20,7 +20,7 @@ class GridCoordinates:
     cp: int = 0
 
     def __str__(self) -> str:
-        """ "dp1 pp0 tp3"; cp is named where it is not 0: "dp1 pp0 cp1 tp3"."""
+        """Return "dp1 pp0 tp3", with cp where it is not 0: "dp1 pp0 cp1 tp3"."""
         return f"dp{self.dp} pp{self.pp}{f' cp{self.cp}' if self.cp else ''} tp{self.tp}"
 
 
@@ -51,7 +51,7 @@ class ParallelLayout:
     )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a shape that cannot be."""
+        """Set etp to tp where it is 0. Raise ValueError for an impossible shape."""
         object.__setattr__(self, "etp", self.etp or self.tp)
         if self.world_size % self.replica_size != 0:
             raise ValueError(
@@ -78,78 +78,83 @@ class ParallelLayout:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one copy of the model and share its samples."""
+        """Return the number of ranks that hold one copy of the model and share its samples."""
         return self.tp * self.pp * self.cp
 
     @property
     def dp(self) -> int:
+        """Return the number of replicas."""
         return self.world_size // self.replica_size
 
     @property
     def stage_size(self) -> int:
-        """Ranks of a pipeline stage, over all replicas."""
+        """Return the number of ranks of a pipeline stage, over all replicas."""
         return self.world_size // self.pp
 
     @property
     def edp(self) -> int:
-        """Ranks that hold the same experts."""
+        """Return the number of ranks that hold the same experts."""
         return self.stage_size // (self.ep * self.etp)
 
     @property
     def copy_size(self) -> int:
-        """The first ranks of a stage that together hold all its tensors: those of one tp group, or
-        of all experts.
+        """Return how many of the first ranks of a stage hold all of its tensors together: the size
+        of a tp group, or that of all experts if larger.
         """
         return max(self.tp, self.ep * self.etp)
 
     @property
     def document_multiple(self) -> int:
-        """Tokens of a document are padded to a multiple of this: cp cuts each into 2 cp
-        chunks of one size.
+        """Return m, where the tokens of a document are padded to a multiple of m: cp cuts each
+        document into 2 cp chunks of one size.
         """
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def packed_multiple(self) -> int:
-        """Tokens of a micro-batch are padded to a multiple of this: each rank's share
-        divides by tp.
+        """Return m, where the tokens of a micro-batch are padded to a multiple of m, so that each
+        rank's share divides by tp.
         """
         return self.document_multiple * (self.tp if self.sequence_parallel else 1)
 
     @property
     def micro_batch_multiple(self) -> int:
-        """A call has a multiple of so many micro-batches: the interleaved schedule runs them
-        in rounds of pp.
+        """Return m, where a call must have a multiple of m micro-batches: the interleaved schedule
+        runs them in rounds of pp.
         """
         return self.pp if self.vpp > 1 else 1
 
     def locate_rank(self, rank: int) -> GridCoordinates:
+        """Return the coordinates of a rank in the grid."""
         tp = rank % self.tp
         cp = rank // self.tp % self.cp
         dp = rank // (self.tp * self.cp) % self.dp
         return GridCoordinates(dp=dp, pp=rank // (self.tp * self.cp * self.dp), tp=tp, cp=cp)
 
     def compute_rank(self, dp: int, pp: int, tp: int, cp: int = 0) -> int:
+        """Return the rank at these coordinates: the inverse of `locate_rank`."""
         return ((pp * self.dp + dp) * self.cp + cp) * self.tp + tp
 
     def compute_stage_position(self, rank: int) -> int:
-        """Return the number of a rank among those of its stage."""
+        """Return the number of a rank among the ranks of its stage."""
         return rank % self.stage_size
 
     def compute_ep_rank(self, rank: int) -> int:
+        """Return the number of a rank in its expert-parallel group."""
         return self.compute_stage_position(rank) // self.etp % self.ep
 
     def compute_etp_rank(self, rank: int) -> int:
+        """Return the number of a rank in its expert tensor-parallel group."""
         return self.compute_stage_position(rank) % self.etp
 
     def get_leader_rank(self, dp: int) -> int:
-        """Return the rank of replica `dp` that receives its shard and returns its results: last
-        stage, cp 0, tp 0.
+        """Return the rank of replica `dp` that receives the replica's shard and returns its
+        results: last stage, cp 0, tp 0.
         """
         return self.compute_rank(dp, self.pp - 1, 0)
 
     def list_replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return all ranks that hold one copy of the model, in rank order."""
+        """Return all ranks of replica `dp`, in rank order."""
         return tuple(
             self.compute_rank(dp, pp, tp, cp)
             for pp in range(self.pp)
@@ -158,8 +163,8 @@ class ParallelLayout:
         )
 
     def __str__(self) -> str:
-        """ "tp2 pp2 dp1"; vpp, cp, ep, etp and sequence parallelism are named where
-        they are in use.
+        """Return text such as "tp2 pp2 dp1"; vpp, cp, ep, etp and sequence parallelism are added
+        where they are in use.
         """
         vpp = f" vpp{self.vpp}" if self.vpp > 1 else ""
         cp = f" cp{self.cp}" if self.cp > 1 else ""
@@ -169,10 +174,10 @@ class ParallelLayout:
         return f"tp{self.tp}{sequence} pp{self.pp}{vpp}{cp}{ep}{etp} dp{self.dp}"
 
     def split_layers_into_chunks(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each model chunk in the order of the model; chunk c stands
+        """Return the number of layers of each model chunk, in the order of the model; chunk c lies
         on stage c % pp.
 
-        Raises ValueError for a number of layers that these sizes do not fit.
+        Raise ValueError for a number of layers that does not fit these sizes.
         """
         if self.layers_of_chunks:
             if sum(self.layers_of_chunks) != num_layers:
@@ -192,8 +197,8 @@ class ParallelLayout:
         return tuple(depth // self.vpp for depth in depths) * self.vpp
 
     def map_layers_to_stages(self, num_layers: int) -> tuple[int, ...]:
-        """Return the pipeline stage of every layer. Raises ValueError as
-        `split_layers_into_chunks` does.
+        """Return the pipeline stage of every layer. Raise ValueError as `split_layers_into_chunks`
+        does.
         """
         chunks = enumerate(self.split_layers_into_chunks(num_layers))
         return tuple(number % self.pp for number, depth in chunks for _ in range(depth))
@@ -202,9 +207,9 @@ class ParallelLayout:
 def _split_layers_into_stages(
     num_layers: int, num_stages: int, num_first_stage_layers: int, num_last_stage_layers: int
 ) -> tuple[int, ...]:
-    """Layers of each pipeline stage. `num_first_stage_layers` and `num_last_stage_layers`: of these
-    stages, where they are told (not 0); the others share the rest evenly. Raises ValueError where
-    that does not divide.
+    """Return the number of layers of each pipeline stage. `num_first_stage_layers` and
+    `num_last_stage_layers` fix those of the first and the last stage where they are not 0; the
+    other stages share the rest evenly. Raise ValueError where the rest does not divide.
     """
     inner = num_stages - bool(num_first_stage_layers) - bool(num_last_stage_layers)
     left = num_layers - num_first_stage_layers - num_last_stage_layers
@@ -231,8 +236,8 @@ def _split_layers_into_stages(
 
 
 def make_parallel_layout(megatron: MegatronConfig, world_size: int) -> ParallelLayout:
-    """Return the layout of a configuration on `world_size` ranks. Raises ValueError for one
-    that cannot be.
+    """Return the layout of a configuration on `world_size` ranks. Raise ValueError for an
+    impossible shape.
     """
     return ParallelLayout(
         world_size,

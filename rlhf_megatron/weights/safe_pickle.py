@@ -184,6 +184,7 @@ class _InertUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, file_name: str, data: bytes, allowed_globals: frozenset[str]) -> None:
+        """Read `data`; `file_name` is for messages."""
         super().__init__(io.BytesIO(data))
         self._file_name = file_name
         self._allowed_globals = allowed_globals
@@ -372,7 +373,8 @@ def _is_instance_of(value: Any, class_name: str) -> bool:
 
 
 def _require_exact_type(value: Any, expected_type: type[Kind], value_label: str) -> Kind:
-    """Return the value if its type is exactly `expected_type`, no subclass; else raise ValueError.
+    """Return the value if its type is exactly `expected_type`, no subclass; else raise
+    ValueError.
     """
     if type(value) is not expected_type:
         raise ValueError(f"{value_label} is {type(value).__name__}, not {expected_type.__name__}")

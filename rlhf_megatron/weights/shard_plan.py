@@ -35,12 +35,12 @@ class SendShare:
     rules: list[WeightRule] = field(default_factory=list)  # in table order
     spans_by_name: dict[str, tuple[TensorSpan, ...]] = field(
         default_factory=dict
-    )  # by Megatron name: what it has of `WeightRule.hf`
+    )  # by Megatron name: the parts of `WeightRule.hf_tensors` that it sends
 
 
 def plan_send_shares(rules: Sequence[WeightRule], layout: ParallelLayout) -> tuple[SendShare, ...]:
-    """Share out the sending of `rules`, by place in a copy, so that each is sent once. A fusion
-    group that several ranks hold goes, whole, to the one with least so far.
+    """Return the share that each place of a copy sends, so that each part of `rules` is sent once.
+    A fusion group that several ranks hold goes, whole, to the rank with the least to send so far.
     """
     shares = tuple(SendShare() for _ in range(layout.copy_size))
     loads = [0] * layout.copy_size
@@ -69,6 +69,9 @@ def plan_send_shares(rules: Sequence[WeightRule], layout: ParallelLayout) -> tup
 
 
 def count_span_elements(rule: WeightRule, spans: Sequence[TensorSpan]) -> int:
+    """Return the elements of these parts of a rule's Hugging Face tensors, one part for each
+    tensor.
+    """
     return sum(
         prod(span.shape_within(hf.shape)) for hf, span in zip(rule.hf_tensors, spans, strict=True)
     )
@@ -77,8 +80,8 @@ def count_span_elements(rule: WeightRule, spans: Sequence[TensorSpan]) -> int:
 def _iterate_held_shards(
     rule: WeightRule, layout: ParallelLayout
 ) -> Iterator[tuple[tuple[int, ...], tuple[TensorSpan, ...]]]:
-    """(places in a copy whose ranks hold a shard, what of the HF tensors it is) of each
-    shard of a rule.
+    """Yield, for each shard of a rule, the places in a copy whose ranks hold the shard, and the
+    parts of the Hugging Face tensors that the shard is.
     """
     places = range(layout.copy_size)
     if rule.expert is None:
@@ -99,7 +102,9 @@ def _iterate_held_shards(
 
 
 def count_serving_copies(layout: ParallelLayout) -> int:
-    """Copies of a stage that can serve engines: all of them, where they are alike."""
+    """Return the number of copies of a stage that can serve engines: all copies if they are alike,
+    else 1.
+    """
     is_alike = (
         layout.copy_size % layout.tp == 0 and layout.copy_size % (layout.ep * layout.etp) == 0
     )
@@ -107,7 +112,7 @@ def count_serving_copies(layout: ParallelLayout) -> int:
 
 
 def find_copy_index(layout: ParallelLayout, rank: int) -> int:
-    """The number of a rank's copy in its stage."""
+    """Return the number of a rank's copy in its stage."""
     return layout.compute_stage_position(rank) // layout.copy_size
 
 
@@ -127,8 +132,8 @@ class EngineLayout:
 
     @staticmethod
     def from_rollout_config(rollout: RolloutConfig) -> EngineLayout:
-        """Return the layout that `rollout.sglang.args` ask for. Raises ValueError for
-        impossible sizes.
+        """Return the layout that `rollout.sglang.args` set; one rank for another engine. Raise
+        ValueError for impossible sizes.
         """
         if rollout.engine != "sglang":
             return EngineLayout()
@@ -149,7 +154,7 @@ class EngineLayout:
         )
 
     def __post_init__(self) -> None:
-        """Raises ValueError for a shape that cannot be."""
+        """Raise ValueError where tp is not a multiple of ep and of dp."""
         for name, size in (("ep", self.ep), ("dp", self.dp)):
             if size < 1 or self.tp % size:
                 raise ValueError(
@@ -158,8 +163,8 @@ class EngineLayout:
                 )
 
     def count_tensor_ways(self, rule: WeightRule, hf_name: str) -> int:
-        """Return over how many ranks it cuts a tensor that is not one expert's. `hf_name`: as
-        Hugging Face calls it.
+        """Return the number of ranks over which the engine cuts a tensor that does not belong to
+        one routed expert. `hf_name`: the tensor's Hugging Face name.
         """
         if ".shared_experts." in hf_name:
             return self.shared_expert_ways or self.tp
@@ -173,9 +178,10 @@ class EngineLayout:
 def find_engine_span(
     rule: WeightRule, hf_tensor: HFTensor, engine_layout: EngineLayout, engine_rank: int
 ) -> TensorSpan | None:
-    """Return the part that an engine's rank takes of one tensor of a rule; None: nothing.
+    """Return the part of a rule's tensor that rank `engine_rank` of an engine holds; None: the rank
+    holds nothing of the tensor.
 
-    Fewer key-value heads than ranks: several ranks hold the same one, as SGLang has it.
+    With fewer key-value heads than ranks, several ranks hold the same head, as SGLang does it.
     """
     ways = engine_layout.count_tensor_ways(rule, hf_tensor.name)
     number = engine_rank % ways
@@ -215,8 +221,8 @@ def find_engine_span(
 def intersect_spans(
     first_span: TensorSpan, second_span: TensorSpan, shape: tuple[int, ...]
 ) -> TensorSpan | None:
-    """Return what two parts of a tensor have in common; None: nothing. Raises ValueError where they
-    cut it along two axes.
+    """Return the part that two spans of a tensor of `shape` have in common; None: nothing. Raise
+    ValueError where the two cut the tensor along different axes.
     """
     for mine, theirs in ((first_span, second_span), (second_span, first_span)):
         if mine.num_entries == shape[mine.dim]:
@@ -234,7 +240,9 @@ def intersect_spans(
 
 
 def spans_cover_tensor(spans: Iterable[TensorSpan], shape: tuple[int, ...]) -> bool:
-    """Whether these parts, along one axis, are all of a tensor, each entry once."""
+    """Return whether these parts, all along one axis, cover every entry of a tensor exactly
+    once.
+    """
     found = sorted(
         (span.start, span.num_entries, span.dim)
         for span in spans
@@ -262,7 +270,7 @@ class ShardTransfer:
 def iterate_transfers(
     shares: Sequence[SendShare], engine_layout: EngineLayout, engine_dtype: str
 ) -> Iterator[ShardTransfer]:
-    """All that an engine takes from one copy of a stage."""
+    """Yield every part that the ranks of an engine get from the ranks of one copy of a stage."""
     for source, share in enumerate(shares):
         for rule in share.rules:
             for hf, sent in zip(
@@ -287,7 +295,7 @@ class StageLinkBytes:
 
     @property
     def bytes_by_sender(self) -> dict[int, int]:
-        """The bytes that each rank sends, by place."""
+        """Return the bytes that each sending rank sends, by its place in the copy."""
         found: dict[int, int] = defaultdict(int)
         for (source, _), num_bytes in self.bytes_by_link.items():
             found[source] += num_bytes
@@ -300,7 +308,9 @@ def compute_stage_link_bytes(
     engine_layout: EngineLayout,
     engine_dtype: str,
 ) -> tuple[StageLinkBytes, ...]:
-    """Return the bytes of each link, by stage. Raises ValueError when the layers do not divide."""
+    """Return, for each pipeline stage, the bytes that one copy sends over each link to one engine.
+    Raise ValueError when the layers do not divide.
+    """
     stages = []
     for stage in range(layout.pp):
         rules = select_stage_rules(table, stage, layout)

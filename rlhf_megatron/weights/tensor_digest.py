@@ -50,14 +50,18 @@ _DEVICE_TURN_WORDS = 1 << 20
 
 
 def digest_tensor(tensor: Tensor, word_offset: int = 0) -> int:
-    """Digest of `tensor`, taken as lying `word_offset` words into the whole. In [0, 2^64)."""
+    """Return the digest of `tensor`, in [0, 2^64), taken as lying `word_offset` words into the
+    whole tensor.
+    """
     words = view_as_words(tensor.detach().contiguous().view(-1))
     total = sum_words(words, word_offset)
     return (total + make_end_key(word_offset + words.numel()) - make_end_key(word_offset)) & _MASK
 
 
 def view_as_words(tensor: Tensor) -> Tensor:
-    """The words (int16) of a tensor whose last dimension is contiguous."""
+    """Return the tensor as int16 words: a view, or a copy for one-byte types. The last dimension
+    must be contiguous.
+    """
     return (
         tensor.view(torch.uint8).to(torch.int16)
         if tensor.element_size() == 1
@@ -66,8 +70,8 @@ def view_as_words(tensor: Tensor) -> Tensor:
 
 
 def sum_words(words: Tensor, word_offset: int) -> int:
-    """Return both sums, without E, over words [n] int16 that begin `word_offset` words
-    into the whole.
+    """Return both sums of the digest, without E, over words [n] int16 that begin `word_offset`
+    words into the whole.
     """
     return (
         _sum_words_on_cpu(words.numpy(), word_offset)
@@ -77,13 +81,13 @@ def sum_words(words: Tensor, word_offset: int) -> int:
 
 
 def format_digest(digest: int) -> str:
-    """The 16 hex digits under which digests are written and compared."""
+    """Return the 16 hex digits under which digests are written and compared."""
     return f"{digest & _MASK:016x}"
 
 
 def make_position_keys(key_row: int, positions: Tensor) -> Tensor:
-    """Odd pseudo-random 64-bit factors (int64) of the positions `positions` (int64); `key_row`
-    tells their rows apart.
+    """Return odd pseudo-random 64-bit factors (int64) for `positions` (int64). `key_row` selects
+    the row of keys: T, U or M.
     """
     key = (positions + (key_row << 56)) * -7046029254386353131
     key.bitwise_xor_(key >> 32).mul_(-4417276706812531889)
@@ -92,14 +96,16 @@ def make_position_keys(key_row: int, positions: Tensor) -> Tensor:
 
 
 def make_end_key(position: int) -> int:
-    """E: a pseudo-random number for the place, in words, where a part begins or ends."""
+    """Return E: a pseudo-random number in [0, 2^64) for the position, in words, where a part begins
+    or ends.
+    """
     key = (position + 1) * 0x9E3779B97F4A7C15 & _MASK
     return (key ^ key >> 29) * 0xC2B2AE3D27D4EB4F & _MASK
 
 
 def _sum_words_on_cpu(words: npt.NDArray[np.int16], word_offset: int) -> int:
-    """Return both sums. NumPy sums small parts, since its calls cost least,
-    and torch large ones.
+    """Return both sums of the digest. NumPy sums small parts, since its calls cost the least, and
+    torch sums large ones.
     """
     by_lane, by_group = make_line_keys(torch.device("cpu"))
     straight = _WordLines.from_words(words, word_offset)
@@ -117,6 +123,9 @@ def _sum_words_on_cpu(words: npt.NDArray[np.int16], word_offset: int) -> int:
 
 
 def _sum_whole_lines(lines_at_offset: _WordLines, lines_moved_on: _WordLines) -> int:
+    """Return the part of both sums that whole lines contribute, with torch. `lines_moved_on`: the
+    same words moved on by two places.
+    """
     by_lane, by_group = make_line_keys(torch.device("cpu"))
     # The lanes can begin anywhere in a word of memory: torch reads them so, NumPy would
     # copy them first.
@@ -146,6 +155,9 @@ class _WordLines(NamedTuple):
 
     @staticmethod
     def from_words(words: npt.NDArray[np.int16], word_offset: int) -> _WordLines:
+        """Divide words that begin `word_offset` words into the whole into whole lines and the cut
+        lines at both ends.
+        """
         line, start = divmod(word_offset, _LINE_WORDS)
         edges = []
         if start and len(words):
@@ -160,13 +172,16 @@ class _WordLines(NamedTuple):
 
 
 def _pad_to_line(words: npt.NDArray[np.int16], start_in_line: int) -> Lanes:
+    """Return one line of lanes that holds `words` from word `start_in_line` on, and zeros
+    elsewhere.
+    """
     line = np.zeros(LINE, np.int64)
     line.view(np.int16)[start_in_line : start_in_line + len(words)] = words
     return line
 
 
 def sum_words_on_device(words: Tensor, word_offset: int) -> int:
-    """Return both sums by plain operations, for words [n] int16 on any device."""
+    """Return both sums of the digest by plain operations, for words [n] int16 on any device."""
     by_lane, by_group = make_line_keys(words.device)
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for shift, by_place in ((0, by_lane), (MOVED, by_group.repeat_interleave(GROUP))):
@@ -187,12 +202,13 @@ def sum_words_on_device(words: Tensor, word_offset: int) -> int:
 
 @lru_cache(maxsize=8)
 def make_line_keys(device: torch.device) -> tuple[Tensor, Tensor]:
-    """T and U."""
+    """Return the factors T [LINE] and U [LINE // GROUP] on a device."""
     index = torch.arange(LINE, device=device)
     return make_position_keys(_KEY_T, index), make_position_keys(_KEY_U, index[: LINE // GROUP])
 
 
 def _get_line_factors(first_line: int, num_lines: int) -> Lanes:
+    """Return the factors M of `num_lines` lines from `first_line` on."""
     if first_line + num_lines <= _LINES_KEPT:
         return _cache_first_line_factors()[first_line : first_line + num_lines]
     return make_position_keys(_KEY_M, torch.arange(first_line, first_line + num_lines)).numpy()
@@ -200,13 +216,14 @@ def _get_line_factors(first_line: int, num_lines: int) -> Lanes:
 
 @lru_cache(maxsize=1)
 def _cache_first_line_factors() -> Lanes:
+    """Return the factors M of the first _LINES_KEPT lines, computed once."""
     return make_position_keys(_KEY_M, torch.arange(_LINES_KEPT)).numpy()
 
 
 def digest_tensor_part(part: Tensor, shape: tuple[int, ...], axis: int, start: int) -> int:
-    """Digest of `part`, entries start .. start + part.shape[axis] - 1 along `axis` of a tensor of
-    `shape`, taken at its place there. In [0, 2^64); parts that cover the tensor once add up to the
-    digest of it, modulo 2^64.
+    """Return the digest, in [0, 2^64), of `part`: entries start .. start + part.shape[axis] - 1
+    along `axis` of a tensor of `shape`, taken at their place there. The digests of parts that cover
+    the tensor once add up to the digest of the tensor, modulo 2^64.
     """
     expected = (
         (*shape[:axis], part.shape[axis], *shape[axis + 1 :]) if 0 <= axis < len(shape) else None
@@ -228,7 +245,9 @@ def digest_tensor_part(part: Tensor, shape: tuple[int, ...], axis: int, start: i
 
 
 def _digest_columns(words: Tensor, row_width: int, column_offset: int) -> int:
-    """Words [rows, columns] int16 that begin `column_offset` words into each row of `row_width`."""
+    """Return the digest of words [rows, columns] int16 that begin `column_offset` words into each
+    row of `row_width` words of the whole.
+    """
     rows, columns = words.shape
     if not words.numel():
         return 0
@@ -245,17 +264,19 @@ def _digest_columns(words: Tensor, row_width: int, column_offset: int) -> int:
 
 
 def _sum_row_end_keys(num_rows: int, num_columns: int, row_width: int, column_offset: int) -> int:
+    """Return the sum of E(end) - E(begin) over all rows."""
     begins = torch.arange(num_rows) * row_width + column_offset
     return int((make_end_keys(begins + num_columns) - make_end_keys(begins)).sum())
 
 
 def make_end_keys(positions: Tensor) -> Tensor:
-    """`make_end_key` of many positions (int64), modulo 2^64 in two's complement."""
+    """Return `make_end_key` of many positions (int64), modulo 2^64 in two's complement."""
     key = (positions + 1) * (0x9E3779B97F4A7C15 - (1 << 64))
     return (key ^ ((key >> 29) & ((1 << 35) - 1))) * (0xC2B2AE3D27D4EB4F - (1 << 64))
 
 
 def _sum_rows_padded_with_zeros(words: Tensor, row_width: int, column_offset: int) -> int:
+    """Return both sums for columns of rows: lay the words into full rows of zeros and sum these."""
     rows, columns = words.shape
     at_once = max(1, _get_chunk_words(words) // row_width)
     lines = words.new_zeros(min(at_once, rows), row_width)
@@ -270,8 +291,8 @@ def _sum_rows_padded_with_zeros(words: Tensor, row_width: int, column_offset: in
 def _sum_rows_of_equal_phase(
     words: Tensor, row_width: int, column_offset: int, num_phases: int
 ) -> int:
-    """Return both sums. Each row is summed within a line first; rows that are `num_phases` apart
-    meet the same factors.
+    """Return both sums for columns of rows: sum each row within its lines first. Rows that are
+    `num_phases` apart begin at the same place of a line, so that they share their factors.
     """
     rows, columns = words.shape
     device = words.device
@@ -306,9 +327,9 @@ def _sum_rows_of_equal_phase(
 def _iterate_lane_matrices(
     words: Tensor, word_in_line: int, padded_buffer: Tensor
 ) -> Iterator[tuple[int, Tensor]]:
-    """(place of the first lane in its line, lanes [rows, lanes] int64) of rows that begin at word
-    `word_in_line` of a line, and of the same words moved on. They are laid into `padded_buffer`,
-    which is zero but for such rows.
+    """Yield (place of the first lane in its line, lanes [rows, lanes] int64) twice: for rows that
+    begin at word `word_in_line` of a line, and for the same words moved on. The words are written
+    into `padded_buffer`, which must hold zeros or rows from the same place only.
     """
     rows, columns = words.shape
     lane, in_lane = divmod(word_in_line, WORDS)
@@ -329,8 +350,8 @@ def _iterate_lane_matrices(
 
 
 def _split_lanes_at_lines(first_lane: int, num_lanes: int) -> Iterator[tuple[int, int, int]]:
-    """(lines after the first, from, to) of lanes that begin `first_lane` lanes into a line, cut
-    where lines end.
+    """Yield (line number after the first, begin, end) of the runs of lanes that lie in one line,
+    for lanes that begin `first_lane` lanes into a line.
     """
     low = 0
     number = 0
@@ -342,7 +363,9 @@ def _split_lanes_at_lines(first_lane: int, num_lanes: int) -> Iterator[tuple[int
 
 
 def _multiply_lanes(lanes: Tensor, factors: Tensor, row_sums_out: Tensor) -> None:
-    """Multiply a matrix of integers by a vector, which only the CPU has an operator for."""
+    """Write the product of an integer matrix and a vector into `row_sums_out`. Only the CPU has an
+    operator for this.
+    """
     if _is_on_cpu(lanes):
         torch.mv(lanes, factors, out=row_sums_out)
     else:
@@ -350,8 +373,10 @@ def _multiply_lanes(lanes: Tensor, factors: Tensor, row_sums_out: Tensor) -> Non
 
 
 def _get_chunk_words(words: Tensor) -> int:
+    """Return the number of words to process at once on the device of `words`."""
     return _CPU_WORDS if _is_on_cpu(words) else _DEVICE_WORDS
 
 
 def _is_on_cpu(tensor: Tensor) -> bool:
+    """Return whether the tensor lies in host memory."""
     return tensor.device.type == "cpu"

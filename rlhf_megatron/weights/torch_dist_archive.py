@@ -67,7 +67,7 @@ class ArchiveFrame:
     num_data_bytes: int  # of the data
 
     def encode_header(self, crc: int) -> bytes:
-        """Return the bytes before the data, whose checksum is `crc`."""
+        """Return the archive's bytes before the data. `crc`: the CRC-32 of the data."""
         text = b""
         for name, content in self.small_members:
             text += (
@@ -77,7 +77,9 @@ class ArchiveFrame:
         return text + self._encode_member_header(_DATA, len(text), crc, self.num_data_bytes)
 
     def encode_directory(self, crc: int) -> bytes:
-        """Return the bytes behind the data: the directory of the archive."""
+        """Return the archive's bytes behind the data: the zip directory. `crc`: the CRC-32 of the
+        data.
+        """
         entries = b""
         at = 0
         for name, length, check in [
@@ -95,12 +97,14 @@ class ArchiveFrame:
 
     @property
     def num_archive_bytes(self) -> int:
-        """Bytes of the whole archive."""
+        """Return the bytes of the whole archive: header, data and directory."""
         return len(self.encode_header(0)) + self.num_data_bytes + len(self.encode_directory(0))
 
     @staticmethod
     def _encode_member_header(name: str, archive_offset: int, crc: int, length: int) -> bytes:
-        """The header of a member at `archive_offset`, padded so that what follows is aligned."""
+        """Return the zip header of a member that begins at byte `archive_offset` of the archive,
+        padded so that the member's content is aligned.
+        """
         padding = -(archive_offset + _LOCAL.size + len(name) + 4) % ALIGNMENT
         header = _LOCAL.pack(
             b"PK\x03\x04", 0, 0, 0, 0, _DATE, crc, length, length, len(name), 4 + padding
@@ -110,7 +114,9 @@ class ArchiveFrame:
 
 @lru_cache(maxsize=4096)
 def make_archive_frame(shape: tuple[int, ...], dtype: str) -> ArchiveFrame:
-    """The archive of a tensor of that shape, of less than 4 GiB."""
+    """Return the frame of an archive for a tensor of this shape and type. Assert that the tensor
+    has less than 4 GiB.
+    """
     tensor = torch.empty(shape, dtype=getattr(torch, dtype))  # its memory is never touched
     assert tensor.nbytes < 1 << 32, f"a part of {tensor.nbytes} bytes"
     pickled = io.BytesIO()
@@ -125,6 +131,9 @@ class _StoragePickler(pickle.Pickler):
     """Names the only storage as `torch.save` does."""
 
     def persistent_id(self, value: Any) -> Any:
+        """Return the reference that `torch.save` writes in place of the tensor's storage; None for
+        all other values.
+        """
         if not isinstance(value, torch.storage.TypedStorage):
             return None
         kind = getattr(torch, value._pickle_storage_type())
@@ -132,8 +141,8 @@ class _StoragePickler(pickle.Pickler):
 
 
 def write_torch_dist_metadata(directory: Path, archived_chunks: Iterable[ArchivedChunk]) -> None:
-    """Write the files that make a directory of archives a checkpoint; `.metadata`, without which it
-    is none, last.
+    """Write the files that make a directory of archives a checkpoint. `.metadata`, which makes it
+    complete, is written last.
     """
     entries: dict[str, Any] = {}
     places = {}
@@ -175,7 +184,10 @@ class MappedArchives:
         sizes: tuple[int, ...],
         dtype: torch.dtype,
     ) -> Tensor:
-        """Raises ValueError for an archive that is cut off, or holds anything but such a tensor."""
+        """Return the tensor of one archive, a read-only view of the mapped file. Raise ValueError
+        for an archive that is cut off or broken, or that holds anything but one tensor of these
+        sizes and type.
+        """
         memory = self._map_file(file_name)
         wanted = prod(sizes) * dtype.itemsize
         if start_byte + num_archive_bytes > len(memory):
@@ -218,6 +230,9 @@ class MappedArchives:
             return torch.frombuffer(memory, dtype=dtype, count=prod(sizes), offset=at).view(sizes)
 
     def _map_file(self, file_name: str) -> mmap.mmap:
+        """Return the map of a file, made at its first use. Raise ValueError for a link or a missing
+        file.
+        """
         if file_name not in self._maps:
             path = self._directory / file_name
             if path.is_symlink():
@@ -235,6 +250,7 @@ class _MappedArchiveFile(io.RawIOBase):
     """A part of a map as a file."""
 
     def __init__(self, memory: mmap.mmap, start: int, length: int) -> None:
+        """Present the bytes from `start` to `start + length` of a map as a file."""
         self._memory = memory
         self._start = start
         self._length = length
@@ -250,12 +266,16 @@ class _MappedArchiveFile(io.RawIOBase):
         return self._position
 
     def seek(self, offset: int, whence: int = 0) -> int:
+        """Move to a position and return it, as io's seek does. Raise ValueError for one before the
+        archive.
+        """
         self._position = offset + (0, self._position, self._length)[whence]
         if self._position < 0:
             raise ValueError("before the archive")
         return self._position
 
     def read(self, size: int = -1) -> bytes:
+        """Return up to `size` bytes from the position on, all that are left for a negative size."""
         left = max(0, self._length - self._position)
         count = left if size < 0 else min(size, left)
         found = self._memory[self._start + self._position : self._start + self._position + count]

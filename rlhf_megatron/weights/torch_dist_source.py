@@ -42,6 +42,9 @@ class TorchDistSource:
     """
 
     def __init__(self, directory: Path, is_foreign: bool = False) -> None:
+        """Read and check the metadata of the directory. `is_foreign`: any megatron-core wrote it;
+        pickled objects in it are never opened.
+        """
         (check_torch_dist_format if is_foreign else check_checkpoint_directory)(directory)
         metadata = read_checkpoint_metadata(directory / METADATA, allows_pickled_objects=is_foreign)
         self.directory = directory
@@ -59,18 +62,24 @@ class TorchDistSource:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Keys of all tensors."""
+        """Return the keys of all tensors."""
         return tuple(self._tensor_metadata)
 
     def get_shape(self, key: str) -> tuple[int, ...]:
-        """The whole shape of the tensor of this key."""
+        """Return the full shape of the tensor stored under a key."""
         return tuple(self._tensor_metadata[key].size)
 
     def find_key(self, rule: WeightRule) -> str:
-        """The key of the tensor that holds it. Raises ValueError for none."""
+        """Return the key of the stored tensor that holds the rule's tensor. Raise ValueError where
+        there is none.
+        """
         return self._find_key_and_index(rule)[0]
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
+        """Return the Hugging Face tensors of a rule, made of the stored Megatron tensor without its
+        vocabulary padding. Raise ValueError for a tensor that is missing, of another shape, or not
+        stored whole.
+        """
         key, index = self._find_key_and_index(rule)
         entry = self._tensor_metadata[key]
         shape = tuple(entry.size)[len(index) :]
@@ -104,12 +113,15 @@ class TorchDistSource:
         return rule.to_hf(full[: wanted[0]])
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return the type ("bfloat16") in which the rule's tensor is stored."""
         return get_storable_dtype_name(
             self._tensor_metadata[self._find_key_and_index(rule)[0]].properties.dtype
         )
 
     def _find_key_and_index(self, rule: WeightRule) -> tuple[str, StackIndex]:
-        """The key of the tensor, and where the key is of all layers or experts, which of them."""
+        """Return the key of the stored tensor that holds the rule's tensor, and the layer and
+        expert index in it, () where it is not stacked. Raise ValueError where there is none.
+        """
         candidates = list_possible_keys(rule)
         if rule.hf_tensors[0].name.startswith(
             f"{VALUE_HEAD}."
@@ -123,7 +135,7 @@ class TorchDistSource:
         raise ValueError(f"{self.directory} holds no {rule.megatron_name}; it is of another model.")
 
     def _find_chunks(self, key: str, index: StackIndex) -> Iterator[ChunkStorageMetadata]:
-        """The parts that meet `index`."""
+        """Yield the stored parts of a tensor that contain the layer or expert `index`."""
         depth = len(index)
         if (key, depth) not in self._chunks_by_index:
             grouped: dict[StackIndex, list[ChunkStorageMetadata]] = {}
@@ -143,6 +155,9 @@ class TorchDistSource:
                 yield chunk
 
     def _read_chunk(self, key: str, chunk: ChunkStorageMetadata, index: StackIndex) -> Tensor:
+        """Return one stored part without its layer and expert axes, taken at `index`. Raise
+        ValueError where no file has it.
+        """
         place = self._storage_infos.get(MetadataIndex(key, chunk.offsets))
         if place is None:
             raise ValueError(
@@ -162,7 +177,9 @@ class TorchDistSource:
         ]
 
     def _check_file_sizes(self) -> None:
-        """Every part lies in a file that is there and long enough."""
+        """Raise ValueError unless every tensor's part lies in a file that exists and is long
+        enough.
+        """
         ends: dict[str, tuple[int, str]] = {}
         for at, place in self._storage_infos.items():
             if at.fqn in self._tensor_metadata:

@@ -35,11 +35,10 @@ gate, up, down.
 
 
 class PackedCausalLM(nn.Module):
-    """A causal language model over packed documents, or with head "value" its decoder
-    and a value head.
+    """A causal language model over packed documents, or with head "value" its decoder and a value
+    head.
 
-    What is done with the hidden states is done inside of `forward`: only there are sharded
-    weights whole.
+    Hidden states are processed inside of `forward`: only there are sharded weights whole.
     """
 
     def __init__(self, causal_lm: Any, head: HeadKind) -> None:
@@ -114,11 +113,11 @@ class PackedCausalLM(nn.Module):
     def _run_padded_batches(
         self, token_ids: Tensor, position_ids: Tensor, find_max_over_ranks: Callable[[int], int]
     ) -> Tensor:
-        """Return the same as `_run_decoder`, [1, S, H], but run the documents in padded batches,
-        one document a row, each batch of at most as many places as there are tokens. Used where
-        packed documents would see each other.
+        """Return the same as `_run_decoder` for all tokens, [1, S, ...], but run the documents in
+        padded batches, one document a row, each batch of at most as many places as there are
+        tokens. Used where packed documents would see each other.
 
-        Padding stands behind a document and cannot change its result. All ranks gather a layer's
+        Padding comes behind a document and cannot change its result. All ranks gather a layer's
         weights at once, so every rank runs as many batches as the rank with the most.
         """
         num_tokens = len(token_ids)
@@ -285,11 +284,9 @@ def _create_parameters_on_meta() -> Iterator[None]:
 def make_causal_lm_table(
     model: PackedCausalLM, hf_config: HFConfig, head: HeadKind
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model of transformers: its own names, cut along dimension 0
-    over all ranks.
-
-    Where the family is one of ours, Hugging Face tensors have the names and travel in the groups
-    that our table has. Raises ValueError where the two disagree.
+    """Return the weight table of a model of transformers: its own names, cut along dimension 0 over
+    all ranks. Where the family is one of ours, Hugging Face tensors have our table's names and
+    fusion groups. Raise ValueError where the two tables have different tensors.
     """
     kind = str(hf_config.get("model_type"))
     groups = {}

@@ -27,7 +27,9 @@ _NOT_OF_A_CRITIC = ("lm_head.weight",)
 
 @dataclass(frozen=True)
 class ValueModelSource:
-    """The tensors of `body_source`, and those of a value head that it lacks."""
+    """A source that reads a body's tensors from `body_source`, and the value head's tensors that
+    the body lacks from `initial_head_source`.
+    """
 
     body_source: WeightSource
     stored_head_names: frozenset[str]  # tensors of the head that the body has

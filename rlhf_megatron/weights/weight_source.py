@@ -26,19 +26,19 @@ class WeightSource(Protocol):
     """
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """The tensors of `rule.hf`, in that order, on the CPU; read-only views are allowed.
-        Raises ValueError.
+        """Return the rule's Hugging Face tensors, in the order of `rule.hf_tensors`, on the CPU;
+        read-only views are allowed. Raise ValueError where one cannot be read.
         """
 
     def get_dtype_name(self, rule: WeightRule) -> str:
-        """ "float32", "bfloat16" or "float16", without reading the tensors. Raises ValueError
-        when they differ.
+        """Return the type of the rule's tensors, "float32", "bfloat16" or "float16", without
+        reading them. Raise ValueError when the types differ.
         """
 
 
 def require_single_dtype(rule: WeightRule, dtypes: set[str]) -> str:
-    """The only one of `dtypes`. Raises ValueError: one Megatron tensor cannot be made of tensors of
-    several types.
+    """Return the only element of `dtypes`. Raise ValueError where there are several: one Megatron
+    tensor cannot be made of tensors of several types.
     """
     if len(dtypes) != 1:
         names = ", ".join(hf.name for hf in rule.hf_tensors)
@@ -51,22 +51,25 @@ def require_single_dtype(rule: WeightRule, dtypes: set[str]) -> str:
 
 @dataclass(frozen=True)
 class RandomWeightSource:
-    """A source of weights for `model_weights.load_hf_weights`. Matrices have the deviation `std`; norms
-    are 1, biases 0.
+    """A source of random weights for `model_weights.load_hf_weights`. Matrices have the deviation
+    `std`; norms are 1, biases 0.
     """
 
     seed: int
     std: float
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
-        """The HF tensors of a rule, float32 on the CPU."""
+        """Return random Hugging Face tensors of a rule, float32 on the CPU."""
         return tuple(self.make_random_tensor(hf) for hf in rule.hf_tensors)
 
     def get_dtype_name(self, rule: WeightRule) -> str:
+        """Return "float32"."""
         return "float32"
 
     def make_random_tensor(self, hf_tensor: HFTensor) -> Tensor:
-        """One HF tensor, float32 on the CPU."""
+        """Return one Hugging Face tensor, float32 on the CPU: ones for a norm, zeros for a bias,
+        else normal with deviation `std`. It depends on name, shape and seed only.
+        """
         if len(hf_tensor.shape) == 1:
             return (
                 torch.ones(hf_tensor.shape)
@@ -79,13 +82,15 @@ class RandomWeightSource:
 
 
 def make_random_source(hf_config: HFConfig, seed: int) -> RandomWeightSource:
-    """Weights of `initializer_range` (0.02 where config.json has none)."""
+    """Return a random source with the deviation `initializer_range` of config.json (0.02 where it
+    has none).
+    """
     std = hf_config.get("initializer_range")
     return RandomWeightSource(seed=seed, std=0.02 if std is None else float(std))
 
 
 def generate_random_hf_tensors(hf_config: HFConfig, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """(name, tensor) of every tensor that files of the model have, float32 on the CPU,
+    """Yield (name, tensor) of every tensor that the model's files have, random, float32 on the CPU,
     one at a time.
     """
     source = make_random_source(hf_config, seed)

@@ -74,12 +74,14 @@ class HFTensor:
 
     @property
     def stored_name(self) -> str:
-        """The name of the tensor in files that has it."""
+        """Return the name of the tensor in files that holds this one: its own name or, for an
+        entry, that of the larger tensor.
+        """
         return self.name if self.entry is None else self.entry.name
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape of that tensor."""
+        """Return the shape of the tensor in files that holds this one."""
         return self.shape if self.entry is None else (self.entry.num_entries, *self.shape)
 
 
@@ -93,10 +95,11 @@ class TensorSpan:
 
     @staticmethod
     def cover_whole_tensor(hf_tensor: HFTensor) -> TensorSpan:
+        """Return the span of all entries of a tensor along axis 0."""
         return TensorSpan(0, 0, hf_tensor.shape[0])
 
     def shape_within(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """The shape of this part of a tensor of `shape`."""
+        """Return the shape of this part of a tensor of `shape`."""
         return (*shape[: self.dim], self.num_entries, *shape[self.dim + 1 :])
 
 
@@ -129,12 +132,16 @@ class WeightRule:
     is_transposed: bool = False  # the Hugging Face tensor has its input as the first axis
 
     def get_sent_dtype(self, hf_tensor: HFTensor, engine_dtype: str) -> str:
-        """The type in which one of `hf_tensor` is sent to engines of `engine_dtype`."""
+        """Return the type in which one of `hf_tensors` is sent to engines whose weight type is
+        `engine_dtype`: the tensor's own, a buffer's, or else the engine's.
+        """
         return hf_tensor.dtype or self.dtype or engine_dtype
 
     @property
     def hf_split_dim(self) -> int:
-        """The axis along which shards cut the Hugging Face tensors, of a rule that is split."""
+        """Return the axis along which shards cut the Hugging Face tensors, for a rule that is
+        split.
+        """
         return int((self.split == "columns") != self.is_transposed)
 
 
@@ -145,8 +152,8 @@ def make_plain_rule(
     layer: int | None,
     num_blocks: int | None = None,
 ) -> WeightRule:
-    """One Megatron tensor that is one Hugging Face tensor as it is. `layer` None: it stands on
-    the last stage.
+    """Return the rule of a Megatron tensor that equals one Hugging Face tensor. `layer` None: the
+    tensor belongs to the last stage. `num_blocks`: indivisible blocks along the split axis.
     """
     return WeightRule(
         megatron_name=name,
@@ -163,33 +170,38 @@ def make_plain_rule(
 
 
 def _keep_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor as it is."""
     return tensor
 
 
 def _wrap_tensor_in_tuple(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensor in a tuple of one."""
     return (tensor,)
 
 
 def concatenate_tensors(*tensors: Tensor) -> Tensor:
-    """Gate and up in one, for instance."""
+    """Return the tensors joined along axis 0, such as gate and up."""
     return torch.cat(tensors)
 
 
 def collect_stored_shapes(tensors: Iterable[HFTensor]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors that files have of these, each once."""
+    """Return the name and shape of each stored tensor that holds one of these, each once."""
     return {hf.stored_name: hf.stored_shape for hf in tensors}
 
 
 def split_into_halves(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The inverse of `concatenate_tensors` of two."""
+    """Return the two halves of a tensor along axis 0: the inverse of `concatenate_tensors` of
+    two.
+    """
     return tuple(tensor.chunk(2))
 
 
 def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple[WeightRule, ...]:
-    """A table made under local names, under those of `impl`: the same tensors in the same order.
+    """Return the rules of a table that was made under local names, with the module names of `impl`:
+    the same tensors in the same order.
 
-    In front of latent attention and of experts there are several matrices, so that their
-    norms stay apart.
+    Transformer Engine has a norm fused into the matrix behind it. In front of latent attention and
+    of experts there are several matrices, so that their norms stay apart.
     """
     rules = tuple(table)
     if impl == "local":
@@ -198,6 +210,9 @@ def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple
     latent = {rule.layer for rule in rules if rule.megatron_name.endswith(f".{_KEY_NORM}")}
 
     def rename_fused_norm(rule: WeightRule) -> WeightRule:
+        """Return the rule of a norm under its fused name where the layer fuses the norm, else the
+        rule as it is.
+        """
         _, _, name = rule.megatron_name.partition(f".{rule.layer}.")
         has_experts = rule.layer in of_experts
         is_latent = rule.layer in latent
@@ -219,8 +234,8 @@ def rename_rules_for_impl(impl: LayerImpl, table: Iterable[WeightRule]) -> tuple
 def check_tensor_parallel_split(
     table: Sequence[WeightRule], tp_size: int, etp_size: int | None = None
 ) -> None:
-    """Raises ValueError, naming the tensors, when some rule cannot be split over `tp_size` ranks,
-    or an expert's over `etp_size` (None: as many).
+    """Raise ValueError, naming the first tensor, when some rule cannot be split over `tp_size`
+    ranks, or an expert's over `etp_size` ranks (None: also `tp_size`).
     """
     bad = []
     for rule in table:
@@ -241,11 +256,12 @@ def check_tensor_parallel_split(
 
 
 def find_hf_spans(rule: WeightRule, num_shards: int, shard_index: int) -> tuple[TensorSpan, ...]:
-    """Which parts of a rule's Hugging Face tensors `to_hf` makes of its shard `shard_index`, in the
-    order of `hf`: as many entries as the span says; rows of a padded vocabulary that `to_hf` leaves
-    in are behind them.
+    """Return, in the order of `hf_tensors`, the parts of a rule's Hugging Face tensors that `to_hf`
+    makes of Megatron shard `shard_index`. Where `to_hf` leaves rows of a padded vocabulary in, they
+    come after the entries of the span.
 
-    "pieces" end anywhere in a head or an expert, so they have no such parts.
+    Asserts that the rule's split is not "pieces": pieces end anywhere in a head or an expert, so
+    they have no such parts.
     """
     assert rule.split != "pieces", f"{rule.megatron_name}: pieces have no parts"
     if rule.split == "replicated" or num_shards == 1:
@@ -262,9 +278,9 @@ def find_hf_spans(rule: WeightRule, num_shards: int, shard_index: int) -> tuple[
 
 
 def find_holder_places(rule: WeightRule, layout: ParallelLayout) -> range:
-    """Places in a pipeline stage of the ranks that hold the shards of a rule, in their order; of a
-    tensor that is not split the first one. They are of the first copy:
-    see `ParallelLayout.copy_size`.
+    """Return the places in a pipeline stage of the ranks that hold the shards of a rule, in shard
+    order, in the first copy (`ParallelLayout.copy_size`); for a tensor that is not split, the first
+    of its holders only.
     """
     first = 0
     ways = layout.tp
@@ -275,13 +291,17 @@ def find_holder_places(rule: WeightRule, layout: ParallelLayout) -> range:
 
 
 def slice_piece(dim_size: int, piece_index: int, num_pieces: int) -> slice:
-    """The rows of a dimension of that size that one of its "pieces" has."""
+    """Return the slice of rows of one of `num_pieces` pieces of a dimension of `dim_size`; the last
+    pieces may be shorter or empty.
+    """
     each = -(-dim_size // num_pieces)
     return slice(min(piece_index * each, dim_size), min((piece_index + 1) * each, dim_size))
 
 
 def compute_shard_shape(rule: WeightRule, num_shards: int, shard_index: int = 0) -> tuple[int, ...]:
-    """The shape of shard `shard_index` of so many; all have one shape but "pieces"."""
+    """Return the shape of shard `shard_index` of `num_shards`. All shards have the same shape,
+    except "pieces".
+    """
     shape = list(rule.megatron_shape)
     if rule.split == "pieces":
         rows = slice_piece(shape[0], shard_index, num_shards)
@@ -294,8 +314,8 @@ def compute_shard_shape(rule: WeightRule, num_shards: int, shard_index: int = 0)
 def select_stage_rules(
     table: Sequence[WeightRule], stage: int, layout: ParallelLayout
 ) -> tuple[WeightRule, ...]:
-    """Return the rules whose tensors stand on pipeline stage `stage`. Raises ValueError as
-    `ParallelLayout.chunks` does.
+    """Return the rules whose tensors belong to pipeline stage `stage`. Raise ValueError where the
+    layers do not divide, as `ParallelLayout.split_layers_into_chunks` does.
     """
     num_layers = 1 + max((rule.layer for rule in table if rule.layer is not None), default=-1)
     stage_of = layout.map_layers_to_stages(num_layers)
@@ -308,8 +328,9 @@ def select_stage_rules(
 
 
 def split_tensor(rule_split: TensorSplit, full_tensor: Tensor, num_shards: int) -> list[Tensor]:
-    """The tp shards of a full Megatron tensor, in rank order. Raises ValueError when a dimension
-    does not divide.
+    """Return the shards of a full Megatron tensor in rank order, as views where possible; a
+    replicated tensor is returned `num_shards` times. Raise ValueError when a dimension does not
+    divide.
     """
     if rule_split == "replicated" or num_shards == 1:
         return [full_tensor] * num_shards
@@ -335,7 +356,7 @@ def split_tensor(rule_split: TensorSplit, full_tensor: Tensor, num_shards: int) 
 
 
 def join_shards(rule_split: TensorSplit, shards: list[Tensor]) -> Tensor:
-    """The full Megatron tensor of its tp shards: the inverse of `split_tensor`."""
+    """Return the full Megatron tensor made of its shards: the inverse of `split_tensor`."""
     if rule_split == "replicated" or len(shards) == 1:
         return shards[0]
     if rule_split == "gated_rows":

@@ -86,7 +86,7 @@ def run(pool: DistPool, axes: Axes, family: str, **arguments: Any) -> int:
     }
     more = {
         "sequence_parallel": axes.sequence_parallel,
-        "num_first_stage_layers": axes.first_layers,
+        "first_layers": axes.first_layers,
         "timeout_s": 300.0,
     }
     ranks = pool.run(steps, **sizes, **more, family=family, megatron=axes.megatron, **arguments)

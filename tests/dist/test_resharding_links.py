@@ -184,7 +184,7 @@ def test_each_rank_of_an_engine_gets_its_own_parts_and_no_byte_more(
             for rank, came in enumerate(by_rank):
                 for key, (span, values) in came.items():
                     whole = got[rank].setdefault(names[key], torch.zeros_like(tensors[names[key]]))
-                    whole.narrow(span.axis, span.start, span.count).copy_(values)
+                    whole.narrow(span.dim, span.start, span.num_entries).copy_(values)
     for rule in table:
         for hf in rule.hf_tensors:
             for rank in range(engine.tp):

@@ -135,7 +135,7 @@ def _raise(*_: Any) -> Any:
         ({"dp": 2, "ep": 2}, EXPERTS, "bfloat16", 10_000, 1),
         ({"dp": 2, "etp": 2}, EXPERTS, "bfloat16", 10_000, 1),
         ({"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1}, EXPERTS, "bfloat16", 10_000, 1),
-        ({"pp": 2, "dp": 2, "ep": 2, "num_first_stage_layers": 1}, EXPERTS, "float32", 10_000, 1),
+        ({"pp": 2, "dp": 2, "ep": 2, "first_layers": 1}, EXPERTS, "float32", 10_000, 1),
         (
             {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1},
             EXPERT_FAMILIES["gpt_oss"],

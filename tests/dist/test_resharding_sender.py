@@ -206,7 +206,7 @@ def test_what_arrives_is_what_was_loaded(
         {"dp": 2, "etp": 2},
         {"tp": 2, "sequence_parallel": True, "ep": 2, "etp": 1},
         {"tp": 2, "sequence_parallel": True, "etp": 1},
-        {"pp": 2, "dp": 2, "ep": 2, "num_first_stage_layers": 1},
+        {"pp": 2, "dp": 2, "ep": 2, "first_layers": 1},
     ],
 )
 def test_experts_arrive_from_the_ranks_that_share_them(

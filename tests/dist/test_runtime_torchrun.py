@@ -55,7 +55,7 @@ def test_an_exception_on_one_rank_ends_the_run_with_its_coordinates(start: Start
     assert run.wait() == 3
     console = run.console()
     assert (
-        "RemoteError: [actor dp0 pp0 tp1] toy.fail_on: RuntimeError: tensor w1 is missing."
+        "HostCallError: [actor dp0 pp0 tp1] toy.fail_on: RuntimeError: tensor w1 is missing."
         in console
     )
     assert "in fail_on" in console  # the traceback there
@@ -67,7 +67,7 @@ def test_what_a_user_can_fix_arrives_as_a_value_error_without_traceback(start: S
     run = start("build", "2,1,2")
     assert run.wait() == 3
     assert (
-        "RemoteValueError: [actor dp0 pp1 tp0] building roles: no weights in model.path."
+        "HostCallValueError: [actor dp0 pp1 tp0] building roles: no weights in model.path."
         in run.console()
     )
     assert "Traceback" not in run.console()

@@ -388,7 +388,9 @@ def schedules(
             seen.append((result.lr, decay[True], decay[False]))
     moments = [
         s["step"].item()
-        for s in actor.backend.optimizer.megatron_optimizer.chained_optimizers[0].optimizer.state.values()
+        for s in actor.backend.optimizer.megatron_optimizer.chained_optimizers[
+            0
+        ].optimizer.state.values()
     ]
     assert set(moments) == {1.0}, "the fresh optimizer has counted the warm-up's steps"
     return seen
@@ -484,7 +486,9 @@ def masters_and_exports(
     actor.update(shard, plan, reference.TEMPERATURE, "sft")
     parameters = collect_named_parameters(actor.backend.model.chunks)
     after_step = {name: parameter.detach().clone() for name, parameter in parameters.items()}
-    exported = {rule.megatron_name: tensor for rule, tensor in actor.export_shards() if tensor is not None}
+    exported = {
+        rule.megatron_name: tensor for rule, tensor in actor.export_shards() if tensor is not None
+    }
     held = [
         entry
         for entry in iterate_parameter_states(actor.backend.optimizer.megatron_optimizer)
@@ -493,8 +497,8 @@ def masters_and_exports(
     names = {id(parameter): name for name, parameter in parameters.items()}
 
     def flat(entry: Any) -> Tensor:
-        tensor = exported[names[id(entry.model)]].flatten()
-        return tensor if entry.span is None else tensor[entry.span]
+        tensor = exported[names[id(entry.model_param)]].flatten()
+        return tensor if entry.element_range is None else tensor[entry.element_range]
 
     masters = [entry.main_param.detach().clone() for entry in held]
     result = {

@@ -34,7 +34,7 @@ def main(model: Path, folder: Path, num_engines: int) -> None:
         "ray.num_cpus_per_engine=0.5",
     ]
     config = load_run_config(QUICKSTART, settings).config
-    ray_environment.set_ray_environment(None, os.environ)
+    ray_environment.set_ray_defaults(None, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster, locate_process
     from rlhf_megatron.runtime.ray.ray_engines import RayServerPlacer
 

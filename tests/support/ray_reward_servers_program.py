@@ -34,7 +34,7 @@ def main(path: Path, folder: Path) -> None:
     limits = {"startup_timeout_s": STARTUP_S, "health_interval_s": 1.0, "health_timeout_s": 60.0}
     config = replace(config, rollout=replace(config.rollout, **limits))
     asked = [RewardSample(**one) for one in json.loads((folder / "asked.json").read_text())]
-    ray_environment.set_ray_environment(None, os.environ)
+    ray_environment.set_ray_defaults(None, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster
     from rlhf_megatron.runtime.ray.ray_engines import RayServerPlacer
 

@@ -32,7 +32,7 @@ def sample(response: str, **extra: Any) -> RewardSample:
 
 
 def main(folder: Path) -> None:
-    ray_environment.set_ray_environment(None, os.environ)
+    ray_environment.set_ray_defaults(None, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster, RayObject
 
     bundles = make_reward_actor_bundles(RayConfig(reward_actors=2, num_cpus_per_reward_actor=0.5))

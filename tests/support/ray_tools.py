@@ -62,7 +62,7 @@ def _say(program: str, environment: dict[str, str]) -> str:
 def main(directory: str, num_machines: int) -> None:
     from rlhf_megatron.runtime.ray import ray_environment
 
-    ray_environment.set_ray_environment(None, os.environ)
+    ray_environment.set_ray_defaults(None, os.environ)
     os.environ["RAY_TMPDIR"] = directory
     (
         Path(directory) / "ray"

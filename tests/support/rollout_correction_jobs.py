@@ -168,6 +168,6 @@ def corrected_update(
         CONFIG, policy_loss=PolicyLossConfig("reinforce"), use_kl_loss=True, entropy_coeff=0.01
     )
     actor = make_actor(world, "llama", state, config)
-    actor.losses["policy"] = CorrectedRowLoss(actor.losses["policy"], params)
+    actor.row_losses["policy"] = CorrectedRowLoss(actor.row_losses["policy"], params)
     mine, plan = share(world, batch, 40)
     return actor.update(mine, plan, temperature=TEMPERATURE)

@@ -84,7 +84,7 @@ class Recorded(ActorSubject):
         worker = super().make(hf_config, self.before, world)
         plan = plan_scattered_call(self.batch, world.layout, RECORD_BUDGET)[world.coordinates.dp]
         worker.log_probs(take_replica_shard(self.batch, plan), plan, self.recipe.temperature)
-        worker.start_again(StateSource(state))
+        worker.replace_weights(StateSource(state))
         return worker
 
     def columns(self, worker: Any, batch: TokenBatch, plan: ReplicaPlan) -> TokenLogProbs | None:

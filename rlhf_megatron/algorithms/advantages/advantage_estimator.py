@@ -74,11 +74,12 @@ ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def compute_sample_rewards(inputs: AdvantageInputs) -> Tensor:
-    """[B] float64: what a whole sample earned; 0 where not valid. The one way by which KL in the
-    reward reaches estimators of whole samples.
+    """Return what each sample earned, [B] float64, 0 where not valid: the sum of its token rewards
+    where there are any, else its score. This is the only way by which KL in the reward reaches
+    estimators of whole samples.
 
-    The sum of a sample's token rewards where there are any, else its score. A response without
-    tokens had nowhere to put its score, and no KL to pay: it has its score.
+    A response without tokens had nowhere to put its score, and no KL to pay: its reward is its
+    score.
     """
     rewards_B = inputs.rewards_B.to(torch.float64)
     if inputs.token_rewards_T is not None:
@@ -94,13 +95,19 @@ GroupEstimator = Callable[[Tensor, PromptGroups, AdvantageInputs, Any], Tensor]
 def register_group_estimator(
     name: str, params: type | None = None
 ) -> Callable[[GroupEstimator], AdvantageEstimator]:
-    """Decorator of an estimator of whole samples: (`compute_sample_rewards`, groups, inputs,
-    parameters) -> [B] advantages. All response tokens of a sample get its own.
+    """Return a decorator that registers an estimator of whole samples. The estimator takes
+    (`compute_sample_rewards`, groups, inputs, parameters) and returns [B] advantages, which the
+    wrapper spreads over all response tokens of each sample.
     """
 
     def register_estimator(estimate: GroupEstimator) -> AdvantageEstimator:
+        """Register the estimator, wrapped to take and return columns of a step."""
+
         @functools.wraps(estimate)
         def estimate_step(inputs: AdvantageInputs, params: Any) -> AdvantageOutputs:
+            """Estimate the advantage of each sample and spread it over the sample's response
+            tokens.
+            """
             groups = PromptGroups.from_ids(inputs.group_ids_B, inputs.is_valid_B)
             advantages_B = estimate(compute_sample_rewards(inputs), groups, inputs, params)
             return AdvantageOutputs(
@@ -117,14 +124,16 @@ def register_group_estimator(
 def spread_over_response_tokens(
     advantages_B: Tensor, response_mask_T: Tensor, offsets: Tensor
 ) -> Tensor:
-    """[B] -> [T] float32: each sample's advantage on its response tokens, 0 elsewhere."""
+    """Return [T] float32: each sample's advantage on its response tokens, 0 elsewhere."""
     return repeat_per_sample_length(advantages_B.float(), offsets.diff()).masked_fill_(
         ~response_mask_T, 0.0
     )
 
 
 def count_response_tokens(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] int64: True entries of each sample. No column a token is made of the mask."""
+    """Return the number of True entries of each sample, [B] int64, without making another column a
+    token.
+    """
     if response_mask_T.device.type != "cpu":
         return torch.searchsorted(find_true_positions(response_mask_T), offsets).diff()
     mask = response_mask_T.numpy()
@@ -135,14 +144,16 @@ def count_response_tokens(response_mask_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def find_true_positions(mask_T: Tensor) -> Tensor:
-    """int64 indices of the True entries. numpy's search is several times as fast as torch's."""
+    """Return the indices of the True entries, int64. On a CPU numpy's search is used, which is
+    several times as fast as torch's.
+    """
     if mask_T.device.type != "cpu":
         return mask_T.nonzero().view(-1)
     return torch.from_numpy(np.flatnonzero(mask_T.numpy()))
 
 
 def repeat_per_sample_length(column_B: Tensor, lengths_B: Tensor) -> Tensor:
-    """[B] -> [sum of lengths]: each sample's entry as often as its length says."""
+    """Return each sample's entry repeated as often as its length says: [B] -> [sum of lengths]."""
     if column_B.device.type != "cpu":
         return column_B.repeat_interleave(lengths_B)
     # numpy copies runs, where torch gathers by an index of every token: 50 times as fast at 2000

@@ -49,6 +49,7 @@ class GAEParams:
     whiten: bool = True  # advantages of a step to mean 0 and variance 1
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a gamma or lam outside of [0, 1]."""
         for name, value in (("gamma", self.gamma), ("lam", self.lam)):
             if not 0 <= value <= 1:
                 raise ValueError(
@@ -57,8 +58,8 @@ class GAEParams:
 
 
 @dataclass(frozen=True)
-class _SamplePart:
-    """Consecutive samples."""
+class _GAEBlock:
+    """A block of consecutive whole samples."""
 
     tokens: slice
     trained_positions_N: Tensor | None  # int64, which of the part's tokens train; None: all
@@ -67,6 +68,7 @@ class _SamplePart:
 
     @property
     def num_trained(self) -> int:
+        """Return the number of tokens of the block that train."""
         return (
             self.tokens.stop - self.tokens.start
             if self.trained_positions_N is None
@@ -74,7 +76,7 @@ class _SamplePart:
         )
 
     def gather_trained(self, column_T: Tensor) -> Tensor:
-        """[N]: the entries of a column that train."""
+        """Return the entries of a step's column at the tokens of the block that train, [N]."""
         column = column_T[self.tokens]
         return (
             column
@@ -83,6 +85,7 @@ class _SamplePart:
         )
 
     def scatter_trained(self, column_T: Tensor, column_N: Tensor) -> None:
+        """Write entries into a step's column at the tokens of the block that train."""
         if self.trained_positions_N is None:
             column_T[self.tokens] = column_N
         else:
@@ -91,8 +94,8 @@ class _SamplePart:
 
 @ADV_ESTIMATORS.register("gae", GAEParams, needs=("token_rewards", "values"), scope="sample")
 def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
-    """Advantages (whitened over the step where `params.whiten`) and returns, both 0 outside of the
-    response mask.
+    """Return advantages (whitened over the step where `params.whiten`) and returns, both 0 outside
+    of the response mask. A sample of masked status has its values as returns.
 
     Metric critic/vf_explained_var = 1 - Var(returns - values) / Var(returns) over the response
     tokens of valid samples; left out where the returns do not vary.
@@ -108,7 +111,7 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     of_advantages = RunningMoments()
     of_returns = RunningMoments()
     num_done = 0
-    for part in _iterate_sample_parts(inputs):
+    for part in _iterate_sample_blocks(inputs):
         if part.has_invalid:
             masked_T = ~inputs.response_mask_T[part.tokens]
             returns_T[part.tokens] = values_T[part.tokens].float().masked_fill_(masked_T, 0.0)
@@ -133,7 +136,10 @@ def gae(inputs: AdvantageInputs, params: GAEParams) -> AdvantageOutputs:
     )
 
 
-def _iterate_sample_parts(inputs: AdvantageInputs) -> Iterator[_SamplePart]:
+def _iterate_sample_blocks(inputs: AdvantageInputs) -> Iterator[_GAEBlock]:
+    """Yield consecutive blocks of whole samples, of about PART_TOKENS tokens each (at least one
+    sample), with the positions of the tokens that train.
+    """
     offsets = inputs.offsets
     num_samples = inputs.offsets.numel() - 1
     has_invalid = not bool(inputs.is_valid_B.all())
@@ -148,16 +154,16 @@ def _iterate_sample_parts(inputs: AdvantageInputs) -> Iterator[_SamplePart]:
             trains_T = trains_T & inputs.is_valid_B[first:last].repeat_interleave(borders.diff())
         kept_N = find_true_positions(trains_T)
         if kept_N.numel() == trains_T.numel():
-            yield _SamplePart(tokens, None, borders.diff(), has_invalid)
+            yield _GAEBlock(tokens, None, borders.diff(), has_invalid)
         else:
-            yield _SamplePart(
-                tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid
-            )
+            yield _GAEBlock(tokens, kept_N, torch.searchsorted(kept_N, borders).diff(), has_invalid)
         first = last
 
 
 def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, gamma: float) -> None:
-    """Rewards become deltas. What follows a segment's last entry is not read."""
+    """Turn the rewards of the trained tokens into GAE's deltas, in place: r_t + gamma V_{t+1} -
+    V_t, with nothing behind the last token of each sample.
+    """
     if not rewards_N.numel():
         return
     last_S = lengths_B[lengths_B > 0].cumsum(0) - 1
@@ -170,13 +176,13 @@ def _subtract_values_(rewards_N: Tensor, values_N: Tensor, lengths_B: Tensor, ga
 def _write_whitened_advantages(
     advantages_T: Tensor, sums: Tensor, moments: RunningMoments, inputs: AdvantageInputs
 ) -> None:
-    """Write the advantages, whitened to mean 0 and (unbiased) variance 1. Fewer than 2 entries have
-    no variance and stay as they are.
+    """Write the advantages `sums` into `advantages_T`, whitened to mean 0 and (unbiased) variance
+    1. Fewer than 2 entries have no variance and stay as they are.
     """
     mean = moments.mean
     scale = (moments.variance + WHITEN_EPSILON) ** -0.5
     num_done = 0
-    for part in _iterate_sample_parts(inputs):
+    for part in _iterate_sample_blocks(inputs):
         column_N = sums[num_done : num_done + part.num_trained]
         if moments.count > 1:
             column_N.sub_(mean).mul_(scale)
@@ -187,6 +193,7 @@ def _write_whitened_advantages(
 def _compute_explained_variance(
     advantage_moments: RunningMoments, return_moments: RunningMoments
 ) -> dict[str, float]:
+    """Return the metric critic/vf_explained_var, or {} where the returns do not vary."""
     if return_moments.count < 2 or not return_moments.variance > 0:
         return {}
     return {"critic/vf_explained_var": 1.0 - advantage_moments.variance / return_moments.variance}

@@ -38,6 +38,9 @@ class GDPOParams:
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
+        """Raise ValueError for repeated or missing keys, weights that do not match them, and a
+        negative epsilon.
+        """
         keys = self.gdpo_reward_keys
         weights = self.gdpo_reward_weights
         if not keys or len(set(keys)) != len(keys):
@@ -59,17 +62,21 @@ class GDPOParams:
 
     @property
     def reward_keys(self) -> RewardKeys:
+        """Return the reward parts that the estimator reads, and the names of the parameters that
+        set them.
+        """
         weights = "" if self.gdpo_reward_weights else "gdpo_reward_weights"
         return RewardKeys("gdpo_reward_keys", self.gdpo_reward_keys, weights)
 
 
 @ADV_ESTIMATORS.register("gdpo", GDPOParams, needs=("reward_parts", "group_ids"), scope="group")
 def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
-    """One advantage a sample, on all its response tokens.
+    """Return one advantage for each sample, on all its response tokens: the weighted sum of its
+    reward parts, each normalised in its group, whitened over the step.
 
-    A part that a sample does not have (another data source's) adds 0 to it and is out of that
-    part's statistics. A group with one valid sample is in no statistic, and 0. Metrics
-    gdpo/<key>/{mean,std,max,min} of each part. Raises ValueError for a name/part that its reward
+    A part that a sample does not have (another data source's) adds 0 to the sum, and the sample is
+    out of that part's statistics. A group with one valid sample is in no statistic, and 0. Metrics
+    gdpo/<key>/{mean,std,max,min} of each part. Raise ValueError for a name/part that its reward
     does not return.
     """
     metrics: dict[str, float] = {}
@@ -97,7 +104,9 @@ def gdpo(inputs: AdvantageInputs, params: GDPOParams) -> AdvantageOutputs:
 
 
 def _compute_part_statistics(reward_key: str, part_B: Tensor) -> dict[str, float]:
-    """Return metrics of the samples that have the part; none where no sample has it."""
+    """Return the metrics of a reward part over the samples that have it; {} where no sample has
+    it.
+    """
     if not part_B.numel():
         return {}
     part_B = part_B.double()
@@ -110,7 +119,9 @@ def _compute_part_statistics(reward_key: str, part_B: Tensor) -> dict[str, float
 
 
 def _select_reward_part(inputs: AdvantageInputs, reward_key: str) -> Tensor | None:
-    """[B]; None where no sample of this step was scored by the reward that `reward_key` names."""
+    """Return the reward part of each sample, [B]; None where no sample of this step was scored by
+    the reward that `reward_key` names. Raise ValueError where that reward returned no such part.
+    """
     if reward_key in inputs.reward_parts:
         return inputs.reward_parts[reward_key]
     reward, _, part = reward_key.partition("/")

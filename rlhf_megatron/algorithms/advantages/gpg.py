@@ -27,6 +27,7 @@ class GPGParams:
     f_norm: float = 1.0  # divides all advantages
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless f_norm is above 0 and finite."""
         if not 0 < self.f_norm < float("inf"):
             raise ValueError(
                 f"f_norm ({self.f_norm}) must be above 0: it divides the advantages; 1.0 is usual."
@@ -37,8 +38,9 @@ class GPGParams:
 def gpg(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GPGParams
 ) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
-    equal rewards.
+    """Return the advantages [B]: centered rewards, scaled up for the share of samples in groups of
+    equal rewards. They are exactly 0 for a sample of masked status, in a group with one valid
+    sample, and in a group of equal rewards.
     """
     teaches_B = inputs.is_valid_B & groups.have_differing_entries(rewards_B)[groups.index_B]
     alpha = inputs.is_valid_B.sum() / teaches_B.sum().clamp(min=1).to(rewards_B.dtype)

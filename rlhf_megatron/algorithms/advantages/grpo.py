@@ -27,6 +27,7 @@ class GRPOParams:
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a negative epsilon."""
         if self.epsilon < 0:
             raise ValueError(f"epsilon ({self.epsilon}) must not be negative; 1e-6 is usual.")
 
@@ -35,8 +36,9 @@ class GRPOParams:
 def grpo(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
 ) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
-    equal rewards.
+    """Return the advantages [B]: a sample's distance from its group's mean, over the standard
+    deviation where the parameters say so. They are exactly 0 for a sample of masked status, in a
+    group with one valid sample, and in a group of equal rewards.
     """
     return groups.compute_advantages(
         rewards_B, params.epsilon if params.norm_adv_by_std_in_grpo else None

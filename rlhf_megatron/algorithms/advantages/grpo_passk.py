@@ -26,8 +26,9 @@ from rlhf_megatron.lazy import Tensor
 def grpo_passk(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: GRPOParams
 ) -> Tensor:
-    """Exactly 0 in a group with one valid sample, and where several samples are the best: none
-    of them leads.
+    """Return the advantages [B]: the lead of the best sample of a group over the second best, and 0
+    for all others. They are exactly 0 in a group with one valid sample, and where several samples
+    are the best: none of them leads.
     """
     best_G, second_G = groups.find_top_two(rewards_B)
     has_lead_G = (groups.count_valid_samples() > 1) & (best_G > second_G)

@@ -23,8 +23,9 @@ from rlhf_megatron.lazy import Tensor
 
 @register_group_estimator("opo")
 def opo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None) -> Tensor:
-    """Exactly 0 for a sample of masked status, in a group with one valid sample, and in a group of
-    equal rewards.
+    """Return the advantages [B]: a sample's reward minus its group's mean weighted by response
+    length. They are exactly 0 for a sample of masked status, in a group with one valid sample, and
+    in a group of equal rewards.
     """
     lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
     centered_B = groups.compute_advantages(

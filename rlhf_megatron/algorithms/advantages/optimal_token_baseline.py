@@ -49,6 +49,7 @@ class OptimalTokenBaselineParams:
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a threshold that is not above 0."""
         if self.rollout_is_threshold is not None and not self.rollout_is_threshold > 0:
             raise ValueError(
                 f"rollout_is_threshold ({self.rollout_is_threshold}) must be above 0: it is the"
@@ -62,8 +63,9 @@ class OptimalTokenBaselineParams:
 def optimal_token_baseline(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> AdvantageOutputs:
-    """One advantage a token. 0 in a group with less than two valid samples that have
-    response tokens.
+    """Return one advantage for each response token: the rewards to go minus the baseline of the
+    token's position in the response, tool tokens counted. It is 0 in a group with fewer than two
+    valid samples that have response tokens.
     """
     return estimate_by_groups(inputs, lambda part: _compute_advantages_by_position(part, params))
 
@@ -71,6 +73,9 @@ def optimal_token_baseline(
 def _compute_advantages_by_position(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> Tensor:
+    """Return [T] advantages with positions that count all tokens from the first of the response
+    on.
+    """
     tokens = ResponseTokens.from_inputs(inputs)
     first_B, last_B = _find_end_positions(tokens)
     spans_B = (last_B - first_B + 1).masked_fill(tokens.lengths_B == 0, 0)
@@ -82,10 +87,10 @@ def _compute_advantages_by_position(
 def estimate_by_groups(
     inputs: AdvantageInputs, estimate: Callable[[AdvantageInputs], Tensor]
 ) -> AdvantageOutputs:
-    """`estimate` ([T] advantages) of some whole groups at a time: memory that stays in a cache is
-    several times faster.
+    """Call `estimate`, which returns [T] advantages, on some whole groups at a time, and return the
+    advantages of the whole step: memory that stays in a cache is several times faster.
 
-    All at once where the samples of a group do not stand together.
+    All samples are taken at once where the samples of a group are not adjacent.
     """
     advantages_T = torch.empty(inputs.response_mask_T.numel(), device=inputs.response_mask_T.device)
     for samples in _iterate_group_parts(inputs):
@@ -95,7 +100,9 @@ def estimate_by_groups(
 
 
 def _iterate_group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
-    """Samples of whole groups that have about PART tokens together."""
+    """Yield slices of samples that hold whole groups, each with at least PART_TOKENS tokens but the
+    last; one slice of all samples where the samples of a group are not adjacent.
+    """
     num_samples = inputs.group_ids_B.numel()
     ids_R, counts_R = inputs.group_ids_B.unique_consecutive(return_counts=True)
     if ids_R.unique().numel() < ids_R.numel():
@@ -110,9 +117,10 @@ def _iterate_group_parts(inputs: AdvantageInputs) -> Iterator[slice]:
 
 
 def _slice_inputs(inputs: AdvantageInputs, samples: slice, tokens: slice) -> AdvantageInputs:
-    """Cut some samples out of the columns that these estimators read."""
+    """Return the inputs of some samples, with the columns that these estimators read."""
 
     def slice_column(column_T: Tensor | None) -> Tensor | None:
+        """Return the part of a token column, or None."""
         return None if column_T is None else column_T[tokens]
 
     return AdvantageInputs(
@@ -135,7 +143,7 @@ def compute_token_baseline_advantages(
     positions_N: Tensor,
     spans_B: Tensor,
 ) -> Tensor:
-    """[T] advantages with a baseline a position.
+    """Return [T] advantages, float32: rewards to go minus a baseline for each position.
 
     Args:
         positions_N: int64, of each token within its sample, from 0 on.
@@ -165,7 +173,9 @@ def compute_token_baseline_advantages(
 def _compute_gradient_norms(
     inputs: AdvantageInputs, tokens: ResponseTokens, threshold: float | None
 ) -> Tensor:
-    """[N] float64: rho^2 w, not negative: w as (1 - pi)^2 + the squares of the other tokens."""
+    """Return rho^2 w of each response token, [N] float64, not negative; w is computed as (1 - pi)^2
+    + the squared probabilities of the other tokens.
+    """
     assert inputs.log_probs_T is not None, "optimal token baselines need log_probs"
     assert inputs.sum_squares_T is not None, "optimal token baselines need sum_squares"
     log_probs_N = tokens.gather_tokens(inputs.log_probs_T)
@@ -182,10 +192,10 @@ def _compute_gradient_norms(
 def _compute_cell_baselines(
     to_go_N: Tensor, energy_N: Tensor, cell_N: Tensor, num_cells: int
 ) -> Tensor:
-    """[N] float64: the weighted mean over each cell. Exactly the entry where all of a
-    cell are equal.
+    """Return for each token the mean of `to_go_N` over its cell, weighted by `energy_N`, [N]
+    float64. It is exactly the common entry where all entries of a cell are equal.
 
-    A plain mean where all weights of a cell are 0, as where every token so far was certain.
+    It is a plain mean where all weights of a cell are 0, as where every token so far was certain.
     """
     low_C = torch.full((num_cells,), torch.inf, dtype=torch.float64, device=to_go_N.device)
     low_C.scatter_reduce_(0, cell_N, to_go_N, "amin")
@@ -199,8 +209,8 @@ def _compute_cell_baselines(
 
 
 def _find_end_positions(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
-    """[B] int64 each: places of the first and the last token of each sample; anything
-    where it has none.
+    """Return the positions of the first and the last response token of each sample, [B] int64 each;
+    the entry of a sample without response tokens is arbitrary.
     """
     ends_B = tokens.lengths_B.cumsum(0)
     places = torch.cat([tokens.positions_N, tokens.positions_N.new_zeros(1)])
@@ -213,8 +223,9 @@ def _find_end_positions(tokens: ResponseTokens) -> tuple[Tensor, Tensor]:
 def tir_optimal_token_baseline(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> AdvantageOutputs:
-    """One advantage a token. 0 in a group with less than two valid samples that have
-    response tokens.
+    """Return one advantage for each response token: the rewards to go minus the baseline of the
+    token's position, counting only tokens that the policy sampled. It is 0 in a group with fewer
+    than two valid samples that have response tokens.
     """
     return estimate_by_groups(
         inputs, lambda part: _compute_advantages_by_sampled_position(part, params)
@@ -224,6 +235,7 @@ def tir_optimal_token_baseline(
 def _compute_advantages_by_sampled_position(
     inputs: AdvantageInputs, params: OptimalTokenBaselineParams
 ) -> Tensor:
+    """Return [T] advantages with positions that count only the tokens that the policy sampled."""
     tokens = ResponseTokens.from_inputs(inputs)
     before_B = tokens.lengths_B.cumsum(0) - tokens.lengths_B
     positions_N = torch.arange(

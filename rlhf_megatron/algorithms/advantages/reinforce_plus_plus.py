@@ -38,6 +38,7 @@ class ReinforcePlusPlusParams:
     gamma: float = 1.0  # discount of the next token's reward
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a gamma outside of [0, 1]."""
         if not 0 <= self.gamma <= 1:
             raise ValueError(
                 f"gamma ({self.gamma}) must be at least 0 and at most 1; 1.0 is usual."
@@ -50,8 +51,8 @@ class ReinforcePlusPlusParams:
 def reinforce_plus_plus(
     inputs: AdvantageInputs, params: ReinforcePlusPlusParams
 ) -> AdvantageOutputs:
-    """One advantage a token. A token inside a response that the policy did not sample
-    is no time step.
+    """Return one advantage for each response token: the discounted rewards to go, whitened over the
+    step. A token inside a response that the policy did not sample is no time step.
     """
     assert inputs.token_rewards_T is not None, "reinforce_plus_plus needs token_rewards"
     tokens = ResponseTokens.from_inputs(inputs)
@@ -66,8 +67,10 @@ def reinforce_plus_plus(
 def reinforce_plus_plus_baseline(
     rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None
 ) -> Tensor:
-    """A group with one valid sample is in no statistic, and 0. One of equal rewards is in them: it
-    is the whitening's mean that it gets, which is 0 where all responses are of one length.
+    """Return the advantages [B]: rewards minus the mean of their group, whitened over the step's
+    response tokens. A group with one valid sample is in no statistic and gets 0. A group of equal
+    rewards counts in the statistics: it gets the whitened value of 0, which is 0 where all
+    responses are of one length.
     """
     is_kept_B = inputs.is_valid_B & (groups.count_valid_samples() > 1)[groups.index_B]
     lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)

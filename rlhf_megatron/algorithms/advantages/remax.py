@@ -23,8 +23,8 @@ from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens
 
 @ADV_ESTIMATORS.register("remax", needs=("token_rewards", "greedy_rewards"), scope="sample")
 def remax(inputs: AdvantageInputs, params: None) -> AdvantageOutputs:
-    """One advantage a token; 0 where the greedy sample of the prompt is of masked status: there
-    is no baseline.
+    """Return one advantage for each response token: the rewards to go minus the greedy sample's
+    reward. It is 0 where the greedy sample of the prompt is of masked status: there is no baseline.
     """
     assert inputs.token_rewards_T is not None, "remax needs token_rewards"
     assert inputs.greedy_rewards_B is not None, "remax needs greedy_rewards"

@@ -43,6 +43,7 @@ class ResponseTokens:
 
     @staticmethod
     def from_inputs(inputs: AdvantageInputs) -> ResponseTokens:
+        """Find the response tokens of the valid samples."""
         trains_T = inputs.response_mask_T
         if not bool(inputs.is_valid_B.all()):
             trains_T = trains_T & repeat_per_sample_length(inputs.is_valid_B, inputs.offsets.diff())
@@ -52,29 +53,34 @@ class ResponseTokens:
         )
 
     def gather_tokens(self, column_T: Tensor) -> Tensor:
-        """[N] float64."""
+        """Return the column's entries at these tokens, [N] float64."""
         return column_T.index_select(0, self.positions_N).double()
 
     def scatter_tokens(self, column_N: Tensor) -> Tensor:
-        """[T] float32, 0 elsewhere."""
+        """Return the entries put back at their tokens, [T] float32, 0 elsewhere."""
         column_T = torch.zeros(self.num_tokens, device=column_N.device)
         return column_T.scatter_(0, self.positions_N, column_N.float())
 
     def repeat_per_token(self, column_B: Tensor) -> Tensor:
-        """[B] -> [N]: each sample's entry on its tokens."""
+        """Return each sample's entry on each of its tokens: [B] -> [N]."""
         return repeat_per_sample_length(column_B, self.lengths_B)
 
     def compute_sums_to_go(self, column_T: Tensor, gamma: float = 1.0) -> Tensor:
-        """[N] float64: y_n = x_n + gamma y_{n + 1} within each sample."""
+        """Return the discounted sums y_n = x_n + gamma y_{n + 1} within each sample, [N]
+        float64.
+        """
         return self._sum_within_samples(self.gather_tokens(column_T), self.lengths_B, gamma)
 
     def compute_sums_so_far(self, column_N: Tensor) -> Tensor:
-        """[N] float64: y_n = x_n + y_{n - 1} within each sample. As exact at the front as the sums
-        there are small.
+        """Return the sums y_n = x_n + y_{n - 1} within each sample, [N] float64. They are as exact
+        at the front as the sums there are small.
         """
         return self._sum_within_samples(column_N.flip(0), self.lengths_B.flip(0), 1.0).flip(0)
 
     def _sum_within_samples(self, column_N: Tensor, lengths: Tensor, gamma: float) -> Tensor:
+        """Return the sums y_n = x_n + gamma y_{n + 1} within segments of these lengths, [N]
+        float64.
+        """
         sums = torch.empty(column_N.numel() + 1, dtype=torch.float64, device=column_N.device)
         sums[:-1] = column_N
         compute_discounted_sums_(sums, lengths, gamma)
@@ -93,12 +99,12 @@ class RunningMoments:
 
     @property
     def variance(self) -> float:
-        """The unbiased one; 0 of fewer than two numbers."""
+        """Return the unbiased variance; 0 of fewer than two numbers."""
         return self.sum_squares / (self.count - 1) if self.count > 1 else 0.0
 
     def merge_entries(self, column_N: Tensor) -> RunningMoments:
-        """Add the entries of `column_N`, float64 (Chan, Golub and LeVeque, "Updating
-        formulae", 1979).
+        """Return the moments with the entries of `column_N`, float64, added (Chan, Golub and
+        LeVeque, "Updating formulae", 1979).
         """
         if not column_N.numel():
             return self
@@ -118,7 +124,9 @@ class RunningMoments:
 
 
 def whiten_advantages_(advantages_N: Tensor) -> Tensor:
-    """Whiten a float64 column of tokens that all count, in place."""
+    """Whiten the float64 entries in place to mean 0 and variance 1, and return them. Fewer than two
+    stay as they are.
+    """
     moments = RunningMoments().merge_entries(advantages_N)
     if moments.count < 2:
         return advantages_N
@@ -128,13 +136,13 @@ def whiten_advantages_(advantages_N: Tensor) -> Tensor:
 def whiten_sample_advantages(
     advantages_B: Tensor, lengths_B: Tensor, is_counted_B: Tensor
 ) -> Tensor:
-    """[B] float64: what `whiten_advantages_` makes of each sample's advantage on all its response
-    tokens, without the tokens.
+    """Return, [B] float64, the advantages that `whiten_advantages_` would give if each sample's
+    advantage stood on all its response tokens, without making the tokens.
 
     Args:
         lengths_B: response tokens of each sample, any type; a sample counts as often as
             it has tokens.
-        is_kept_B: bool; the others are in no statistic, and 0.
+        is_counted_B: bool; the others are in no statistic, and 0.
     """
     weights_B = lengths_B.to(torch.float64).masked_fill(~is_counted_B, 0.0)
     count = float(weights_B.sum())
@@ -164,7 +172,7 @@ class _ScanRows:
 
 
 def compute_discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) -> None:
-    """Replace x by y in place.
+    """Replace the entries x of each segment by the sums y_n = x_n + decay y_{n + 1}, in place.
 
     Args:
         column: [N + 1] float64, the segments one after the other, on any device; the last
@@ -200,6 +208,9 @@ def compute_discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) ->
 
 
 def _choose_row_length(decay: float) -> int:
+    """Return the largest number of entries of a row for which the powers of the decay fit into
+    float64.
+    """
     exponent = -math.log(decay)
     return (
         MAX_ROW_ENTRIES
@@ -210,7 +221,7 @@ def _choose_row_length(decay: float) -> int:
 
 @functools.lru_cache(maxsize=1)  # a step asks many times for the same
 def _compute_decay_powers(decay: float, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """[C] each, as long as a row may be: j + 1, decay^(j - c) and its inverse, with c in the
+    """Return [C] each, as long as a row may be: j + 1, decay^(j - c) and its inverse, with c the
     middle of the row.
     """
     length = _choose_row_length(decay)
@@ -220,6 +231,9 @@ def _compute_decay_powers(decay: float, device: torch.device) -> tuple[Tensor, T
 
 
 def _split_into_rows(lengths_S: Tensor, length: int) -> _ScanRows:
+    """Split segments into rows of at most `length` entries, from the back of each segment, in the
+    order in which they can be summed.
+    """
     counts_S = (lengths_S + (length - 1)) // length
     num_rounds = int(counts_S.max()) if counts_S.numel() else 0
     ends_S = lengths_S.cumsum(0)
@@ -240,8 +254,9 @@ def _split_into_rows(lengths_S: Tensor, length: int) -> _ScanRows:
 
 
 def _iterate_row_batches(rows: _ScanRows) -> Iterator[tuple[int, int, int, bool, bool]]:
-    """(first row, one behind the last, width of the widest, whether others are shorter, whether
-    there is a carry).
+    """Yield (first row, one behind the last, width of the widest row, whether others are shorter,
+    whether rows take a carry) of batches of rows that can be summed at once. Rows without entries
+    are left out.
     """
     first = 0
     for this_round, round_end in enumerate(rows.round_ends):

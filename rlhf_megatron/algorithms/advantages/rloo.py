@@ -20,7 +20,9 @@ from rlhf_megatron.lazy import Tensor
 
 @register_group_estimator("rloo")
 def rloo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params: None) -> Tensor:
-    """0 where no other sample of the group is valid."""
+    """Return the advantages [B]: a sample's reward minus the mean of the other valid samples of its
+    group; 0 where there are none.
+    """
     count_G = groups.count_valid_samples()
     factor_G = count_G / (count_G - 1).clamp(min=1)
     return groups.compute_advantages(rewards_B) * factor_G[groups.index_B]

@@ -25,6 +25,7 @@ class DistillationParams:
     has_tail: bool = True
 
     def __post_init__(self) -> None:
+        """Raise ValueError for too few tokens."""
         if self.top_k < 1 + (not self.has_tail):
             raise ValueError(
                 f"top_k ({self.top_k}) must be at least 1, and 2 without has_tail; use 16."
@@ -39,7 +40,9 @@ DISTILLATION_LOSSES: Registry[DistillationLoss] = Registry("distillation loss")
 
 
 def normalize_top_k_log_probs(log_probs_TK: Tensor, has_tail: bool) -> Tensor:
-    """[T, K + 1] with the tail, else [T, K]: log-probs that sum to 1."""
+    """Return log-probs whose probabilities sum to 1: [T, K + 1] with the tail, all other tokens, as
+    the last outcome, or [T, K] without it.
+    """
     total_T1 = log_probs_TK.logsumexp(-1, keepdim=True)
     if not has_tail:
         return log_probs_TK - total_T1

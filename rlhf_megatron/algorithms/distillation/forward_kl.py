@@ -13,5 +13,7 @@ from rlhf_megatron.lazy import Tensor
 
 @DISTILLATION_LOSSES.register("forward_kl", DistillationParams)
 def forward_kl(student_TN: Tensor, teacher_TN: Tensor) -> Tensor:
-    """Return sum of p_teacher (log p_teacher - log p_student), nats."""
+    """Return the loss of each token [T] in nats: the sum of p_teacher (log p_teacher - log
+    p_student).
+    """
     return (teacher_TN.exp() * (teacher_TN - student_TN)).sum(-1)

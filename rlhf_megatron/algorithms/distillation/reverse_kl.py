@@ -13,5 +13,7 @@ from rlhf_megatron.lazy import Tensor
 
 @DISTILLATION_LOSSES.register("reverse_kl", DistillationParams)
 def reverse_kl(student_TN: Tensor, teacher_TN: Tensor) -> Tensor:
-    """Return sum of p_student (log p_student - log p_teacher), nats."""
+    """Return the loss of each token [T] in nats: the sum of p_student (log p_student - log
+    p_teacher).
+    """
     return (student_TN.exp() * (student_TN - teacher_TN)).sum(-1)

@@ -37,12 +37,15 @@ class CISPOParams:
     clip_ratio_high: float = 4.0  # and to 1 + clip_ratio_high from above
 
     def __post_init__(self) -> None:
+        """Raise ValueError for bounds that are no range around 1."""
         check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "1, 4")
 
 
 @POLICY_LOSSES.register("cispo", CISPOParams, needs=("advantages", "old_log_probs"))
 def cispo(inputs: PolicyLossInputs, params: CISPOParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the weight was clipped)."""
+    """Return the loss of each token, with metrics actor/ppo_kl and actor/pg_clipfrac (1 where the
+    weight was clipped).
+    """
     ratio_T = compute_clamped_log_ratio(inputs).detach().exp()
     weight_T = ratio_T.clamp(1 - params.clip_ratio_low, 1 + params.clip_ratio_high)
     metrics = {

@@ -7,11 +7,11 @@ equations 10 and 11). With the importance ratio r, its logarithm held in +-20:
     loss = max(-A r, -A clip(r, 1 - low, 1 + high))    no dual clip, as in the authors' code
            0                                           of a picked token
 
-Picked are clip_cov_ratio of the mini-batch's tokens (at least one), drawn from those whose
-covariance lies between lb and ub (see `covariance`: of the old policy, over the whole mini-batch).
-The authors draw from tokens that the ratio clip has not taken already, which only the forward pass
-could tell; in the first optimizer step after a rollout there are none. Drawn by (seed, step,
-mini-batch, sample), so that it does not depend on order or layout.
+The loss picks clip_cov_ratio of the mini-batch's tokens (at least one), drawn from the tokens whose
+covariance lies between lb and ub (see `token_covariance`: of the old policy, over the whole
+mini-batch). The authors draw from tokens that the ratio clip has not taken already, which only the
+forward pass could tell; in the first optimizer step after a rollout there are none. The draw is
+seeded by (seed, step, mini-batch, sample), so that it does not depend on order or layout.
 """
 
 # T tokens
@@ -51,6 +51,7 @@ class ClipCovParams:
     clip_cov_ub: float = 5.0  # and below this
 
     def __post_init__(self) -> None:
+        """Raise ValueError for bounds or a share out of range."""
         check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "0.2, 0.2")
         check_token_share("clip_cov_ratio", self.clip_cov_ratio)
         if not self.clip_cov_lb < self.clip_cov_ub:
@@ -62,7 +63,9 @@ class ClipCovParams:
 
 @PICKS.register("clip_cov")
 def pick_clip_cov_tokens(inputs: TokenPickInputs, params: ClipCovParams) -> Tensor:
-    """[T] bool."""
+    """Return which tokens lose their gradient, [T] bool: a share of the tokens that train, drawn
+    from the tokens with a covariance between the bounds.
+    """
     index_N, covariances_N = compute_token_covariances(inputs)
     is_candidate_N = (covariances_N > params.clip_cov_lb) & (covariances_N < params.clip_cov_ub)
     candidates = index_N[is_candidate_N]
@@ -76,8 +79,8 @@ def pick_clip_cov_tokens(inputs: TokenPickInputs, params: ClipCovParams) -> Tens
     "clip_cov", ClipCovParams, needs=("advantages", "old_log_probs", "is_picked")
 )
 def clip_cov(inputs: PolicyLossInputs, params: ClipCovParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio clip),
-    actor/pg_picked (1: picked).
+    """Return the loss of each token, with metrics actor/ppo_kl, actor/pg_clipfrac (of the ratio
+    clip) and actor/pg_picked (1: picked).
     """
     assert inputs.is_picked_T is not None, "clip_cov needs is_picked"
     token_loss_T, is_clipped_T = compute_clipped_loss(

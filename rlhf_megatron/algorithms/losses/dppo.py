@@ -46,6 +46,7 @@ class DPPOTVParams:
     clip_ratio_c: float = 20.0  # bound on the importance weight
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a bound out of range."""
         for name, value in (
             ("clip_ratio_low", self.clip_ratio_low),
             ("clip_ratio_high", self.clip_ratio_high),
@@ -73,7 +74,8 @@ class DPPOKLParams(DPPOTVParams):
 def _compute_divergence_loss(
     inputs: PolicyLossInputs, prob_change_T: Tensor, divergence_T: Tensor, params: DPPOTVParams
 ) -> PolicyLossOutputs:
-    """`prob_change_T`: its sign tells whether the token became likelier; `divergence_T`: how far it
+    """Return the loss of each token, 0 for tokens that have gone too far in the direction of their
+    advantage. `prob_change_T`: above 0 where the token became likelier; `divergence_T`: how far it
     went, at least 0.
     """
     advantages_T = inputs.advantages_T
@@ -94,13 +96,15 @@ def _compute_divergence_loss(
 
 
 def _compute_prob_change(inputs: PolicyLossInputs) -> Tensor:
-    """[T] p - p_old, without grad."""
+    """Return p - p_old of each token, [T], without grad."""
     return inputs.log_probs_T.detach().exp() - inputs.old_log_probs_T.exp()
 
 
 @POLICY_LOSSES.register("dppo_kl", DPPOKLParams, needs=("advantages", "old_log_probs"))
 def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
+    """Return the loss of each token, which the KL divergence bounds, with metrics actor/ppo_kl and
+    actor/pg_clipfrac (1 where the token was taken out).
+    """
     log_p_T = inputs.log_probs_T.detach().clamp(max=LARGEST_LOG_P)
     log_p_old_T = inputs.old_log_probs_T.clamp(max=LARGEST_LOG_P)
     heads_T = log_p_old_T.exp() * (log_p_old_T - log_p_T)
@@ -112,6 +116,8 @@ def dppo_kl(inputs: PolicyLossInputs, params: DPPOKLParams) -> PolicyLossOutputs
 
 @POLICY_LOSSES.register("dppo_tv", DPPOTVParams, needs=("advantages", "old_log_probs"))
 def dppo_tv(inputs: PolicyLossInputs, params: DPPOTVParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token was taken out)."""
+    """Return the loss of each token, which the total variation bounds, with metrics actor/ppo_kl
+    and actor/pg_clipfrac (1 where the token was taken out).
+    """
     moved_T = _compute_prob_change(inputs)
     return _compute_divergence_loss(inputs, moved_T, moved_T.abs(), params)

@@ -27,6 +27,7 @@ class DROParams:
     dro_beta: float = 0.05  # weight of the quadratic term
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a weight that is not positive."""
         if not self.dro_beta > 0:
             raise ValueError(
                 f"dro_beta ({self.dro_beta}) must be positive; use 0.05, or the loss reinforce to"
@@ -36,7 +37,7 @@ class DROParams:
 
 @POLICY_LOSSES.register("dro", DROParams, needs=("advantages", "old_log_probs"))
 def dro(inputs: PolicyLossInputs, params: DROParams) -> PolicyLossOutputs:
-    """Per-token loss; metric actor/ppo_kl."""
+    """Return the loss of each token, with metric actor/ppo_kl."""
     moved_T = inputs.log_probs_T - inputs.old_log_probs_T
     loss_T = 0.5 * params.dro_beta * moved_T.square() - inputs.advantages_T * inputs.log_probs_T
     return PolicyLossOutputs(loss_T, make_ppo_kl_metric(inputs))

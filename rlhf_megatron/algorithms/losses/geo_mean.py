@@ -39,6 +39,7 @@ class GeoMeanParams:
     clip_ratio_high: float = 0.4  # and to clip_ratio_high from above
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a bound that is not positive."""
         for name, value in (
             ("clip_ratio_low", self.clip_ratio_low),
             ("clip_ratio_high", self.clip_ratio_high),
@@ -56,8 +57,8 @@ class GeoMeanParams:
     aggregation="seq-mean-token-mean",
 )
 def geo_mean(inputs: PolicyLossInputs, params: GeoMeanParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac (1 where the token's own
-    log-ratio was clipped).
+    """Return the loss of each token, with metrics actor/ppo_kl and actor/pg_clipfrac (1 where the
+    token's own log-ratio was clipped).
     """
     advantages_T = inputs.advantages_T
     log_ratio_T = inputs.log_probs_T - inputs.old_log_probs_T

@@ -39,6 +39,7 @@ class GSPOParams:
     clip_ratio_high: float = 4e-4  # and to 1 + clip_ratio_high from above
 
     def __post_init__(self) -> None:
+        """Raise ValueError for bounds that are no range around 1."""
         check_clip_range(self.clip_ratio_low, self.clip_ratio_high, "0.0003, 0.0004")
 
 
@@ -49,8 +50,8 @@ class GSPOParams:
     aggregation="seq-mean-token-mean",
 )
 def gspo(inputs: PolicyLossInputs, params: GSPOParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl (of tokens), actor/pg_clipfrac (1 on all tokens of a
-    clipped sequence).
+    """Return the loss of each token, with metrics actor/ppo_kl (of tokens) and actor/pg_clipfrac (1
+    on all tokens of a clipped sequence).
     """
     ratio_T = compute_sequence_ratio(inputs, inputs.log_probs_T - inputs.old_log_probs_T)
     token_loss_T, is_clipped_T = compute_clipped_loss(

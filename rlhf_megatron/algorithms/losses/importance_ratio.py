@@ -10,18 +10,22 @@ from rlhf_megatron.lazy import Tensor, torch
 
 
 def compute_clamped_log_ratio(inputs: PolicyLossInputs) -> Tensor:
-    """[T] log_probs - old_log_probs, with grad; held in +-20, where the gradient is 0."""
+    """Return log_probs - old_log_probs, [T], with grad, clamped to +-20, where the gradient is
+    0.
+    """
     return (inputs.log_probs_T - inputs.old_log_probs_T).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
 def make_ppo_kl_metric(inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Metric actor/ppo_kl."""
+    """Return the metric actor/ppo_kl: old_log_probs - log_probs of each token, clamped to +-20,
+    without grad.
+    """
     return {"actor/ppo_kl": -compute_clamped_log_ratio(inputs).detach()}
 
 
 def compute_sequence_ratio(inputs: PolicyLossInputs, log_ratio_T: Tensor) -> Tensor:
-    """[T] exp of the mean of `log_ratio_T` over the response tokens of each token's whole sequence,
-    the mean held in +-20.
+    """Return [T] exp of the mean of `log_ratio_T` over the response tokens of each token's whole
+    sequence, the mean held in +-20.
 
     The value is that of the sequence. The gradient of row t is ratio * d log_ratio_t: that of the
     ratio itself, times the number n of the sequence's response tokens. So the mean over a
@@ -44,8 +48,8 @@ def compute_sequence_ratio(inputs: PolicyLossInputs, log_ratio_T: Tensor) -> Ten
 def compute_clipped_loss(
     advantages_T: Tensor, ratio_T: Tensor, low: float, high: float
 ) -> tuple[Tensor, Tensor]:
-    """(max(-A r, -A clip(r, 1 - low, 1 + high)), True where the clip replaced the loss): PPO
-    without the dual clip.
+    """Return PPO's loss without the dual clip, max(-A r, -A clip(r, 1 - low, 1 + high)), and True
+    where the clip replaced the loss.
 
     A token whose loss is not replaced by a larger one has all of its gradient, on the borders too.
     """
@@ -56,7 +60,9 @@ def compute_clipped_loss(
 
 
 def check_clip_range(clip_ratio_low: float, clip_ratio_high: float, usual_bounds: str) -> None:
-    """Raises ValueError for bounds 1 - low and 1 + high that are no range around 1."""
+    """Raise ValueError where 1 - low and 1 + high are no range around 1. `usual_bounds`: text for
+    the message.
+    """
     if not 0 < clip_ratio_low <= 1:
         raise ValueError(
             f"clip_ratio_low ({clip_ratio_low}) must be in (0, 1]; usual (low,"

@@ -7,9 +7,10 @@ equations 10 and 12). With the importance ratio r, its logarithm d held in +-20:
     loss = -A r
            -A r + ppo_kl_coef |d|      of a picked token
 
-|d| stands for the KL divergence in the authors' code, and does here. Picked are the kl_cov_ratio of
-the mini-batch's tokens (at least one) with the largest covariance (see `covariance`: of the old
-policy, over the whole mini-batch); among equal ones (seed, step, mini-batch, sample) decides.
+|d| stands for the KL divergence in the authors' code, and does here. The loss picks the
+kl_cov_ratio of the mini-batch's tokens (at least one) with the largest covariance (see
+`token_covariance`: of the old policy, over the whole mini-batch); among equal ones (seed, step,
+mini-batch, sample) decides.
 """
 
 # T tokens
@@ -44,6 +45,7 @@ class KLCovParams:
     ppo_kl_coef: float = 1.0  # weight of a picked token's KL term; the paper's
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a share or weight out of range."""
         check_token_share("kl_cov_ratio", self.kl_cov_ratio)
         if not self.ppo_kl_coef > 0:
             raise ValueError(f"ppo_kl_coef ({self.ppo_kl_coef}) must be positive; 1 is usual.")
@@ -51,7 +53,9 @@ class KLCovParams:
 
 @PICKS.register("kl_cov")
 def pick_kl_cov_tokens(inputs: TokenPickInputs, params: KLCovParams) -> Tensor:
-    """[T] bool."""
+    """Return which tokens get a KL term, [T] bool: the share of the tokens that train with the
+    largest covariance.
+    """
     index_N, covariances_N = compute_token_covariances(inputs)
     by_noise_N = inputs.noise_T[index_N].argsort(stable=True)
     order_N = by_noise_N[covariances_N[by_noise_N].argsort(descending=True, stable=True)]
@@ -63,7 +67,7 @@ def pick_kl_cov_tokens(inputs: TokenPickInputs, params: KLCovParams) -> Tensor:
 
 @POLICY_LOSSES.register("kl_cov", KLCovParams, needs=("advantages", "old_log_probs", "is_picked"))
 def kl_cov(inputs: PolicyLossInputs, params: KLCovParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_picked (1: picked)."""
+    """Return the loss of each token, with metrics actor/ppo_kl and actor/pg_picked (1: picked)."""
     assert inputs.is_picked_T is not None, "kl_cov needs is_picked"
     log_ratio_T = compute_clamped_log_ratio(inputs)
     free_T = -inputs.advantages_T * log_ratio_T.exp()

@@ -38,7 +38,9 @@ MAX_K3 = 10.0
 def estimate_kl(
     log_probs_T: Tensor, ref_log_probs_T: Tensor, kl_type: KLType | KLPenaltyType
 ) -> Tensor:
-    """[T] nats, differentiable in `log_probs_T`. Raises ValueError for an unknown kind."""
+    """Return the KL estimate of each token, [T] nats, differentiable in `log_probs_T`. Raise
+    ValueError for an unknown kind.
+    """
     return attach_gradient(
         *compute_kl_with_gradient(log_probs_T.detach(), ref_log_probs_T, kl_type), log_probs_T
     )
@@ -47,8 +49,8 @@ def estimate_kl(
 def compute_kl_with_gradient(
     log_probs_T: Tensor, ref_log_probs_T: Tensor, kl_type: KLType | KLPenaltyType
 ) -> tuple[Tensor, Tensor]:
-    """([T] nats, [T] the gradient with respect to `log_probs_T`). Raises ValueError for
-    an unknown kind.
+    """Return the KL estimate of each token, [T] nats, and its gradient with respect to
+    `log_probs_T`, [T]. Raise ValueError for an unknown kind.
     """
     if kl_type not in KL_TYPES:
         raise ValueError(f"unknown KL estimator {kl_type!r}; known: {', '.join(KL_TYPES)}.")

@@ -5,7 +5,7 @@ new file here.
     def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs: ...
 
 Nothing here masks, averages or divides: the caller sums `token_loss_T * loss_weights_T` (see
-`aggregate`). `needs` names the columns that must not be None, beside log_probs.
+`loss_aggregation`). `needs` names the columns that must not be None, beside log_probs.
 
 A loss may tell its gradient, as `grad_T`, instead of leaving it to autograd, which takes a few
 times longer. It is marked with `mark_returns_gradient`, looks at each token by itself, and is
@@ -16,7 +16,7 @@ A loss sees one micro-batch. One that needs statistics of the whole mini-batch n
 mini-batch is cut:
 
     @PICKS.register("clip_cov")
-    def pick_clip_cov(inputs: PickInputs, params: ClipCovParams) -> Tensor: ...
+    def pick_clip_cov_tokens(inputs: TokenPickInputs, params: ClipCovParams) -> Tensor: ...
 
 One that needs sums over whole sequences names "sequences" (`algorithms.row_sequences`).
 """
@@ -67,15 +67,17 @@ LOSSES_WITH_GRADIENT: set[PolicyLoss] = set()
 
 
 def mark_returns_gradient(loss: PolicyLoss) -> PolicyLoss:
-    """Decorator of a loss whose outputs have `grad_T`: it may be called on blocks of
-    rows, cut anywhere.
+    """Mark a loss whose outputs have `grad_T`, and return it: the loss may be called on blocks of
+    rows, cut anywhere. Use as a decorator.
     """
     LOSSES_WITH_GRADIENT.add(loss)
     return loss
 
 
 def attach_gradient(value_T: Tensor, grad_T: Tensor, leaf_T: Tensor) -> Tensor:
-    """[T] `value_T`, with `grad_T` as its gradient with respect to `leaf_T`."""
+    """Return the values `value_T`, [T], with `grad_T` as their gradient with respect to
+    `leaf_T`.
+    """
     return value_T + grad_T * (leaf_T - leaf_T.detach()) if leaf_T.requires_grad else value_T
 
 

@@ -34,6 +34,7 @@ class PPOClipParams:
     clip_ratio_c: float = 3.0  # dual clip: bound on the ratio where the advantage is negative
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a bound out of range."""
         if not 0 < self.clip_ratio_low <= 1:
             raise ValueError(
                 f"clip_ratio_low ({self.clip_ratio_low}) must be in (0, 1]; 0.2 is usual."
@@ -49,8 +50,8 @@ class PPOClipParams:
 @POLICY_LOSSES.register("ppo_clip", PPOClipParams, needs=("advantages", "old_log_probs"))
 @mark_returns_gradient
 def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/pg_clipfrac, actor/pg_clipfrac_lower (0
-    or 1 a token).
+    """Return the loss of each token and its gradient, with metrics actor/ppo_kl, actor/pg_clipfrac
+    and actor/pg_clipfrac_lower (0 or 1 a token).
 
     Both clips together keep A r in [min(A c, 0), max(A (1 - low), A (1 + high))], for either sign
     of A; the gradient of A r is A r itself where they let it be.

@@ -26,5 +26,5 @@ from rlhf_megatron.algorithms.losses.policy_loss import (
 @POLICY_LOSSES.register("gpg", needs=("advantages",))
 @POLICY_LOSSES.register("reinforce", needs=("advantages",))
 def reinforce(inputs: PolicyLossInputs, params: None) -> PolicyLossOutputs:
-    """Per-token loss; metric actor/ppo_kl."""
+    """Return the loss of each token, -advantage * log_prob, with metric actor/ppo_kl."""
     return PolicyLossOutputs(-inputs.advantages_T * inputs.log_probs_T, make_ppo_kl_metric(inputs))

@@ -35,6 +35,7 @@ class SAPOParams:
     tau_neg: float = 1.05  # and of the others
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a temperature that is not positive."""
         for name, value in (("tau_pos", self.tau_pos), ("tau_neg", self.tau_neg)):
             if not value > 0:
                 raise ValueError(
@@ -47,8 +48,8 @@ class SAPOParams:
     "sapo", SAPOParams, needs=("advantages", "old_log_probs"), aggregation="seq-mean-token-mean"
 )
 def sapo(inputs: PolicyLossInputs, params: SAPOParams) -> PolicyLossOutputs:
-    """Per-token loss; metrics actor/ppo_kl, actor/sapo_gate (share of the gradient that the gate
-    lets through).
+    """Return the loss of each token, with metrics actor/ppo_kl and actor/sapo_gate (share of the
+    gradient that the gate lets through).
     """
     advantages_T = inputs.advantages_T
     tau_T = torch.full_like(advantages_T, params.tau_neg).masked_fill_(

@@ -11,6 +11,8 @@ from rlhf_megatron.lazy import Tensor
 
 
 def compute_sft_loss(log_probs_T: Tensor) -> PolicyLossOutputs:
-    """Per-token loss in nats; metric actor/sft_loss."""
+    """Return the negative log-prob of each token as its loss, in nats, with metric
+    actor/sft_loss.
+    """
     token_loss_T = -log_probs_T
     return PolicyLossOutputs(token_loss_T, {"actor/sft_loss": token_loss_T.detach()})

@@ -20,7 +20,7 @@ from rlhf_megatron.lazy import Tensor, torch
 
 
 def compute_token_covariances(inputs: TokenPickInputs) -> tuple[Tensor, Tensor]:
-    """(their indices [N] int64, their covariances [N] float64) of the tokens that train."""
+    """Return the indices [N] int64 of the tokens that train, and their covariances [N] float64."""
     index_N = inputs.trains_T.nonzero().squeeze(1)
     log_probs_N = inputs.old_log_probs_T[index_N].double()
     advantages_N = inputs.advantages_T[index_N].double()
@@ -30,18 +30,19 @@ def compute_token_covariances(inputs: TokenPickInputs) -> tuple[Tensor, Tensor]:
 
 
 def count_picked_tokens(share: float, num_tokens: int) -> int:
-    """`share` of the tokens, rounded down; at least one, where there are any."""
+    """Return `share` x `num_tokens`, rounded down; at least 1 where there are any tokens."""
     return min(max(int(share * num_tokens), 1), num_tokens)
 
 
 def make_index_mask(index: Tensor, like_T: Tensor) -> Tensor:
-    """[T] bool, True at `index`."""
+    """Return a mask of the size of `like_T`, [T] bool, True at `index`."""
     is_picked_T = torch.zeros_like(like_T, dtype=torch.bool)
     is_picked_T[index] = True
     return is_picked_T
 
 
 def check_token_share(name: str, share: float) -> None:
+    """Raise ValueError unless `share` is in (0, 1]."""
     if not 0 < share <= 1:
         raise ValueError(
             f"{name} ({share}) must be in (0, 1], a share of the tokens; 0.0002 is usual."

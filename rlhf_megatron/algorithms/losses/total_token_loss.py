@@ -37,9 +37,10 @@ def compute_total_token_loss(
     inputs: PolicyLossInputs,
     regularizers: RegularizerParams,
 ) -> PolicyLossOutputs:
-    """Per-token loss with all terms, with grad, and the metrics of each before its coefficient.
+    """Return the loss of each token with all terms, with grad, and the metrics of each term before
+    its coefficient.
 
-    Raises ValueError when a coefficient is not 0 and its column is missing.
+    Raise ValueError when a coefficient is not 0 and its column is missing.
     """
     check_regularizer_columns(inputs, regularizers)
     total = add_regularizers(policy_loss(inputs, loss_params), inputs, regularizers)
@@ -53,11 +54,12 @@ def compute_total_token_loss(
 def add_regularizers(
     policy_outputs: PolicyLossOutputs, inputs: PolicyLossInputs, regularizers: RegularizerParams
 ) -> PolicyLossOutputs:
-    """The outputs of a policy loss with all terms. Where the loss tells its gradient, that has the
-    KL's too; the one with respect to the entropies is -entropy_coeff.
+    """Return the outputs of a policy loss multiplied by the correction weights, with KL and entropy
+    terms added. Where the loss gives its gradient, `grad_T` includes the KL's; the gradient with
+    respect to the entropies is -entropy_coeff. `grad_T` of `policy_outputs` is changed in place.
 
-    Adds actor/pg_loss, and with the reference's log-probs actor/kl_loss, with
-    entropies actor/entropy_loss.
+    The metrics gain actor/pg_loss, and with the reference's log-probs actor/kl_loss, with entropies
+    actor/entropy_loss.
     """
     loss_T = policy_outputs.token_loss_T
     grad_T = policy_outputs.grad_T
@@ -87,7 +89,7 @@ def add_regularizers(
 
 
 def check_regularizer_columns(inputs: PolicyLossInputs, regularizers: RegularizerParams) -> None:
-    """Raises ValueError when a coefficient is not 0 and its column is missing."""
+    """Raise ValueError when a coefficient is not 0 and its column is missing."""
     if regularizers.kl_loss_coef != 0 and inputs.ref_log_probs_T is None:
         raise ValueError(
             f"kl_loss_coef ({regularizers.kl_loss_coef}) needs ref_log_probs; enable the"

@@ -22,10 +22,11 @@ from rlhf_megatron.lazy import Tensor, torch
 def compute_value_loss(
     values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, cliprange_value: float
 ) -> PolicyLossOutputs:
-    """Per-token loss with its gradient with respect to the values; `cliprange_value` 0: no clip.
+    """Return the critic's loss of each token with its gradient with respect to the values;
+    `cliprange_value` 0: no clip.
 
-    Metrics: critic/vf_loss, critic/vf_clipfrac (1 where the clipped distance was the larger
-    one), critic/vpred_mean.
+    Metrics: critic/vf_loss, critic/vf_clipfrac (1 where the clipped distance was the larger one),
+    critic/vpred_mean.
     """
     assert cliprange_value >= 0, f"cliprange_value {cliprange_value} is negative"
     values_T = values_T.detach()

@@ -32,6 +32,9 @@ class DPOParams:
     label_smoothing: float = 0.0  # of robust: share of pairs whose answers are taken for exchanged
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a number out of range, and for label_smoothing without loss_type
+        robust.
+        """
         if not self.beta > 0:
             raise ValueError(f"beta ({self.beta}) must be positive; use 0.1.")
         if not 0 <= self.label_smoothing < 0.5:
@@ -48,7 +51,9 @@ class DPOParams:
 
 @PREFERENCE_LOSSES.register("dpo", DPOParams, needs=("ref_log_probs",))
 def dpo(pairs: PreferencePairs, params: DPOParams) -> PreferenceLossOutputs:
-    """One loss a pair; rewards are beta x log-ratio."""
+    """Return one loss for each pair; the rewards of the answers are beta x log-ratio against the
+    reference.
+    """
     chosen_P = pairs.chosen_P - pairs.ref_chosen_P
     rejected_P = pairs.rejected_P - pairs.ref_rejected_P
     chosen_rewards_P = params.beta * chosen_P.detach()
@@ -62,6 +67,9 @@ def dpo(pairs: PreferencePairs, params: DPOParams) -> PreferenceLossOutputs:
 
 
 def _compute_margin_loss(h_P: Tensor, params: DPOParams) -> Tensor:
+    """Return the loss of each pair by `params.loss_type`; `h_P` is the chosen log-ratio minus the
+    rejected one.
+    """
     log_sigmoid = torch.nn.functional.logsigmoid
     scaled_P = params.beta * h_P
     if params.loss_type == "sigmoid":

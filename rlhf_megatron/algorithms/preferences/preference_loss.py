@@ -35,7 +35,9 @@ class PreferencePairs:
 
     @property
     def margins_P(self) -> Tensor:
-        """How much more than the reference the policy prefers the chosen answer."""
+        """Return how much more than the reference the policy prefers the chosen answer, in nats,
+        [P].
+        """
         return (self.chosen_P - self.ref_chosen_P) - (self.rejected_P - self.ref_rejected_P)
 
 

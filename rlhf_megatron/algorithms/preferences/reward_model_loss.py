@@ -23,6 +23,7 @@ class BradleyTerryParams:
     center_coef: float = 0.0  # c, which keeps rewards around 0; 0.01 is usual
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a negative number."""
         if min(self.margin, self.center_coef) < 0:
             raise ValueError(
                 f"margin ({self.margin}) and center_coef ({self.center_coef}) must be at least 0."
@@ -35,21 +36,28 @@ class RegressionParams:
     low: float = 0.0  # of the worse one
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless low is below high."""
         if not self.low < self.high:
             raise ValueError(f"low ({self.low:g}) must be under high ({self.high:g}).")
 
 
 @PREFERENCE_LOSSES.register("bradley_terry", BradleyTerryParams, needs=("rewards",))
 def bradley_terry(pairs: PreferencePairs, params: BradleyTerryParams) -> PreferenceLossOutputs:
-    """One loss a pair, of rewards in the place of log-probs."""
+    """Return one loss for each pair: -log sigmoid of the lead of the chosen score over the rejected
+    one, less the margin, plus the centering term. The scores stand in the place of log-probs.
+    """
     loss_P = -torch.nn.functional.logsigmoid(pairs.margins_P - params.margin)
     loss_P = loss_P + params.center_coef * (pairs.chosen_P + pairs.rejected_P).square()
     return _make_reward_outputs(pairs, loss_P)
 
 
 @PREFERENCE_LOSSES.register("regression", RegressionParams, needs=("rewards",))
-def regression(pairs: PreferencePairs, params: RegressionParams) -> PreferenceLossOutputs:
-    """One loss a pair: rewards have two targets."""
+def pair_score_regression(
+    pairs: PreferencePairs, params: RegressionParams
+) -> PreferenceLossOutputs:
+    """Regress the chosen score to params.high and the rejected score to params.low, and return half
+    the sum of the squared errors, one loss for each pair.
+    """
     loss_P = (
         (pairs.chosen_P - params.high).square() + (pairs.rejected_P - params.low).square()
     ) / 2
@@ -57,4 +65,5 @@ def regression(pairs: PreferencePairs, params: RegressionParams) -> PreferenceLo
 
 
 def _make_reward_outputs(pairs: PreferencePairs, loss_P: Tensor) -> PreferenceLossOutputs:
+    """Return the losses, with the scores as the rewards of the answers."""
     return PreferenceLossOutputs(loss_P, pairs.chosen_P.detach(), pairs.rejected_P.detach())

@@ -48,7 +48,7 @@ class RunningStatistics:
     smallest: float = 0.0
 
     def add_entries(self, entries: Tensor) -> None:
-        """[any] float64."""
+        """Add the entries, float64, with their extremes and squares."""
         if not entries.numel():
             return
         low, high = (bound.item() for bound in entries.aminmax())
@@ -57,7 +57,9 @@ class RunningStatistics:
         self.add_sums(entries, with_squares=True)
 
     def add_sums(self, entries: Tensor, with_squares: bool = False) -> None:
-        """Add entries without their extremes, and without the deviation unless `with_squares`."""
+        """Add the entries without their extremes, and without their squares unless `with_squares`;
+        without squares `std` is wrong.
+        """
         self.count += entries.numel()
         self.total += entries.sum().item()
         if with_squares:
@@ -65,24 +67,32 @@ class RunningStatistics:
 
     @property
     def mean(self) -> float:
+        """Return the mean of the entries; 0 without entries."""
         return self.total / max(self.count, 1)
 
     @property
     def mean_square(self) -> float:
+        """Return the mean of the squared entries; 0 without entries."""
         return self.sum_squares / max(self.count, 1)
 
     @property
     def std(self) -> float:
-        """The deviation of the entries themselves, not of a population that they stand for."""
+        """Return the deviation of the entries themselves (divided by n), not an estimate for a
+        population.
+        """
         return float(max(self.mean_square - self.mean**2, 0.0) ** 0.5)
 
     @property
     def effective_share(self) -> float:
-        """Effective sample size as a share of all: (sum w)^2 / (n sum w^2)."""
+        """Return the effective sample size as a share of all entries: (sum w)^2 / (n sum w^2); 0
+        where all are 0.
+        """
         return self.total**2 / (self.count * self.sum_squares) if self.sum_squares > 0 else 0.0
 
     def make_metrics(self, name: str) -> dict[str, float]:
-        """name, the mean; or name_{mean,std,max,min}."""
+        """Return the mean under `name` or, with `shows_range`, four metrics
+        name_{mean,std,max,min}.
+        """
         if not self.shows_range:
             return {name: self.mean}
         found = {"mean": self.mean, "std": self.std, "max": self.largest, "min": self.smallest}
@@ -90,11 +100,12 @@ class RunningStatistics:
 
 
 class MetricTally(dict[str, RunningStatistics]):
-    """Spreads by the name of a metric. A name that begins with a point is no metric itself, but is
-    used to compute one.
+    """The running statistics by the name of their metric. A name that begins with a point is no
+    metric itself, but is used to compute one.
     """
 
     def get_statistics(self, name: str, shows_range: bool = False) -> RunningStatistics:
+        """Return the statistics of a metric, made if absent; `shows_range` counts only then."""
         return self.setdefault(name, RunningStatistics(shows_range))
 
     def add_share(self, name: str, is_hit: Tensor) -> None:
@@ -102,7 +113,7 @@ class MetricTally(dict[str, RunningStatistics]):
         self.add_hits(name, int(is_hit.count_nonzero()), is_hit.numel())
 
     def add_hits(self, name: str, num_hits: int, num_entries: int) -> None:
-        """A share as `num_hits` of `num_entries`."""
+        """Add `num_hits` of `num_entries` to a share."""
         found = self.get_statistics(name)
         found.count += num_entries
         found.total += num_hits
@@ -119,19 +130,22 @@ class CorrectionRows:
     counts_S: Tensor  # rows of each
 
     def mean_by_sequence(self, column_N: Tensor) -> Tensor:
-        """[S] float64, of a column of numbers."""
+        """Return the mean of a column over each sequence, [S] float64."""
         return self.sequences.sum_by_sequence(column_N)[0] / self.counts_S
 
 
 class CorrectionMetrics:
-    """Add every block, one at least, then read."""
+    """The metrics of a correction: add at least one block, then compute them."""
 
     def __init__(self, params: CorrectionParams) -> None:
+        """Begin without any block."""
         self.params = params
         self._tally = MetricTally()
 
     def add_block(self, rows: CorrectionRows, correction: RowCorrection) -> None:
-        """`correction` is of the same rows."""
+        """Add the metrics of a block of rows and of `correction`, the correction of the same
+        rows.
+        """
         self._add_divergence_metrics(rows)
         if self.params.importance is not None and correction.importance_measure is not None:
             self._add_importance_metrics(
@@ -147,6 +161,9 @@ class CorrectionMetrics:
             self._add_masked_fractions("rollout_rs", rows, ~correction.keep_N)
 
     def compute_metrics(self, batch_norm_factor: float | None) -> dict[str, float]:
+        """Return all metrics of the blocks that were added, at least one, as rollout_corr/*.
+        `batch_norm_factor`: a metric of its own, or None.
+        """
         of = self._tally.get_statistics
         found: dict[str, float] = {}
         for name, spread in tuple(self._tally.items()):
@@ -176,6 +193,7 @@ class CorrectionMetrics:
         return {PREFIX + name: value for name, value in found.items()}
 
     def _add_divergence_metrics(self, rows: CorrectionRows) -> None:
+        """Add KL, chi-squared and perplexities of the rows."""
         of = self._tally.get_statistics
         clamped_N = rows.log_ratio_N.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
         of(".log ratio").add_sums(rows.log_ratio_N)
@@ -203,6 +221,7 @@ class CorrectionMetrics:
         measure: BoundedMeasure,
         importance: ImportanceWeightParams,
     ) -> None:
+        """Add the ratios before cutting, the weights that act, and the shares beyond the bounds."""
         tally = self._tally
         assert correction.weights_N is not None and measure.is_low is not None
         ratios = measure.ratios
@@ -224,6 +243,9 @@ class CorrectionMetrics:
     def _add_filter_metrics(
         self, rows: CorrectionRows, rejection_filter: RejectionFilter, measure: BoundedMeasure
     ) -> None:
+        """Add the quantity that a filter bounds, and the shares of rows and sequences that it
+        rejects.
+        """
         name = f"rollout_rs_{rejection_filter.name}"
         tally = self._tally
         values = measure.ratios if measure.is_log else measure.values
@@ -255,7 +277,9 @@ class CorrectionMetrics:
     def _add_sequence_statistics(
         self, name: str, means_S: Tensor, high: float, low: float | None, neutral: float
     ) -> None:
-        """Add statistics of each sequence's mean."""
+        """Add the statistics of each sequence's mean, with its distance from `neutral` and the
+        shares beyond the bounds.
+        """
         self._tally.get_statistics(f"{name}_seq", shows_range=True).add_entries(means_S)
         self._tally.get_statistics(f".deviation {name}_seq").add_entries((means_S - neutral).abs())
         self._tally.add_share(f"{name}_seq_fraction_high", means_S > high)
@@ -263,6 +287,7 @@ class CorrectionMetrics:
             self._tally.add_share(f"{name}_seq_fraction_low", means_S < low)
 
     def _add_masked_fractions(self, name: str, rows: CorrectionRows, is_masked_N: Tensor) -> None:
+        """Add the share of rows that are masked, and the share of sequences with a masked row."""
         self._tally.add_share(f"{name}_masked_fraction", is_masked_N)
         self._tally.add_share(
             f"{name}_seq_masked_fraction", rows.sequences.sum_by_sequence(is_masked_N)[0] > 0
@@ -270,7 +295,9 @@ class CorrectionMetrics:
 
 
 def _replace_nonfinite(log_probs_N: Tensor) -> Tensor:
-    """[N]; what is not a number as a log-prob of no probability at all."""
+    """Return the log-probs with NONFINITE_LOG_RATIO, about no probability, in place of infinite
+    ones and NaN, [N].
+    """
     return log_probs_N.nan_to_num(
         nan=NONFINITE_LOG_RATIO, posinf=NONFINITE_LOG_RATIO, neginf=NONFINITE_LOG_RATIO
     )

@@ -32,6 +32,7 @@ class ImportanceWeightParams:
     low: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an unknown level or bounds out of range."""
         if self.level not in IMPORTANCE_LEVELS:
             raise ValueError(
                 f"level ({self.level!r}) of importance weights must be one"
@@ -52,11 +53,14 @@ class ImportanceWeightParams:
 class RejectionFilter:
     """Rejects tokens, or whole sequences, outside of [low, high]; the bounds themselves pass."""
 
-    name: str  # one of FILTERS
+    name: str  # one of REJECTION_FILTERS
     high: float
     low: float | None = None  # of k1
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an unknown filter, bounds out of range, a missing lower bound (k1)
+        or a superfluous one.
+        """
         if self.name not in REJECTION_FILTERS:
             raise ValueError(
                 f"unknown rejection filter {self.name!r}; known: {', '.join(REJECTION_FILTERS)}."
@@ -78,12 +82,12 @@ class RejectionFilter:
 
     @property
     def level(self) -> str:
-        """token, seq_sum, seq_mean or seq_max."""
+        """Return "token", "seq_sum", "seq_mean" or "seq_max"."""
         return self.name.rpartition("_")[0]
 
     @property
     def estimate(self) -> str:
-        """k1, k2 or k3."""
+        """Return "k1", "k2" or "k3"."""
         return self.name.rpartition("_")[2]
 
 
@@ -95,6 +99,9 @@ class CorrectionParams:
     veto: float | None = None  # a token with r below it drops its sequence
 
     def __post_init__(self) -> None:
+        """Raise ValueError for repeated filters, a veto out of range, and batch normalisation
+        without weights.
+        """
         names = [one.name for one in self.filters]
         if len(set(names)) != len(names):
             raise ValueError(f"rejection filters ({', '.join(names)}) must differ; name each once.")
@@ -107,4 +114,5 @@ class CorrectionParams:
 
     @property
     def has_rejection(self) -> bool:
+        """Return whether a filter or a veto can reject tokens."""
         return bool(self.filters) or self.veto is not None

@@ -9,7 +9,7 @@ small log r has no digits in float32.
                          0 outside (IcePop)
                          "Off-policy RL" (TIS, https://fengyao.notion.site/off-policy-rl); IcePop:
                              arXiv 2510.18855
-    rejection            `params.Filter`; a veto drops every sequence with a token of r
+    rejection            `RejectionFilter`; a veto drops every sequence with a token of r
                          below the threshold
 
 An exponent is clamped to +-20; bounds are compared as logarithms before that. No token is looked at
@@ -55,15 +55,20 @@ class BoundedMeasure:
 
     @functools.cached_property
     def ratios(self) -> Tensor:
-        """exp of logarithms, the exponent clamped."""
+        """Return the exponential of the values, which are logarithms here, with the exponent
+        clamped.
+        """
         return clamped_exp(self.values)
 
     @functools.cached_property
     def is_outside(self) -> Tensor:
+        """Return which entries are beyond a bound."""
         return self.is_high if self.is_low is None else self.is_high | self.is_low
 
     def repeat_per_row(self, column: Tensor, sequences: RowSequences) -> Tensor:
-        """A column of this measure's entries, as one of rows."""
+        """Return a column of this measure's entries as a column of rows; unchanged where the
+        measure is one of rows.
+        """
         return sequences.repeat_per_row(column) if self.is_by_sequence else column
 
 
@@ -79,7 +84,9 @@ class RowCorrection:
 
 
 def compute_log_mismatch(log_probs_N: Tensor, rollout_log_probs_N: Tensor) -> Tensor:
-    """[N] float64, log r = trainer - engine."""
+    """Return log r = trainer's - engine's log-prob of each row, [N] float64; NONFINITE_LOG_RATIO
+    where it is not finite.
+    """
     log_ratio_N = log_probs_N.detach().to(torch.float64) - rollout_log_probs_N
     return log_ratio_N.nan_to_num_(
         nan=NONFINITE_LOG_RATIO, posinf=NONFINITE_LOG_RATIO, neginf=NONFINITE_LOG_RATIO
@@ -90,8 +97,9 @@ def compute_log_mismatch(log_probs_N: Tensor, rollout_log_probs_N: Tensor) -> Te
 def correct_rows(
     log_ratio_N: Tensor, sequences: RowSequences, params: CorrectionParams
 ) -> RowCorrection:
-    """Weights and rejection of the rows. One exchange of `sequences`, where anything looks at
-    whole sequences.
+    """Return the importance weights and the rejection of the rows. One exchange of `sequences` is
+    made where anything depends on whole sequences, in which all ranks that share them must take
+    part.
     """
     rows = _compute_row_estimates(log_ratio_N, params)
     wanted = _select_columns_to_sum(rows, params)
@@ -120,12 +128,14 @@ def correct_rows(
 
 
 def clamped_exp(log_values: Tensor) -> Tensor:
-    """Exponentiate in place after clamping the exponent to +-MAX_LOG_RATIO."""
+    """Return exp of the values, with the exponent clamped to +-MAX_LOG_RATIO, as a new tensor."""
     return log_values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp_()
 
 
 def compute_kl_estimates(log_ratio_N: Tensor, estimator_name: str) -> Tensor:
-    """[N] k1 as log r, k2 or k3."""
+    """Return the estimate of each entry by its name, [N]: k1 is log r, k2 is (log r)^2 / 2, k3 is r
+    - 1 - log r with log r clamped.
+    """
     if estimator_name == "k1":
         return log_ratio_N
     if estimator_name == "k2":
@@ -135,7 +145,7 @@ def compute_kl_estimates(log_ratio_N: Tensor, estimator_name: str) -> Tensor:
 
 
 def _compute_row_estimates(log_ratio_N: Tensor, params: CorrectionParams) -> dict[str, Tensor]:
-    """Compute each estimate that a filter reads once."""
+    """Return each row's estimates that a filter reads, by name; k1 always."""
     needed = {one.estimate for one in params.filters}
     return {
         "k1": log_ratio_N,
@@ -144,8 +154,8 @@ def _compute_row_estimates(log_ratio_N: Tensor, params: CorrectionParams) -> dic
 
 
 def _select_columns_to_sum(rows: dict[str, Tensor], params: CorrectionParams) -> dict[str, Tensor]:
-    """Return the columns to sum over sequences. A maximum is over a bound where the number of rows
-    over it is not 0.
+    """Return the columns to sum over sequences, by name. A sequence's maximum is over a bound where
+    the number of its rows over the bound is not 0.
     """
     columns: dict[str, Tensor] = {}
     if params.importance is not None and params.importance.level == "sequence":
@@ -165,6 +175,9 @@ def _select_columns_to_sum(rows: dict[str, Tensor], params: CorrectionParams) ->
 def _make_importance_measure(
     log_ratio_N: Tensor, sums: dict[str, Tensor], importance: ImportanceWeightParams
 ) -> BoundedMeasure:
+    """Return the log ratios of tokens or of sequences, with the entries beyond the bounds. A
+    truncation has no lower bound: 1 / high is taken, for metrics only.
+    """
     of_sequences = importance.level == "sequence"
     log = sums["k1"] if of_sequences else log_ratio_N
     low = (
@@ -178,6 +191,9 @@ def _make_importance_measure(
 def _compute_importance_weights(
     measure: BoundedMeasure, importance: ImportanceWeightParams
 ) -> Tensor:
+    """Return the weights: ratios cut at the upper bound or, with a lower bound, 0 outside of the
+    bounds.
+    """
     if importance.low is None:
         return measure.ratios.clamp(max=importance.high)
     return measure.ratios.masked_fill(measure.is_outside, 0.0)
@@ -186,6 +202,9 @@ def _compute_importance_weights(
 def _make_filter_measure(
     rejection_filter: RejectionFilter, rows: dict[str, Tensor], sums: dict[str, Tensor]
 ) -> BoundedMeasure:
+    """Return the quantity that a filter bounds, of tokens or of sequences. For a maximum the values
+    only say whether it is over the bound.
+    """
     is_log = rejection_filter.estimate == "k1"
     if rejection_filter.level == "seq_max":  # the maximum itself is not known here: metrics find it
         is_high_S = sums[rejection_filter.name] > 0

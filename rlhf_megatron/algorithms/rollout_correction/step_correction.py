@@ -54,6 +54,7 @@ class ContiguousSequences(RowSequences):
     lengths_S: Tensor = None  # type: ignore[assignment]  # [S] int64 rows, may be 0
 
     def sum_by_sequence(self, *columns_T: Tensor) -> tuple[Tensor, ...]:
+        """Return the sums of each column over the sequences, [S] float64 each; no exchange."""
         return tuple(
             torch.segment_reduce(
                 column_T.to(torch.float64), "sum", lengths=self.lengths_S, unsafe=True
@@ -62,6 +63,7 @@ class ContiguousSequences(RowSequences):
         )
 
     def repeat_per_row(self, column_S: Tensor) -> Tensor:
+        """Return each row's entry of its sequence."""
         return repeat_per_sample_length(column_S, self.lengths_S)
 
 
@@ -74,11 +76,12 @@ def compute_step_correction(
     offsets: Tensor,
     params: CorrectionParams,
 ) -> StepCorrection:
-    """Weights and rejection of all response tokens; statistics over those of valid samples.
+    """Return the weights and the rejection of all response tokens of a step, with metrics over the
+    response tokens of valid samples.
 
-    `log_probs_T`: of the trainer's policy at the start of the update. Both columns may hold
-    anything outside of `response_mask_T`. The mean of a batch normalisation is over tokens that are
-    kept, at sequence level over sequences that have any; where it is 0 nothing is divided.
+    `log_probs_T`: of the trainer's policy at the start of the update. Both log-prob columns may
+    hold anything outside of `response_mask_T`. The mean of a batch normalisation is over tokens
+    that are kept, at sequence level over sequences that have any; where it is 0 nothing is divided.
     """
     metrics = CorrectionMetrics(params)
     weights_T = torch.ones(response_mask_T.numel()) if params.importance is not None else None
@@ -129,6 +132,7 @@ class _SampleBlock:
         offsets: Tensor,
         needs_sequence_ids: bool,
     ) -> None:
+        """Find the response tokens of the samples and cut the columns to them."""
         self.needs_sequence_ids = needs_sequence_ids
         self.positions_N = find_true_positions(mask_T)
         self.log_probs_N = log_probs_T.index_select(0, self.positions_N)
@@ -140,9 +144,9 @@ class _SampleBlock:
     def split_by_validity(
         self, with_invalid: bool
     ) -> Iterator[tuple[bool, Tensor, CorrectionRows]]:
-        """(whether they are of valid samples, their places in the block, they themselves); valid
-        ones always, others where they are asked for and there are any. What is found for a row
-        depends on its own sequence only.
+        """Yield (True, positions in the block, rows) of the valid samples and, with `with_invalid`,
+        (False, ...) of the others where there are any. The correction of a row depends on its own
+        sequence only.
         """
         if bool(self.is_valid_S.all()):
             yield (
@@ -168,6 +172,9 @@ class _SampleBlock:
     def _make_correction_rows(
         self, log_probs_N: Tensor, rollout_log_probs_N: Tensor, lengths_S: Tensor
     ) -> CorrectionRows:
+        """Return the rows of these columns. They have sequence ids only where a filter needs
+        them.
+        """
         ids_N = lengths_S[:0]  # most ask for sums and spread entries only
         if self.needs_sequence_ids:
             ids_N = repeat_per_sample_length(torch.arange(lengths_S.numel()), lengths_S)
@@ -184,7 +191,7 @@ class _SampleBlock:
 def _sum_kept_weights(
     rows: CorrectionRows, correction: RowCorrection, params: CorrectionParams
 ) -> tuple[float, float]:
-    """(sum of the weights that are kept, their number), over tokens or over sequences."""
+    """Return (sum of the weights that are kept, their number), over tokens or over sequences."""
     assert correction.weights_N is not None and params.importance is not None
     keep_N = (
         torch.ones_like(correction.weights_N)
@@ -199,7 +206,9 @@ def _sum_kept_weights(
 
 
 def _iterate_sample_blocks(offsets: Tensor) -> Iterator[tuple[int, int]]:
-    """Spans of samples of about BLOCK_TOKENS tokens, at least one sample each."""
+    """Yield (first sample, one behind the last) of blocks of about BLOCK_TOKENS tokens, at least
+    one sample each.
+    """
     ends = offsets.tolist()
     first = 0
     for sample in range(1, len(ends)):

@@ -44,8 +44,9 @@ NUM_BYTES_BY_DEVICE = {"cuda": 256 << 20, "cpu": 4 << 20}
 def examine_cluster(
     args: argparse.Namespace, config: RunConfig | None, show_rows: Callable[[list[DoctorRow]], None]
 ) -> int:
-    """All ranks. Returns 1 where something is broken on a node, else 0. Raises ValueError
-    without a launcher.
+    """Examine all nodes of a job; call this on all ranks. Rank 0 passes the rows to `show_rows`.
+    Return 1 on every rank if something is broken on a node, else 0. Raise ValueError if torchrun
+    did not start this process.
     """
     if not is_under_torchrun():
         raise ValueError(
@@ -84,14 +85,16 @@ def examine_cluster(
 
 @dataclasses.dataclass(frozen=True)
 class _RankStore:
-    """All ranks, as the store joins them."""
+    """A group of ranks (or of nodes) that share a store, and this process's number among them."""
 
     store: dist.Store
     rank: int
     num_ranks: int
 
     def wait_for_all_ranks(self, barrier_name: str) -> None:
-        """Returns when all are there. Raises RuntimeError when one does not come."""
+        """Wait until all ranks have called this with the same name. Raise RuntimeError if one does
+        not come in time.
+        """
         self.store.set(f"{barrier_name}/{self.rank}", "")
         self.store.wait(
             [f"{barrier_name}/{other}" for other in range(self.num_ranks)],
@@ -100,6 +103,9 @@ class _RankStore:
 
 
 def _examine_rank(ranks: _RankStore, device_kind: Any, folder: Path) -> RankReport:
+    """Return this rank's report: its device and software, on a node's first rank also the node's
+    network, clock and folder, and speeds if every rank has a device. Call this on all ranks.
+    """
     try:
         device = select_rank_device(device_kind, int(os.environ["LOCAL_RANK"]))
         why_no_device = ""
@@ -115,7 +121,9 @@ def _examine_rank(ranks: _RankStore, device_kind: Any, folder: Path) -> RankRepo
 
 
 def _gather_texts(ranks: _RankStore, key_prefix: str, text: str) -> list[str]:
-    """Collect what every rank says under this name. Call on all ranks."""
+    """Store a text of this rank, and return the texts of all ranks under this prefix in order of
+    rank. Call this on all ranks of the store.
+    """
     ranks.store.set(f"{key_prefix}/{ranks.rank}", text)
     return [
         bytes(ranks.store.get(f"{key_prefix}/{other}")).decode() for other in range(ranks.num_ranks)
@@ -123,8 +131,8 @@ def _gather_texts(ranks: _RankStore, key_prefix: str, text: str) -> list[str]:
 
 
 def _add_node_findings(store: dist.Store, report: RankReport, folder: Path) -> RankReport:
-    """The first rank of each node: who can be reached, how clocks differ, whether the
-    folder is one.
+    """Return the report with this node's findings: nodes that it cannot reach, its clock's offset,
+    and whether the folder is shared. Call this on the first rank of each node.
     """
     here = report.facts.node
     num_nodes = int(os.environ.get("GROUP_WORLD_SIZE", "1"))
@@ -159,7 +167,10 @@ def _add_node_findings(store: dist.Store, report: RankReport, folder: Path) -> R
 
 
 def _add_measured_speeds(ranks: _RankStore, report: RankReport, device: torch.device) -> RankReport:
-    """All ranks: sums within each node and over all, messages from each node to the next."""
+    """Return the report with measured speeds in bytes a second: all-reduces within each node and
+    over all ranks, and messages from each node to the next. Where a collective fails, return the
+    reason instead. Call this on all ranks.
+    """
     nodes = [int(text) for text in _gather_texts(ranks, "node", str(report.facts.node))]
     num_bytes = NUM_BYTES_BY_DEVICE[device.type]
     try:
@@ -203,11 +214,12 @@ def _add_measured_speeds(ranks: _RankStore, report: RankReport, device: torch.de
 
 
 def _find_existing_folder(folder: Path) -> Path:
-    """The folder, or the nearest one above it that is there."""
+    """Return the folder, or the nearest folder above it that exists, as an absolute path."""
     folder = folder.absolute()
     return next(place for place in (folder, *folder.parents) if place.is_dir())
 
 
 def _parse_rank_report(text: bytes) -> RankReport:
+    """Return the report that another rank stored as JSON."""
     values = json.loads(text)
     return RankReport(**{**values, "facts": node_probe.RankFacts(**values["facts"])})

@@ -48,8 +48,9 @@ class RankReport:
 def make_cluster_rows(
     reports: Sequence[RankReport], folder: str, num_ranks: int
 ) -> list[DoctorRow]:
-    """`reports`: by rank. `folder`: that all nodes are to see. `num_ranks`: of the run that
-    this job is for.
+    """Return the rows on all nodes: ranks, devices, differences, ports, clocks, shared folder and
+    speeds. `reports` are in order of rank, `folder` is the folder that all nodes must see, and
+    `num_ranks` is the number of ranks that the run needs.
     """
     leaders = [report for report in reports if report.facts.local_rank == 0]
     return [
@@ -64,12 +65,13 @@ def make_cluster_rows(
 
 
 def format_node_names(facts: Iterable[RankFacts]) -> str:
-    """ "node 1 (gpu-b), node 3 (gpu-d)" """
+    """Return the nodes of these ranks in words, each once: "node 1 (gpu-b), node 3 (gpu-d)"."""
     found = {one.node: one.host_name for one in facts}
     return ", ".join(f"node {number} ({found[number]})" for number in sorted(found))
 
 
 def _make_ranks_row(reports: Sequence[RankReport], num_ranks: int) -> DoctorRow:
+    """Return the row on the number of ranks; broken if the run needs another number."""
     num_nodes = len({report.facts.node for report in reports})
     taken = f"{len(reports)} on {num_nodes} node(s)"
     if len(reports) == num_ranks:
@@ -86,6 +88,9 @@ def _make_ranks_row(reports: Sequence[RankReport], num_ranks: int) -> DoctorRow:
 
 
 def _make_device_problem_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
+    """Return rows on devices that are missing, shared by ranks, or used by other processes; an
+    empty list if there is no problem.
+    """
     missing = [report for report in reports if report.why_no_device]
     if missing:
         why = missing[0].why_no_device
@@ -138,7 +143,9 @@ def _make_device_problem_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
 
 
 def _make_uniformity_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
-    """One row for all that is alike, one for each that differs."""
+    """Return one row with all values that are alike on all ranks, and a row for each value that
+    differs.
+    """
     rows = []
     alike = []
     for name in dict.fromkeys(name for report in reports for name in report.facts.uniform_values):
@@ -166,6 +173,7 @@ def _make_uniformity_rows(reports: Sequence[RankReport]) -> list[DoctorRow]:
 
 
 def _make_ports_row(leaders: Sequence[RankReport]) -> DoctorRow:
+    """Return the row on whether every node reaches every other over TCP."""
     broken = [report for report in leaders if report.unreachable_nodes]
     if not broken:
         return DoctorRow("cluster", "ports", "live", "every node reaches every other")
@@ -188,6 +196,7 @@ def _make_ports_row(leaders: Sequence[RankReport]) -> DoctorRow:
 
 
 def _make_clocks_row(leaders: Sequence[RankReport]) -> DoctorRow:
+    """Return the row on the largest offset of a node's clock from that of node 0."""
     worst = max(leaders, key=lambda report: abs(report.clock_offset_s))
     if abs(worst.clock_offset_s) <= MAX_CLOCK_OFFSET_S:
         return DoctorRow(
@@ -205,6 +214,9 @@ def _make_clocks_row(leaders: Sequence[RankReport]) -> DoctorRow:
 
 
 def _make_shared_folder_row(leaders: Sequence[RankReport], folder: str) -> DoctorRow:
+    """Return the row on the folder that all nodes must see; broken where a node cannot write to it
+    or does not see the files of others.
+    """
     failed = [report for report in leaders if report.folder_why_not]
     if failed:
         fix = (
@@ -228,6 +240,7 @@ def _make_shared_folder_row(leaders: Sequence[RankReport], folder: str) -> Docto
 def _make_speed_rows(
     reports: Sequence[RankReport], leaders: Sequence[RankReport]
 ) -> list[DoctorRow]:
+    """Return rows on the measured speeds; one broken row instead if a collective failed."""
     failed = [report for report in reports if report.speed_why_not]
     if failed:
         fix = "NCCL_DEBUG=INFO tells more"
@@ -258,6 +271,9 @@ def _make_speed_rows(
 def _make_speed_row(
     path_name: str, leaders: Sequence[RankReport], get_speed: Callable[[RankReport], float]
 ) -> DoctorRow:
+    """Return the row on a speed of each node; not live, with the slow nodes, if some are below
+    MIN_SPEED_SHARE of the median.
+    """
     median = statistics.median(map(get_speed, leaders))
     taken = f"{_format_speed(median)} in the median of {len(leaders)} nodes"
     slow = [report for report in leaders if get_speed(report) < MIN_SPEED_SHARE * median]
@@ -279,4 +295,5 @@ def _make_speed_row(
 
 
 def _format_speed(speed: float) -> str:
+    """Return bytes a second in words: "12.3 GB/s", or MB/s below 0.1 GB/s."""
     return f"{speed / 1e9:.1f} GB/s" if speed >= 1e8 else f"{speed / 1e6:.1f} MB/s"

@@ -54,8 +54,9 @@ AREA_TITLES = {
 
 
 def run_doctor_command(args: argparse.Namespace) -> int:
-    """Return 0, or 1 when the run asks for what is not there. Raises ConfigError for a file that is
-    wrong anywhere.
+    """Print which paths are live on this machine, or on all nodes with --cluster. Return 1 if the
+    run's settings ask for something that is missing here, or a node is broken, else 0. Raise
+    ConfigError for a wrong configuration.
     """
     config = (
         load_run_config(args.config, args.overrides, with_files=False).config
@@ -88,6 +89,9 @@ def run_doctor_command(args: argparse.Namespace) -> int:
 def _print_report(
     args: argparse.Namespace, rows: Sequence[DoctorRow], problems: Sequence[UnmetSetting]
 ) -> None:
+    """Print the rows and problems as JSON or as a table; a reader that closes the pipe early is no
+    error.
+    """
     try:
         if args.is_json:
             _print_json(args, rows, problems)
@@ -100,6 +104,7 @@ def _print_report(
 def _print_json(
     args: argparse.Namespace, rows: Sequence[DoctorRow], problems: Sequence[UnmetSetting]
 ) -> None:
+    """Print the rows and problems as one JSON object."""
     found = {
         "run": str(args.config) if args.config else None,
         "overrides": list(args.overrides),
@@ -112,6 +117,9 @@ def _print_json(
 def _print_table(
     args: argparse.Namespace, rows: Sequence[DoctorRow], problems: Sequence[UnmetSetting]
 ) -> None:
+    """Print the rows under the titles of their areas, with reasons and fixes, and the unmet
+    settings of the run.
+    """
     width = max(len(row.path) for row in rows)
     area = ""
     for row in rows:
@@ -139,13 +147,16 @@ class UnmetSetting:
     fix: str
 
     def __str__(self) -> str:
+        """Return the setting, its value, the reason and the fix as one sentence."""
         return f"{self.setting} ({self.value}): {self.why}; {self.fix}."
 
 
 def resolve_device_type(
     device_setting: Literal["auto", "cpu", "cuda"], facts: MachineFacts
 ) -> DeviceType:
-    """Return the device that a run asks for, whether it is there or not."""
+    """Return the device type that a run asks for, whether this machine has such a device or not;
+    auto means cuda where it is usable.
+    """
     return (
         "cuda"
         if device_setting == "cuda" or (device_setting == "auto" and facts.has_cuda)
@@ -156,12 +167,16 @@ def resolve_device_type(
 def limit_to_this_machine(
     path_settings: TrainerPathSettings, facts: MachineFacts
 ) -> TrainerPathSettings:
-    """Return what would run here: on the CPU if a GPU is wanted and none is there."""
+    """Return the settings as they would run here: on the CPU if a GPU is wanted and
+    none is usable.
+    """
     return path_settings if facts.has_cuda else replace(path_settings, device="cpu")
 
 
 def read_path_settings(config: RunConfig, facts: MachineFacts) -> TrainerPathSettings:
-    """Return the settings of the actor's models, which are those that a run has most of."""
+    """Return the settings of the actor's models, which most of a run's work depends on, with the
+    model's shape from its config.json.
+    """
     megatron = config.actor.megatron
     head_dim, has_sinks, has_experts = _read_model_shape(config.model.path)
     is_local = (
@@ -182,8 +197,8 @@ def read_path_settings(config: RunConfig, facts: MachineFacts) -> TrainerPathSet
 
 
 def find_unmet_settings(config: RunConfig, facts: MachineFacts) -> list[UnmetSetting]:
-    """Return what the run asks for and this machine lacks,
-    in the order of the schema's sections.
+    """Return the settings of the run that ask for something that this machine lacks, in the order
+    of the schema's sections.
     """
     return [
         *_find_unmet_layer_settings(config, facts),
@@ -196,8 +211,9 @@ def find_unmet_settings(config: RunConfig, facts: MachineFacts) -> list[UnmetSet
 
 
 def _read_model_shape(model_path: str) -> tuple[int, bool, bool]:
-    """The width of heads, whether they have sinks, and whether there are experts, out of
-    config.json; what most models have where that cannot be read, as before it was fetched.
+    """Return (width of a head, whether attention has sinks, whether there are experts) from a
+    model's config.json; the shape of most models where the file cannot be read, for instance before
+    it is fetched.
     """
     try:
         model = json.loads((Path(model_path) / "config.json").read_text())
@@ -210,6 +226,9 @@ def _read_model_shape(model_path: str) -> tuple[int, bool, bool]:
 
 
 def _find_unmet_layer_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
+    """Yield the settings of each pool's layers that this machine cannot run: Transformer Engine,
+    gradient fusion, and kernels for experts.
+    """
     wanted = read_path_settings(config, facts)
     for section, megatron, _ in list_pool_layouts(config):
         impl = megatron.transformer_impl
@@ -236,14 +255,15 @@ def _find_unmet_layer_settings(config: RunConfig, facts: MachineFacts) -> Iterat
 
 
 def _find_unmet_kernel_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
+    """Yield actor.kernels.backend if that backend cannot run here."""
     row = make_head_row(facts, read_path_settings(config, facts))
     if row.state == "broken":
         yield UnmetSetting("actor.kernels.backend", config.actor.kernels.backend, row.why, row.fix)
 
 
 def _find_unmet_engine_settings(config: RunConfig) -> Iterator[UnmetSetting]:
-    """Check the engines that the run would start. A server that it attaches to is checked when
-    the run starts.
+    """Yield rollout.engine and rollout.router if their packages are missing here or unsupported.
+    Servers that a run attaches to are checked when the run starts.
     """
     from rlhf_megatron.rollout.engine_kinds import get_balancer_kind
     from rlhf_megatron.rollout.sglang.sglang_environment import check_sglang_environment
@@ -261,6 +281,7 @@ def _find_unmet_engine_settings(config: RunConfig) -> Iterator[UnmetSetting]:
 
 
 def _find_unmet_reward_settings(config: RunConfig) -> Iterator[UnmetSetting]:
+    """Yield each setting that names a reward whose package is not usable here."""
     needs = {
         "math_verify": ("math_verify", "math"),
         "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
@@ -285,6 +306,9 @@ def _find_unmet_reward_settings(config: RunConfig) -> Iterator[UnmetSetting]:
 
 
 def _find_unmet_device_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
+    """Yield trainer.device or trainer.n_gpus_per_node if this machine has no usable or too few
+    GPUs.
+    """
     trainer = config.trainer
     num_devices = len(facts.torch.device_names) if facts.torch else 0
     if trainer.device == "cuda" and not facts.has_cuda:
@@ -302,6 +326,7 @@ def _find_unmet_device_settings(config: RunConfig, facts: MachineFacts) -> Itera
 
 
 def _find_unmet_logger_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
+    """Yield trainer.logger for each logger whose package is not usable here."""
     for name, install in (
         ("tensorboard", "pip install tensorboard"),
         ("wandb", "pip install 'rlhf-megatron[wandb]'"),
@@ -317,5 +342,6 @@ def _find_unmet_logger_settings(config: RunConfig, facts: MachineFacts) -> Itera
 
 
 def _split_reason_and_fix(error: ValueError) -> tuple[str, str]:
+    """Return the reason and the fix that an error's message joins by "; "."""
     why, _, fix = str(error).partition("; ")
     return why, fix.rstrip(".")

@@ -86,7 +86,9 @@ class MegatronFacts:
 
 
 def probe_torch() -> TorchFacts:
-    """Import torch and look at it. Raises what a broken torch raises."""
+    """Import torch and return its abilities and devices on this machine. A broken torch may raise
+    any exception.
+    """
     import torch
 
     from rlhf_megatron.algorithms.losses import POLICY_LOSSES
@@ -130,7 +132,9 @@ def probe_torch() -> TorchFacts:
 
 
 def probe_megatron() -> MegatronFacts:
-    """Make megatron-core ready as a rank does, and look at it. Raises what that raises."""
+    """Prepare megatron-core as a rank does, and return its abilities on this machine. A broken
+    package may raise any exception.
+    """
     import importlib.metadata
 
     from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
@@ -147,7 +151,9 @@ def probe_megatron() -> MegatronFacts:
 
 
 def probe_imports(import_paths: str) -> dict[str, str]:
-    """ "module:attribute,module:attribute" can be imported; raises what they raise."""
+    """Import each attribute of "module:attribute,module:attribute", and return {}. A broken package
+    may raise any exception.
+    """
     for name in import_paths.split(","):
         module, _, attribute = name.partition(":")
         getattr(importlib.import_module(module), attribute)
@@ -155,6 +161,7 @@ def probe_imports(import_paths: str) -> dict[str, str]:
 
 
 def _check_cuda() -> tuple[bool, str]:
+    """Return whether torch can use a CUDA device, and the reason where it cannot."""
     import torch
 
     if torch.version.cuda is None:
@@ -169,6 +176,7 @@ def _check_cuda() -> tuple[bool, str]:
 
 
 def _explain_missing_flash_attention() -> str:
+    """Return why torch's own flash attention over packed documents is not usable; "" if it is."""
     import torch
 
     from rlhf_megatron.ranks.models.flash_attention import SOURCES
@@ -187,7 +195,9 @@ PROBES: dict[str, Callable[..., Any]] = {
 
 
 def main(arguments: list[str]) -> None:
-    """Prints what a probe found; a traceback and exit code 1 where it failed."""
+    """Run the probe that the first argument names, with the other arguments, and print its result
+    as a JSON line. An exception of the probe ends the process with a traceback.
+    """
     found = PROBES[arguments[0]](*arguments[1:])
     record = (
         dataclasses.asdict(found)  # type: ignore[arg-type]
@@ -227,6 +237,7 @@ class MachineFacts:
 
     @property
     def has_cuda(self) -> bool:
+        """Return whether torch can be imported and can use a CUDA device."""
         return self.torch is not None and not self.torch.why_no_cuda
 
 
@@ -234,6 +245,7 @@ class ProbeProcess:
     """A child process that was started; `wait_for_result` waits for it."""
 
     def __init__(self, *arguments: str) -> None:
+        """Start the probe with these arguments in a process of its own."""
         command = [
             sys.executable,
             "-W",
@@ -247,7 +259,9 @@ class ProbeProcess:
         )
 
     def wait_for_result(self) -> tuple[dict[str, Any], str]:
-        """(what it found, "") or ({}, what went wrong in one line). Never raises."""
+        """Wait for the probe, and return (its result, "") or ({}, the reason of its failure in one
+        line). Kill a probe that takes too long. Never raise for a failed probe.
+        """
         try:
             output, errors = self._process.communicate(timeout=PROBE_TIMEOUT_S)
         except subprocess.TimeoutExpired:
@@ -267,8 +281,8 @@ class ProbeProcess:
 
 
 def gather_machine_facts() -> MachineFacts:
-    """Gather everything, in about the time that importing torch takes; longer where there
-    is more to try.
+    """Return all facts of this machine. The probes run at the same time, so this takes about as
+    long as importing torch, or longer where more packages can be tried.
     """
     found = {package.module: package for package in (find_transformer_engine(), find_apex())}
     for module, names, _ in FLASH_PACKAGES.values():
@@ -341,8 +355,8 @@ def read_host_limits() -> HostLimits:
 
 
 def parse_gpu_links(topology_text: str) -> str:
-    """The kinds of links in the matrix of `nvidia-smi topo -m`, "NV18" or "NV4, SYS"; empty
-    without two GPUs.
+    """Return the kinds of links in the matrix of `nvidia-smi topo -m`, as in "NV18" or "NV4, SYS";
+    "" with fewer than two GPUs.
     """
     rows = [line.split() for line in topology_text.splitlines()]
     rows = [row for row in rows if row and row[0].startswith("GPU") and "X" in row]
@@ -351,7 +365,9 @@ def parse_gpu_links(topology_text: str) -> str:
 
 
 def read_tool_output(command: Sequence[str]) -> str:
-    """Return what a tool prints; empty if it is missing, fails or hangs."""
+    """Return the standard output of a tool; "" if the tool is missing, fails, or takes more than 20
+    seconds.
+    """
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -360,12 +376,16 @@ def read_tool_output(command: Sequence[str]) -> str:
 
 
 def _may_have_gpu() -> bool:
+    """Return whether this machine shows signs of an NVIDIA driver; cheap, without torch."""
     return Path("/dev/nvidiactl").exists() or shutil.which("nvidia-smi") is not None
 
 
 def _read_probe_record(
     record_type: type[Record], probe: ProbeProcess | None
 ) -> tuple[Record | None, str]:
+    """Wait for a probe, and return (its result as this record, "") or (None, the reason of its
+    failure); (None, "") where no probe was started.
+    """
     if probe is None:
         return None, ""
     found, error = probe.wait_for_result()
@@ -378,8 +398,8 @@ def _read_probe_record(
 
 
 def _find_last_error_line(stderr_text: str) -> str:
-    """The line of a traceback that says what was raised, where its message has several
-    lines the first.
+    """Return the line of a traceback that says what was raised; of a message with several lines,
+    the first.
     """
     lines = stderr_text.strip().splitlines()
     starts = [number for number, line in enumerate(lines) if line.startswith("Traceback ")]

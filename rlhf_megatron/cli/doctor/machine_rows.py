@@ -26,7 +26,7 @@ SGLANG_ENVIRONMENT_PYTHON = Path(
 
 
 def make_device_rows(facts: MachineFacts) -> list[DoctorRow]:
-    """Return the rows on accelerators, torch and what moves data between ranks."""
+    """Return the rows on torch, accelerators, collectives and the links between GPUs."""
     torch = facts.torch
     if torch is None:
         fix = "install torch for this machine: https://pytorch.org/get-started/locally"
@@ -58,8 +58,9 @@ def make_device_rows(facts: MachineFacts) -> list[DoctorRow]:
 
 
 def make_engine_rows(python_path: str | None) -> list[DoctorRow]:
-    """SGLang and its router in the interpreter that starts servers. `python_path` None: this one,
-    or .venv-sglang's.
+    """Return the rows on the bundled engine, and on SGLang and its router in the interpreter that
+    starts servers. Where `python_path` is None, that is .venv-sglang's interpreter if it exists,
+    else this one.
     """
     chosen = python_path or (
         str(SGLANG_ENVIRONMENT_PYTHON) if SGLANG_ENVIRONMENT_PYTHON.exists() else sys.executable
@@ -81,7 +82,7 @@ def make_engine_rows(python_path: str | None) -> list[DoctorRow]:
 
 
 def make_launcher_and_logger_rows(facts: MachineFacts) -> list[DoctorRow]:
-    """Return the rows on launchers and loggers."""
+    """Return the rows on torchrun, Ray, TensorBoard and Weights & Biases."""
     ray = facts.packages["ray"]
     return [
         DoctorRow("around", "torchrun", "live", "the launcher of several ranks"),
@@ -92,7 +93,9 @@ def make_launcher_and_logger_rows(facts: MachineFacts) -> list[DoctorRow]:
 
 
 def _make_ray_row(ray: OptionalPackage) -> DoctorRow:
-    """The launcher says in full what it needs (`runtime.ray.ray_environment`)."""
+    """Return the row on Ray: not live if it is missing, broken if it is too old. The launcher
+    itself explains in full what it needs (`runtime.ray.ray_environment`).
+    """
     wanted = ".".join(map(str, OLDEST_RAY))
     install = f'pip install "ray>={wanted}"'
     if not ray.is_present:
@@ -112,7 +115,7 @@ def _make_ray_row(ray: OptionalPackage) -> DoctorRow:
 
 
 def make_host_rows(host: HostLimits) -> list[DoctorRow]:
-    """Return the rows on threads, shared memory and limits."""
+    """Return the rows on threads, shared memory and open files."""
     threads = f"{host.num_cpus} CPUs, OMP_NUM_THREADS {host.omp_num_threads or 'not set'}"
     note = (
         ""
@@ -127,7 +130,7 @@ def make_host_rows(host: HostLimits) -> list[DoctorRow]:
 
 
 def _explain_missing_device(facts: MachineFacts) -> tuple[str, str]:
-    """(why, fix)"""
+    """Return (the reason why torch sees no GPU, a fix or ""). torch must be importable."""
     assert facts.torch is not None
     if facts.host.visible_devices == "":
         return "CUDA_VISIBLE_DEVICES is empty", "unset CUDA_VISIBLE_DEVICES"
@@ -147,8 +150,8 @@ def _explain_missing_device(facts: MachineFacts) -> tuple[str, str]:
 
 
 def _make_torch_row(facts: MachineFacts) -> DoctorRow:
-    """Code for another GPU than the one that is there does not run:
-    "no kernel image is available".
+    """Return the row on torch on a machine with a GPU; broken if torch has no code for the GPU,
+    which would fail with "no kernel image is available".
     """
     torch = facts.torch
     assert torch is not None
@@ -165,8 +168,10 @@ def _make_torch_row(facts: MachineFacts) -> DoctorRow:
 
 
 def has_code_for_capability(architectures: Sequence[str], capability: tuple[int, int]) -> bool:
-    """Code for a GPU ("sm_80") runs on later ones of its generation, that of "sm_90a" on no other,
-    and what the driver compiles ("compute_80") on any later one.
+    """Return whether code for these architectures runs on a GPU of this compute capability.
+
+    Code for a GPU ("sm_80") runs on later GPUs of its generation, that for "sm_90a" on no other,
+    and code that the driver compiles ("compute_80") on any later one.
     """
     for name in architectures:
         match = _ARCHITECTURE_PATTERN.fullmatch(name)
@@ -183,6 +188,7 @@ def has_code_for_capability(architectures: Sequence[str], capability: tuple[int,
 
 
 def _make_bfloat16_row(has_bfloat16: bool) -> DoctorRow:
+    """Return the row on bfloat16; not live where the GPU emulates it."""
     if has_bfloat16:
         return DoctorRow("device", "bfloat16", "live", "in hardware")
     return DoctorRow(
@@ -196,6 +202,7 @@ def _make_bfloat16_row(has_bfloat16: bool) -> DoctorRow:
 
 
 def _make_nccl_row(nccl_version: str) -> DoctorRow:
+    """Return the row on collectives over GPUs; broken if torch has no NCCL (version "")."""
     if nccl_version:
         return DoctorRow("device", "collectives", "live", f"NCCL {nccl_version}")
     return DoctorRow(
@@ -209,6 +216,9 @@ def _make_nccl_row(nccl_version: str) -> DoctorRow:
 
 
 def _make_interconnect_row(host: HostLimits, num_devices: int) -> DoctorRow:
+    """Return the row on the links between GPUs and on InfiniBand adapters; not live if some pairs
+    of GPUs lack NVLink or the links are unknown.
+    """
     adapters = (
         f"InfiniBand {', '.join(host.infiniband_adapters)}"
         if host.infiniband_adapters
@@ -239,8 +249,8 @@ def _make_interconnect_row(host: HostLimits, num_devices: int) -> DoctorRow:
 
 
 def _make_overlap_row(host: HostLimits, capability: tuple[int, int]) -> DoctorRow:
-    """megatron-core counts on kernels starting in the order of their calls, to
-    overlap communication.
+    """Return the row on CUDA_DEVICE_MAX_CONNECTIONS: before Blackwell, megatron-core needs 1, so
+    that kernels start in the order of their calls and communication overlaps.
     """
     value = host.max_connections or "not set"
     if capability[0] >= 10 or host.max_connections == "1":
@@ -258,6 +268,9 @@ def _make_overlap_row(host: HostLimits, capability: tuple[int, int]) -> DoctorRo
 
 
 def _make_sglang_row(version: str, python_path: str, install_command: str) -> DoctorRow:
+    """Return the row on SGLang; not live if it is missing (version ""), broken if its version is
+    not supported.
+    """
     if not version:
         return DoctorRow(
             "engines",
@@ -282,6 +295,7 @@ def _make_sglang_row(version: str, python_path: str, install_command: str) -> Do
 
 
 def _make_router_row(version: str, python_path: str) -> DoctorRow:
+    """Return the row on sglang-router; not live if it is missing (version "")."""
     install = f"{python_path} -m pip install --no-deps 'sglang-router>=0.3.2,<0.4'"
     if not version:
         why = f"{python_path} has no sglang-router; the run spreads requests itself"
@@ -292,6 +306,9 @@ def _make_router_row(version: str, python_path: str) -> DoctorRow:
 
 
 def _make_package_row(area: str, package: OptionalPackage, install_command: str) -> DoctorRow:
+    """Return the row on an optional package, with the command that installs it where it is missing
+    or broken.
+    """
     if package.is_usable:
         return DoctorRow(area, package.module, "live", package.version)
     state: PathState = "broken" if package.is_present else "not live"
@@ -299,6 +316,7 @@ def _make_package_row(area: str, package: OptionalPackage, install_command: str)
 
 
 def _make_shared_memory_row(host: HostLimits) -> DoctorRow:
+    """Return the row on /dev/shm; not live if it is missing or has too little free space."""
     if host.shm_free_bytes is None or host.shm_total_bytes is None:
         why = "weights reach the engines through files in the temporary directory"
         return DoctorRow(
@@ -319,6 +337,7 @@ def _make_shared_memory_row(host: HostLimits) -> DoctorRow:
 
 
 def _make_open_files_row(host: HostLimits) -> DoctorRow:
+    """Return the row on the limit of open files; not live if the limit is low."""
     soft, hard = host.open_file_limits
     if soft < MIN_OPEN_FILES:
         why = f"below {MIN_OPEN_FILES}, many engines or ranks run out of sockets"

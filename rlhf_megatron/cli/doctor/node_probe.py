@@ -70,7 +70,9 @@ class RankFacts:
 
 
 def collect_rank_facts(device: torch.device) -> RankFacts:
-    """Looks at this process. `device`: made current."""
+    """Return the facts of this process, its device and its software. `device` must be the current
+    one.
+    """
     stats = measure_device_memory(device)
     name = (
         f"{get_device_name(device)}, {stats.total_bytes / GIB:.0f} GiB"
@@ -90,6 +92,9 @@ def collect_rank_facts(device: torch.device) -> RankFacts:
 
 
 def _collect_versions(device: torch.device) -> dict[str, str]:
+    """Return the versions that should be the same on all ranks, by name: Python, torch, kernel,
+    packages, NCCL and the driver.
+    """
     found = {
         "python": platform.python_version(),
         "torch": torch.__version__,
@@ -108,6 +113,9 @@ def _collect_versions(device: torch.device) -> dict[str, str]:
 
 
 def _collect_settings() -> dict[str, str]:
+    """Return the settings of a node that should be the same on all, by name: environment variables,
+    number of CPUs, limit of open files, InfiniBand adapters.
+    """
     adapters = Path("/sys/class/infiniband")
     found = {
         name: value
@@ -126,12 +134,13 @@ def _collect_settings() -> dict[str, str]:
 
 @contextlib.contextmanager
 def serve_clock(address: str) -> Iterator[int]:
-    """Listens on a free port of `address` and tells everybody who connects what time it is.
-    Yields the port.
+    """Listen on a free port of `address` while the block runs, and send this machine's time to
+    every client. Yield the port.
     """
     with socket.create_server((address, 0), backlog=512) as listener:
 
         def answer_connections() -> None:
+            """Send the time to one client after another until the listener is closed."""
             with contextlib.suppress(OSError):  # closed: it is over
                 while True:
                     connection, _ = listener.accept()
@@ -143,8 +152,8 @@ def serve_clock(address: str) -> Iterator[int]:
 
 
 def measure_clock_offset(address: str, port: int) -> tuple[float | None, str]:
-    """Returns by how many seconds a clock that answers there is ahead of this one, and ""; None and
-    why it does not.
+    """Return (seconds by which the clock served at this address is ahead of this one, ""), taken
+    from the fastest of several answers; (None, the reason) where no answer comes.
     """
     best: tuple[float, float] | None = None
     for _ in range(NUM_CLOCK_SAMPLES):
@@ -161,8 +170,8 @@ def measure_clock_offset(address: str, port: int) -> tuple[float | None, str]:
 
 
 def measure_clock_offsets(addresses: Sequence[tuple[str, int]]) -> list[tuple[float | None, str]]:
-    """`measure_clock_offset` of each place, many at a time: one that does not answer takes
-    CONNECT_S, and all ranks wait.
+    """Return the result of `measure_clock_offset` for each address. Many are asked at a time: an
+    address that does not answer takes seconds, and all ranks wait.
     """
     with ThreadPoolExecutor(min(MAX_PARALLEL_NODES, len(addresses))) as pool:
         hosts, ports = zip(*addresses, strict=True)
@@ -170,7 +179,7 @@ def measure_clock_offsets(addresses: Sequence[tuple[str, int]]) -> list[tuple[fl
 
 
 def find_own_address_towards(target_host: str) -> str:
-    """The address of this machine on the interface that leads to `target_host`."""
+    """Return this machine's IPv4 address on the interface that leads to `target_host`."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((target_host, 9))  # sends nothing
         return str(probe.getsockname()[0])
@@ -178,7 +187,9 @@ def find_own_address_towards(target_host: str) -> str:
 
 @contextlib.contextmanager
 def leave_marker_file(folder: Path, file_name: str) -> Iterator[str]:
-    """Leaves a file in a folder in the meantime. Yields "", or why it cannot."""
+    """Keep an empty file in a folder while the block runs. Yield "", or the reason why the file
+    cannot be written.
+    """
     path = folder / file_name
     try:
         path.write_text("")
@@ -193,7 +204,9 @@ def leave_marker_file(folder: Path, file_name: str) -> Iterator[str]:
 
 
 def find_unseen_files(folder: Path, file_names: Sequence[str]) -> list[str]:
-    """The names that do not appear in a folder within SEEN_S."""
+    """Return the names that do not appear in a folder within 10 seconds; a network file system
+    shows new files late.
+    """
     deadline = time.monotonic() + FILE_VISIBLE_TIMEOUT_S
     while True:
         with contextlib.suppress(OSError):

@@ -73,8 +73,8 @@ SETTING_BY_PATH = {
 
 @dataclass(frozen=True)
 class DoctorRow:
-    """One path. `why` says why it is not live, or why nothing faster is; `fix` is a
-    command or a setting.
+    """A path or part of the machine in the doctor's table. `taken` is the variant in use, `why`
+    says why the path is not live or nothing faster is used, and `fix` is a command or a setting.
     """
 
     area: str
@@ -87,8 +87,8 @@ class DoctorRow:
 
 @dataclass(frozen=True)
 class TrainerPathSettings:
-    """The settings that decide about the trainer's paths: those of a run, or those that
-    most runs have.
+    """The settings that decide the trainer's paths: the settings of a run, or by default those of
+    most runs.
     """
 
     device: DeviceType
@@ -106,7 +106,7 @@ class TrainerPathSettings:
 
 
 def make_trainer_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
-    """Return the trainer's rows in the order of a forward pass, its backward pass and the
+    """Return the trainer's rows, in the order of a forward pass, its backward pass and the
     optimizer's step.
     """
     return [
@@ -132,8 +132,8 @@ def make_trainer_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -
 
 
 def make_package_rows(facts: MachineFacts, device: DeviceType) -> list[DoctorRow]:
-    """Say of each package that speeds the trainer up whether it is installed and
-    can be imported.
+    """Return a row for each package that speeds the trainer up, on whether it is installed and can
+    be imported.
     """
     return [
         _make_package_row(facts, device, module, name) for module, name in PACKAGE_NAMES.items()
@@ -141,8 +141,8 @@ def make_package_rows(facts: MachineFacts, device: DeviceType) -> list[DoctorRow
 
 
 def make_megatron_row(facts: MachineFacts) -> DoctorRow:
-    """Whether megatron-core is there, of a supported version, and can be imported where
-    that was tried.
+    """Return the row on megatron-core; broken if it is missing, unsupported, or could not be
+    imported where that was tried.
     """
     install = "pip install --no-deps 'megatron-core>=0.16.1,<0.20'"
     if not facts.megatron_version:
@@ -174,7 +174,9 @@ def make_megatron_row(facts: MachineFacts) -> DoctorRow:
 
 
 def make_patches_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Tell which of the two lists of replaced symbols hold here."""
+    """Return the row on the patches of megatron-core that apply here: those for the CPU, and those
+    for this version.
+    """
     version = facts.megatron_version
     if not version:
         return DoctorRow("trainer", "patches", "not live", "none", "megatron-core is not installed")
@@ -190,7 +192,9 @@ def make_patches_row(facts: MachineFacts, path_settings: TrainerPathSettings) ->
 
 
 def make_layers_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Tell whose linear layers and norms a model gets."""
+    """Return the row on whose linear layers and norms a model gets: Transformer Engine's or
+    megatron-core's.
+    """
     package = facts.packages[TE]
     asked = path_settings.transformer_impl == TE
     if path_settings.device == "cpu":
@@ -209,7 +213,7 @@ def make_layers_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> 
 
 
 def make_attention_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Tell which kernel computes attention over packed documents."""
+    """Return the row on the kernel that computes attention over packed documents."""
     absent: dict[AttentionKernel, str] = {}
     for name, (module, _, _) in FLASH_PACKAGES.items():
         if not facts.packages[module].is_usable:
@@ -232,7 +236,7 @@ def make_attention_row(facts: MachineFacts, path_settings: TrainerPathSettings) 
 
 
 def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Tell which RMSNorm a model gets."""
+    """Return the row on the kernel that computes RMSNorm."""
     apex = facts.packages["apex"]
     has_kernel = bool(facts.torch and facts.torch.has_norm_kernel)
     choice = choose_norm_kernel(
@@ -248,8 +252,8 @@ def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
 
 
 def make_gradient_fusion_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Say who adds weight gradients to the float32 buffers; broken where the setting asks for a way
-    that this machine lacks.
+    """Return the row on how weight gradients are added to the float32 buffers; broken if the
+    setting asks for a fusion that this machine lacks.
     """
     has_product = bool(facts.torch and facts.torch.has_float32_product)
     impl = _resolve_layer_implementation(facts, path_settings)
@@ -272,8 +276,8 @@ def make_gradient_fusion_row(facts: MachineFacts, path_settings: TrainerPathSett
 
 
 def make_adam_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Name the Adam that megatron-core took when it was imported,
-    else the one that it would take.
+    """Return the row on the Adam that megatron-core took when it was imported, or else
+    would take.
     """
     found: AdamKernel = "torch"
     if facts.megatron is not None:
@@ -287,7 +291,9 @@ def make_adam_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
 
 
 def make_head_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
-    """Tell which backend computes log-probs and entropies."""
+    """Return the row on the backend that computes log-probs and entropies; broken if the setting
+    asks for Triton and it cannot run.
+    """
     backend = path_settings.kernels_config.backend
     why_not = facts.torch.triton_why_not.rstrip(".") if facts.torch else facts.torch_error
     names = {
@@ -329,6 +335,7 @@ def make_head_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
 def _make_package_row(
     facts: MachineFacts, device: DeviceType, module: str, package_name: str
 ) -> DoctorRow:
+    """Return the row on whether a package for GPUs is installed and can be imported."""
     package = facts.packages[module]
     if not package.is_present:
         why = package.why_not if device == "cuda" else f"{package.why_not}; it is for GPUs"
@@ -347,6 +354,9 @@ def _make_package_row(
 
 
 def _make_fused_loss_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
+    """Return the row on whether the policy loss computes its gradient itself, in one pass, or
+    leaves it to autograd.
+    """
     explicit = facts.torch.explicit_losses if facts.torch else ()
     if path_settings.loss_mode not in explicit:
         why = (
@@ -373,6 +383,7 @@ def _make_fused_loss_row(facts: MachineFacts, path_settings: TrainerPathSettings
 
 
 def _make_activation_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
+    """Return the row on whether activations are compiled by torch.compile."""
     choice = choose_compiled_activation(path_settings.device, facts.compiler_why_not)
     taken = (
         "bias, SwiGLU, dropout and residual compiled by torch.compile"
@@ -383,8 +394,8 @@ def _make_activation_row(facts: MachineFacts, path_settings: TrainerPathSettings
 
 
 def make_expert_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
-    """Say how experts multiply, and how tokens reach them; broken where a setting asks for
-    what is not there.
+    """Return the rows on how experts multiply, how tokens reach them and how tokens are sorted;
+    broken where a setting asks for a kernel that is missing.
     """
     settings = path_settings.expert_config
     if settings is None:
@@ -439,7 +450,9 @@ def _make_requested_kernel_row(
     why_not: str,
     path_settings: TrainerPathSettings,
 ) -> DoctorRow:
-    """Tell of kernels that run where a setting asks for them."""
+    """Return the row on a kernel that runs only if a setting requests it: broken if it is requested
+    and cannot run (`why_not`), else with the fast or the plain variant that is used.
+    """
     why_not = why_not if path_settings.device == "cuda" else f"{fast_name} runs on CUDA only"
     if is_requested and why_not:
         return DoctorRow(
@@ -458,12 +471,15 @@ def _make_requested_kernel_row(
 
 
 def is_version_at_least(package: OptionalPackage, version: tuple[int, int]) -> bool:
-    """Whether a package's version is so high; one that nobody knows is."""
+    """Return whether a package's version is at least `version`; True for a version that cannot be
+    read.
+    """
     numbers = [int(part) for part in package.version.split(".")[:2] if part.isdigit()]
     return len(numbers) < 2 or tuple(numbers) >= version
 
 
 def _make_deterministic_row(path_settings: TrainerPathSettings) -> DoctorRow:
+    """Return the row on whether the run is deterministic."""
     if path_settings.is_deterministic:
         return DoctorRow(
             "trainer",
@@ -480,6 +496,7 @@ def _make_deterministic_row(path_settings: TrainerPathSettings) -> DoctorRow:
 def _make_choice_row(
     path_name: str, choice: KernelChoice, taken_text: str, is_live: bool
 ) -> DoctorRow:
+    """Return the row on a choice of kernel, with the choice's reason and fix."""
     state: PathState = "live" if is_live else "not live"
     return DoctorRow("trainer", path_name, state, taken_text, choice.why_not, choice.fix)
 
@@ -487,8 +504,8 @@ def _make_choice_row(
 def _resolve_layer_implementation(
     facts: MachineFacts, path_settings: TrainerPathSettings
 ) -> Literal["local", "transformer_engine"]:
-    """Resolve the layers as `ranks.models.layer_specs.resolve_layer_impl` does, without
-    megatron-core; local where Transformer Engine is missing.
+    """Return whose layers a model gets, as `ranks.models.layer_specs.resolve_layer_impl` does, but
+    without megatron-core; "local" where Transformer Engine is missing.
     """
     if path_settings.device == "cpu":
         return "transformer_engine" if path_settings.transformer_impl == TE else "local"

@@ -21,7 +21,9 @@ from rlhf_megatron.weights.hf_reader import read_hf_config
 
 
 def run_plan_layout_command(args: argparse.Namespace) -> None:
-    """Print a table. Raises ValueError where nothing fits, with the nearest that does not."""
+    """Print a table of the layouts of a model that fit into the GPUs, with memory and
+    communication. Raise ValueError if none fits, with the nearest one.
+    """
     hf_config = {k: v for k, v in read_hf_config(args.model).items() if k != "quantization_config"}
     model = TrainedModelSpec(hf_config, getattr(torch, args.dtype), args.seq)
     question = LayoutRequest(
@@ -66,6 +68,7 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
 
 
 def _format_layout_row(plan: LayoutPlan) -> tuple[str, ...]:
+    """Return the cells of a layout's table row: memory, bubble, and bytes sent."""
     own = plan.layout
     ends = (
         f" first {own.num_first_stage_layers} last {own.num_last_stage_layers}"

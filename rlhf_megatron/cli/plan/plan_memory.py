@@ -24,7 +24,10 @@ from rlhf_megatron.weights.hf_reader import read_hf_config
 
 
 def run_plan_memory_command(args: argparse.Namespace) -> int:
-    """Print the plan. Returns 1 where a phase does not fit. Raises ConfigError, ValueError."""
+    """Print the planned memory of each GPU and machine of a run by phase, and draw --picture.
+    Return 1 where a phase does not fit or an engine's cache does not hold a sample, else 0. Raise
+    ConfigError or ValueError for a configuration or model that cannot be planned.
+    """
     prepare_megatron()
     from rlhf_megatron.planning.check import memory_table
     from rlhf_megatron.ranks.workers.peak_memory import USABLE_MEMORY_SHARE
@@ -93,7 +96,7 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
 
 
 def _get_phase_limit_bytes(phase: MemoryPhase, gpu_bytes: int, usable_share: float) -> float:
-    """Engines take the share that they are told; beside the trainer's states there must be room for
-    NCCL and others.
+    """Return how many bytes of a GPU a phase may take: all of it with an engine's cache, since the
+    engine takes a set share; else the usable share, which leaves room for NCCL and others.
     """
     return gpu_bytes if "engine cache" in phase.bytes_by_use else usable_share * gpu_bytes

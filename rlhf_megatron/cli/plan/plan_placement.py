@@ -20,7 +20,9 @@ DRIVER_MACHINE = 0  # the machine where controller, reward workers and router ar
 
 @dataclass
 class PlannedMachine:
-    """`num_taken_gpus` GPUs in their order: those of ranks, then engine after engine."""
+    """A machine of a planned run. Its first `num_taken_gpus` GPUs are in use: first by ranks, then
+    by one engine after another.
+    """
 
     ranks: range
     num_taken_gpus: int
@@ -28,8 +30,8 @@ class PlannedMachine:
 
 
 def run_plan_placement_command(args: argparse.Namespace) -> int:
-    """Print the machines of a run on GPUs; return 1 where one needs more than it has.
-    Raises ConfigError.
+    """Print the ranks and engines of each machine. Return 1 where a machine needs more GPUs than it
+    has, else 0. Raise ConfigError for a wrong configuration.
     """
     config = load_run_config(args.config, args.overrides, with_files=False).config
     machines = plan_machines(config, args.gpus)
@@ -46,11 +48,12 @@ def run_plan_placement_command(args: argparse.Namespace) -> int:
 
 
 def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachine]:
-    """Return the machines as the launcher fills them; `gpus_per_machine`: that each has.
+    """Return the machines of a run with their ranks and engines, as the launcher fills them.
 
-    Under Ray, engines that weights reach over a network go where GPUs are free, here in order;
-    other machines follow those of the ranks. Under torchrun they are dealt to machines by a rule;
-    all other engines are on the driver's.
+    Under Ray, engines that weights reach over a network go to free GPUs, here in order, and new
+    machines follow those of the ranks. Under torchrun a rule assigns engines to machines; all other
+    engines are on the driver's machine. A machine may be given more than `gpus_per_machine` GPUs'
+    worth of engines.
     """
     trainer = config.trainer
     rollout = config.rollout
@@ -81,7 +84,7 @@ def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachi
 
 
 def _is_placed_by_ray(config: RunConfig) -> bool:
-    """Whether Ray chooses the machines of engines."""
+    """Return whether Ray chooses the machines of the engines."""
     rollout = config.rollout
     is_ray = config.trainer.runtime == "ray"
     return (
@@ -93,7 +96,9 @@ def _is_placed_by_ray(config: RunConfig) -> bool:
 
 
 def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) -> Iterator[str]:
-    """Yield a line a machine, with what its ranks hold."""
+    """Yield the lines of the plan: launcher, layout, and for each machine its ranks with their
+    coordinates and its engines.
+    """
     trainer = config.trainer
     pools = build_pool_specs(config)
     start = f"rlhf-megatron {config.job}"
@@ -119,7 +124,9 @@ def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) 
 
 
 def format_weight_sync_lines(config: RunConfig) -> Iterator[str]:
-    """Yield how weights reach the engines, and from which ranks at least."""
+    """Yield the lines on how weights reach the engines and which ranks send them at least; nothing
+    for a job without engines.
+    """
     rollout = config.rollout
     layout = build_pool_specs(config)[0].layout
     if config.job != "train":
@@ -147,7 +154,7 @@ def format_weight_sync_lines(config: RunConfig) -> Iterator[str]:
 
 
 def _format_held_coordinates(ranks: range, pools: Sequence[PoolSpec]) -> str:
-    """ "actor pp0 dp0-1 tp0-3" """
+    """Return the pools and coordinates that these ranks hold, as in "actor pp0 dp0-1 tp0-3"."""
     found = []
     for pool in dict.fromkeys(find_pool_of_rank(pools, rank) for rank in ranks):
         at = [
@@ -169,14 +176,17 @@ def _format_held_coordinates(ranks: range, pools: Sequence[PoolSpec]) -> str:
 
 
 def _format_number_span(noun: str, numbers: range) -> str:
+    """Return "rank 3" or "ranks 0-7" for a noun and consecutive numbers."""
     return f"{noun}{'s' if len(numbers) > 1 else ''} {_format_range(numbers[0], numbers[-1])}"
 
 
 def _format_range(first: int, last: int) -> str:
+    """Return "first-last", or one number if both are the same."""
     return str(first) if first == last else f"{first}-{last}"
 
 
 def _suggest_fix(config: RunConfig) -> str:
+    """Return advice for a run whose engines do not fit on its machines."""
     if config.trainer.runtime == "ray":
         return (
             "Engines that take weights from memory stand there; use rollout.weight_transport:"

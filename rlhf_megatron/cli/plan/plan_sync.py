@@ -46,7 +46,9 @@ _BYTE_UNITS = ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
 
 def run_plan_sync_command(args: argparse.Namespace) -> None:
-    """Print the plan. Raises ConfigError, ValueError."""
+    """Print the bytes of a weight sync over each kind of link and the least time it takes, and draw
+    --picture. Raise ConfigError or ValueError for a configuration or model that cannot be planned.
+    """
     config = load_run_config(args.config, args.overrides, with_files=False).config
     network = NETWORKS[args.network]
     layout = make_parallel_layout(config.actor.megatron, count_actor_ranks(config))
@@ -89,7 +91,9 @@ def run_plan_sync_command(args: argparse.Namespace) -> None:
 
 
 def explain_whole_tensors(config: RunConfig) -> str:
-    """Why such a run on GPUs does not go shard to shard (`transports.delivery`); "": it can."""
+    """Return why this run on GPUs would send whole tensors instead of shards
+    (`transports.delivery`), or "" if it sends shards.
+    """
     if config.rollout.weight_transport == "disk":
         return f"rollout.weight_transport is {config.rollout.weight_transport}"
     if config.actor.backend == "fsdp":
@@ -98,7 +102,7 @@ def explain_whole_tensors(config: RunConfig) -> str:
 
 
 def make_planned_engines(config: RunConfig) -> EngineGroup:
-    """The engines of a run. Raises ValueError for sizes that cannot be."""
+    """Return the layout and number of the run's engines. Raise ValueError for impossible sizes."""
     return EngineGroup(
         EngineLayout.from_rollout_config(config.rollout),
         count_engines(config),
@@ -112,7 +116,9 @@ def format_sync_cost_lines(
     layout: ParallelLayout,
     stages: Sequence[StageLinkBytes],
 ) -> Iterator[str]:
-    """Print the bytes by medium, the busiest links and the least time."""
+    """Yield the lines on the network, the senders, the bytes by medium, the busiest links, and the
+    least time.
+    """
     network: NetworkBandwidths = cost.network
     yield (
         f"network        {network_name}: {network.gpus_per_machine} GPUs a machine; a GPU has"
@@ -150,7 +156,7 @@ def format_sync_cost_lines(
 
 
 def format_size(num_bytes: float) -> str:
-    """ "59.0 GB"; powers of ten, as networks count."""
+    """Return a number of bytes in words, as in "59 GB"; powers of ten, as networks count."""
     for unit, name in _BYTE_UNITS:
         if num_bytes >= unit:
             return f"{num_bytes / unit:.3g} {name}"
@@ -160,8 +166,9 @@ def format_size(num_bytes: float) -> str:
 def render_link_svg(
     stages: Sequence[StageLinkBytes], layout: ParallelLayout, engines: EngineGroup
 ) -> str:
-    """An SVG: a row a sending rank of one copy, a column a rank of one engine, the darker the more
-    bytes. Of large layouts neighbours share a row.
+    """Return an SVG with the bytes between ranks in a weight sync: a row for each sending rank of
+    one copy, a column for each rank of one engine, darker cells for more bytes. In large layouts
+    neighbours share a row or a column.
     """
     num_rows = layout.pp * layout.copy_size
     columns = min(engines.layout.tp, _MAX_COLUMNS)

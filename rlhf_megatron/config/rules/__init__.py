@@ -1,5 +1,5 @@
-"""The one list of rules on a configuration. A rule registers itself; problems are told in the order
-of registration.
+"""The one list of rules on a configuration. A rule registers itself; problems are reported in
+the order of registration.
 """
 
 from __future__ import annotations

@@ -266,7 +266,7 @@ def name_reward_term_parts(config: RunConfig) -> list[str]:
 
 
 @register_idle_rule
-def list_idle_loss_settings(config: RunConfig) -> Iterator[IdleSettings]:
+def list_idle_loss_scale_factor(config: RunConfig) -> Iterator[IdleSettings]:
     """Yield exactly one entry. Its first value says whether actor.loss_scale_factor has no effect,
     because no aggregation mode of the actor or the critic uses the factor.
     """

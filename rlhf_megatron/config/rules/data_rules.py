@@ -170,7 +170,7 @@ def check_templates(loaded: LoadedConfig) -> OptionalProblems:
     d = loaded.config.data
     yield from _check_prompt_template("data.prompt_template", d.prompt_template)
     yield from _check_few_shot_template("data.few_shot", d.few_shot)
-    yield from _check_few_shot_with_task("data.few_shot", d.few_shot, d.task, d.task_params)
+    yield from _refuse_few_shot_beside_own_shots("data.few_shot", d.few_shot, d.task, d.task_params)
     for index, source in enumerate(d.sources):
         where = f"{SOURCES}[{index}]"
         found = list(
@@ -179,7 +179,7 @@ def check_templates(loaded: LoadedConfig) -> OptionalProblems:
         if source.few_shot is not None:
             found += _check_few_shot_template(f"{where}.few_shot", source.few_shot)
         shots = source.few_shot or d.few_shot
-        found += _check_few_shot_with_task(
+        found += _refuse_few_shot_beside_own_shots(
             f"{where}.few_shot", shots, source.task, source.task_params
         )
         yield from (_point_to_source_list(loaded, problem) for problem in drop_none(iter(found)))
@@ -210,7 +210,7 @@ def _check_few_shot_template(key: str, shots: FewShotConfig) -> OptionalProblems
     )
 
 
-def _check_few_shot_with_task(
+def _refuse_few_shot_beside_own_shots(
     key: str, shots: FewShotConfig, task: str | None, params: Mapping[str, object]
 ) -> OptionalProblems:
     """Yield a problem if num_shots is above 0 and the task with these parameters already puts
@@ -307,7 +307,8 @@ def list_idle_reward_settings(config: RunConfig) -> Iterator[IdleSettings]:
 
 @register_rl_rule
 def check_reward_actors(loaded: LoadedConfig) -> OptionalProblems:
-    """Yield a problem if there are more Ray reward actors than reward workers to share among them.
+    """Yield a problem if there are more Ray reward actors than reward workers to share
+    among them.
     """
     num_actors = loaded.config.ray.reward_actors
     num_workers = loaded.config.reward.num_workers

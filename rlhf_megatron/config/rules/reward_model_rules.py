@@ -1,4 +1,4 @@
-"""Rules of the section `check_reward_model`: a frozen model that scores the samples of a step as
+"""Rules of the section `reward_model`: a frozen model that scores the samples of a step as
 they are annotated.
 """
 

@@ -135,7 +135,8 @@ def has_served_model(config: RunConfig) -> bool:
 
 
 def learns_from_pairs(config: RunConfig) -> bool:
-    """Return whether the job is supervised and learns from pairs of a chosen and a rejected answer.
+    """Return whether the job is supervised and learns from pairs of a chosen and a
+    rejected answer.
     """
     return config.job != "train" and config.sft.loss_mode != "sft" and not has_teacher(config)
 

@@ -106,7 +106,8 @@ def check_stale_tokens(loaded: LoadedConfig) -> OptionalProblems:
 
 @register_rl_rule
 def check_lag_bound(loaded: LoadedConfig) -> OptionalProblems:
-    """Yield a problem if the schedule's max_lag is so large that no step of the run can reach it.
+    """Yield a problem if the schedule's max_lag is so large that no step of the run can
+    reach it.
     """
     c = loaded.config
     max_lag = _get_number_or_none(c.schedule.params.get("max_lag"))

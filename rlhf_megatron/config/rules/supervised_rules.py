@@ -1,6 +1,4 @@
-"""Rules on the section `check_supervised_job`,
-and on what the supervised job reads of the others.
-"""
+"""Rules on the section `sft`, and on what the supervised jobs read of the other sections."""
 
 from __future__ import annotations
 

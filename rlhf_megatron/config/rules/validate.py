@@ -125,7 +125,8 @@ def _find_useless_sharing_settings(
 
 
 def _format_value(value: object) -> str:
-    """Return a value as a configuration file would write it; a list of sections only as its length.
+    """Return a value as a configuration file would write it; a list of sections only as
+    its length.
     """
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]

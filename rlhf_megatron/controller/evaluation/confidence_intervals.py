@@ -16,8 +16,8 @@ T95 = {1: 12.706204736432095, 2: 4.302652729911275, 3: 3.182446305284263, 4: 2.7
 
 
 def compute_wilson_interval(mean: float, num_items: float, z: float = Z95) -> tuple[float, float]:
-    """95 % score interval of a proportion (Wilson 1927). `num_items` independent items,
-    `mean` in [0, 1].
+    """Return the score interval (low, high) of a proportion (Wilson 1927), 95 % by default.
+    `num_items` independent items, `mean` in [0, 1]; (0, 1) for no items.
     """
     if num_items == 0:
         return 0.0, 1.0
@@ -32,8 +32,8 @@ def compute_wilson_interval(mean: float, num_items: float, z: float = Z95) -> tu
 
 
 def compute_t95_quantile(degrees_of_freedom: int) -> float:
-    """97.5 % quantile of Student's t: exact up to 4 degrees of freedom, to 3e-4 above (Abramowitz &
-    Stegun 26.7.5).
+    """Return the 97.5 % quantile of Student's t: exact up to 4 degrees of freedom, to 3e-4 above
+    (Abramowitz & Stegun 26.7.5).
     """
     if degrees_of_freedom in T95:
         return T95[degrees_of_freedom]
@@ -49,15 +49,15 @@ def compute_t95_quantile(degrees_of_freedom: int) -> float:
 
 
 def compute_item_interval(item_scores: Sequence[Sequence[float]]) -> tuple[float, float] | None:
-    """95 % interval of the mean over `item_scores`, each the scores of its samples. Every item
-    has at least one.
+    """Return the 95 % interval (low, high) of the mean over items. `item_scores` holds the scores
+    of each item's samples, at least one.
 
-    One 0/1 sample an item, or all samples right or all wrong: Wilson's. Several 0/1 samples:
-    Wilson's with Student's t in place of the normal and the effective number of independent
-    answers, mean (1 - mean) / (variance of the mean over items), which lies between the number of
-    items and that of samples (Korn & Graubard 1998). Other scores:
-    mean +- t * standard error over items.
-    None where one item alone has graded scores: it says nothing of other items.
+    With one 0/1 sample an item, or all samples right or all wrong: Wilson's interval. With several
+    0/1 samples: Wilson's with Student's t in place of the normal and the effective number of
+    independent answers, mean (1 - mean) / (variance of the mean over items), which lies between the
+    number of items and the number of samples (Korn & Graubard 1998). With other scores: mean +- t *
+    standard error over items. Return None where a single item has graded scores: it says nothing of
+    other items.
     """
     count = len(item_scores)
     means = [sum(scores) / len(scores) for scores in item_scores]

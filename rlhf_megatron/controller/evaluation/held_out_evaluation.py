@@ -87,15 +87,15 @@ class ScoredEvaluationSet:
     results: tuple[tuple[RewardResult, ...], ...]
 
     def collect_valid_scores(self) -> list[tuple[float, ...]]:
-        """Return the scores of the samples that count, an entry an item; empty where all its
-        samples are masked.
-        """
+        """Return a tuple for each item with the scores of its samples that are not masked."""
         return [
             tuple(r.score for r in results if not is_masked(r.status)) for results in self.results
         ]
 
     def collect_valid_answers(self) -> list[tuple[str, ...]]:
-        """Return the answers that majorities count; entries as in `collect_valid_scores`."""
+        """Return a tuple for each item with the final answers of its samples that are not masked,
+        for majorities.
+        """
         return [
             tuple(
                 extract_final_answer(text)
@@ -112,9 +112,10 @@ def evaluate_sets(
     decode: Callable[[Sequence[int]], str],
     score: Callable[[list[RewardSample]], Sequence[RewardResult]],
 ) -> EvaluationResult:
-    """All prompts are generated in one call, and all samples are scored in one.
+    """Generate the samples of all prompts in one call, score all of them in one call, and return
+    the figures of each set and of all together.
 
-    Raises ValueError when no sample of a set could be scored.
+    Raise ValueError when no sample of a set could be scored.
     """
     prompts = _concat_prompt_batches([evaluation_set.prompts for evaluation_set in sets])
     groups = generate(prompts)
@@ -145,7 +146,7 @@ def evaluate_sets(
 
 
 def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> EvaluationResult:
-    """The figures of each set, and of all together."""
+    """Return the figures of each set and of all sets together, with some examples."""
     sets = tuple(summarize_set(a) for a in scored_sets)
     item_scores = [
         sum(scores) / len(scores)
@@ -166,9 +167,10 @@ def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> Evaluati
 def compute_accuracy(
     item_scores: Sequence[float], response_lengths: Sequence[int]
 ) -> EvaluationResult:
-    """`item_scores`: one mean score an item; `response_lengths`: tokens, one a sample.
+    """Return the accuracy with its interval and the mean response length, without examples and
+    sets. `item_scores`: the mean score of each item; `response_lengths`: the tokens of each sample.
 
-    Scores that leave [0, 1] (rewards with terms) are no shares: their interval is Student's.
+    Scores outside [0, 1] (rewards with terms) are no shares: their interval is Student's.
     """
     count = len(item_scores)
     accuracy = sum(item_scores) / count
@@ -182,7 +184,7 @@ def compute_accuracy(
 
 
 def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
-    """Raises ValueError when all of its samples were masked."""
+    """Return the figures of one set. Raise ValueError when all of its samples were masked."""
     items = [scores for scores in scored_set.collect_valid_scores() if scores]
     statuses = Counter(
         r.status for results in scored_set.results for r in results if is_masked(r.status)
@@ -222,11 +224,11 @@ def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
 
 
 def estimate_best_of_k(scores: Sequence[float], k: int) -> float:
-    """Expected best of k of these scores, drawn without replacement: the unbiased
+    """Return the expected best of k of these scores, drawn without replacement: the unbiased
     estimate of best@k.
 
-    For 0/1 scores it is pass@k of Chen et al. 2021, 1 - C(n - c, k) / C(n, k) with c
-    right answers of n.
+    For 0/1 scores it is pass@k of Chen et al. 2021, 1 - C(n - c, k) / C(n, k) with c right answers
+    of n.
     """
     n = len(scores)
     assert 1 <= k <= n, f"best of {k} out of {n}"
@@ -234,8 +236,8 @@ def estimate_best_of_k(scores: Sequence[float], k: int) -> float:
 
 
 def compute_majority_accuracy(labels: Sequence[str]) -> float:
-    """Accuracy of always giving the most common label: what is reached without
-    reading the question.
+    """Return the accuracy of always giving the most common label, which needs no reading of the
+    question.
     """
     assert labels, "no labels"
     return Counter(labels).most_common(1)[0][1] / len(labels)
@@ -244,14 +246,16 @@ def compute_majority_accuracy(labels: Sequence[str]) -> float:
 def limit_prompts(
     sets: Sequence[EvaluationSet], num_prompts: int | None
 ) -> tuple[EvaluationSet, ...]:
-    """The first `num_prompts` prompts of each set (None: all)."""
+    """Return each set with its first `num_prompts` prompts (None: all)."""
     return tuple(replace(s, prompts=_slice_prompt_batch(s.prompts, num_prompts)) for s in sets)
 
 
 def _compute_best_of_k(
     item_scores: Sequence[Sequence[float]], num_samples: int
 ) -> list[tuple[int, float]]:
-    """An item counts for k when it has k samples that do."""
+    """Return (k, mean best@k over items) for k = 1, 2, 4 ... and `num_samples`. An item counts for
+    k when it has k valid samples.
+    """
     sizes = sorted({2**e for e in range(num_samples.bit_length())} | {num_samples})
     pairs = [
         (k, [estimate_best_of_k(scores, k) for scores in item_scores if len(scores) >= k])
@@ -263,6 +267,7 @@ def _compute_best_of_k(
 def _make_reward_sample(
     prompts: PromptBatch, prompt_index: int, sample: GeneratedSample, text: str
 ) -> RewardSample:
+    """Return the input of the reward function for one sample of a prompt."""
     return RewardSample(
         prompts.prompts[prompt_index],
         text,
@@ -277,6 +282,7 @@ def _make_reward_sample(
 def _collect_examples(
     scored_set: ScoredEvaluationSet, num_examples: int
 ) -> list[tuple[str, str, str, float]]:
+    """Return (prompt, response, label, score) of the first samples of a set."""
     p = scored_set.prompts
     return [
         (prompt, response, label, result.score)
@@ -288,25 +294,29 @@ def _collect_examples(
 
 
 def _split_by_counts(values: Sequence, counts: Sequence[int]) -> tuple:
-    """`values` in pieces of `counts`."""
+    """Split `values` into consecutive tuples of these lengths."""
     rest = iter(values)
     return tuple(tuple(next(rest) for _ in range(count)) for count in counts)
 
 
 def _concat_prompt_batches(batches: Sequence[PromptBatch]) -> PromptBatch:
+    """Join the batches, column by column."""
     columns = [[getattr(batch, field.name) for batch in batches] for field in fields(PromptBatch)]
     return PromptBatch(*(tuple(chain.from_iterable(column)) for column in columns))
 
 
 def _slice_prompt_batch(prompts: PromptBatch, num_prompts: int | None) -> PromptBatch:
+    """Return the first `num_prompts` prompts (None: all)."""
     return PromptBatch(
         *(getattr(prompts, field.name)[:num_prompts] for field in fields(PromptBatch))
     )
 
 
 def _compute_mean(values: Sequence[float]) -> float:
+    """Return the mean of the values, of which there must be at least one."""
     return sum(values) / len(values)
 
 
 def _format_status_counts(statuses: Counter[str]) -> str:
+    """Return the statuses with their counts as text, the most common first."""
     return ", ".join(f"{status} {count}" for status, count in statuses.most_common())

@@ -46,8 +46,8 @@ class SampleFigure:
 def compute_sample_figures(
     scores: Sequence[Sequence[float]], answers: Sequence[Sequence[str]]
 ) -> tuple[SampleFigure, ...]:
-    """`scores` and `answers` of the samples that count, an entry an item. Empty where no item
-    has two samples.
+    """Return best@k, worst@k and maj@k with intervals, for k = 2, 4 ... `scores` and `answers` have
+    an entry for each item, with its samples that count. Return () where no item has two samples.
     """
     generator = np.random.default_rng(SEED)
     sizes = list_subset_sizes(max((len(of_item) for of_item in scores), default=0))
@@ -74,18 +74,23 @@ def compute_sample_figures(
 
 
 def list_subset_sizes(num_samples: int) -> list[int]:
-    """2, 4, 8 .. and the number of samples itself; none for a single one."""
+    """Return 2, 4, 8 ... and `num_samples` itself; [] for a single sample."""
     powers = {1 << e for e in range(1, num_samples.bit_length()) if 1 << e <= num_samples}
     return sorted(powers | ({num_samples} if num_samples > 1 else set()))
 
 
 def extract_final_answer(response: str) -> str:
+    """Return the answer of a response: the content of its last boxed expression, else the text
+    after the last "####", else the whole response.
+    """
     boxed = find_last_boxed(response)
     return boxed if boxed is not None else response.rpartition("####")[2].strip()
 
 
 def compute_expected_extreme(scores_IN: Floats, k: int, is_best: bool) -> Floats:
-    """[I] expected best, or worst, of k samples without replacement."""
+    """Return [I]: the expected best, or worst, of k samples of each item, drawn without
+    replacement.
+    """
     n = scores_IN.shape[1]
     weights_N = np.array([comb(i, k - 1) / comb(n, k) for i in range(n)])
     return np.sort(scores_IN, axis=1) @ (weights_N if is_best else weights_N[::-1])
@@ -94,8 +99,9 @@ def compute_expected_extreme(scores_IN: Floats, k: int, is_best: bool) -> Floats
 def compute_majority_score(
     scores_IN: Floats, codes_IN: NDArray[np.int64], k: int, generator: np.random.Generator
 ) -> Floats:
-    """[I] expected score of the most common answer of k samples. `codes_IN`: equal answers of an
-    item have one code, below N.
+    """Return [I]: the expected score of the most common answer of k samples of each item, over all
+    subsets or NUM_DRAWS random ones. `codes_IN`: equal answers of an item have the same code, below
+    N.
     """
     num_items, n = scores_IN.shape
     if k == n:
@@ -126,6 +132,9 @@ def compute_majority_score(
 def _score_most_common_answer(
     scores_IN: Floats, codes_IN: NDArray[np.int64], num_codes: int
 ) -> Floats:
+    """Return the mean score of the most common answer of each row; of equally common answers, the
+    mean.
+    """
     num_rows = len(scores_IN)
     places = (np.arange(num_rows)[:, None] * num_codes + codes_IN).ravel()
     counts = np.bincount(places, minlength=num_rows * num_codes).reshape(num_rows, num_codes)
@@ -143,9 +152,9 @@ def bootstrap_intervals(
     num_resamples: int = NUM_RESAMPLES,
     weights_IK: Floats | None = None,
 ) -> Iterator[tuple[float, float | None, float | None]]:
-    """(mean, low, high) of each column over the items that have an entry (not nan): the 2.5 and
-    97.5 % quantiles of the means of resampled items. All columns are resampled alike. `weights_IK`:
-    of the entries in a mean; None: 1.
+    """Yield (mean, low, high) of each column over the items that have an entry (not nan). low and
+    high are the 2.5 and 97.5 % quantiles of the means of resampled items, None with a single item.
+    All columns use the same resamples. `weights_IK`: the weights of the entries in a mean; None: 1.
     """
     has_entry_IK = ~np.isnan(table_IK)
     weight_IK = has_entry_IK if weights_IK is None else np.where(has_entry_IK, weights_IK, 0.0)
@@ -175,5 +184,6 @@ def bootstrap_intervals(
 
 
 def _encode_answers(answers: Sequence[str]) -> list[int]:
+    """Return a number for each answer; equal answers have the same."""
     numbers: dict[str, int] = {}
     return [numbers.setdefault(answer, len(numbers)) for answer in answers]

@@ -58,6 +58,7 @@ class HealthVerdict:
     fix: str
 
     def __str__(self) -> str:
+        """Return the rule, the value and what to do, as a line."""
         return f"health/{self.name}: {self.rule_text}; it is {self.value:.4g}. {self.fix}"
 
 
@@ -75,6 +76,9 @@ def judge_steps(steps: StepMetrics) -> list[HealthVerdict]:
 
 
 def _judge_entropy_collapse(steps: StepMetrics) -> RuleFinding | None:
+    """Judge the entropy of the last steps against the first steps; not bad where nearly all groups
+    are solved. Return (is bad, value, rule text), or None for a run shorter than both windows.
+    """
     first = _mean_over_window(steps[:NUM_WINDOW_STEPS], "actor/entropy")
     last = _mean_over_window(steps[-NUM_WINDOW_STEPS:], "actor/entropy")
     if first is None or last is None or first <= 0.0 or len(steps) < 2 * NUM_WINDOW_STEPS:
@@ -90,6 +94,9 @@ def _judge_entropy_collapse(steps: StepMetrics) -> RuleFinding | None:
 
 
 def _judge_kl_runaway(steps: StepMetrics) -> RuleFinding | None:
+    """Judge the KL metric that is largest relative to its limit. Return (is bad, value, rule text),
+    or None where the steps have no such metric.
+    """
     means = {key: _mean_over_window(steps[-NUM_WINDOW_STEPS:], key) for key in KL_LIMITS}
     found = {key: mean for key, mean in means.items() if mean is not None}
     if not found:
@@ -103,7 +110,10 @@ def _judge_kl_runaway(steps: StepMetrics) -> RuleFinding | None:
 
 
 def _judge_zero_clipping(steps: StepMetrics) -> RuleFinding | None:
-    """Told only where a step has several optimizer steps: in the first all ratios are 1."""
+    """Judge whether no token was clipped in the last steps, unless the learning rate has decayed.
+    Return (is bad, value, rule text), or None unless all of them have several optimizer steps: in
+    the first optimizer step all ratios are 1.
+    """
     counts = _collect_finite_values(steps[-NUM_WINDOW_STEPS:], "actor/num_optimizer_steps")
     mean = _mean_over_window(steps[-NUM_WINDOW_STEPS:], "actor/pg_clipfrac")
     if mean is None or len(counts) < NUM_WINDOW_STEPS or min(counts) < 2:
@@ -120,6 +130,9 @@ def _judge_zero_clipping(steps: StepMetrics) -> RuleFinding | None:
 
 
 def _judge_mismatch_growth(steps: StepMetrics) -> RuleFinding | None:
+    """Judge the mismatch KL of the last steps against the first steps. Return (is bad, value, rule
+    text), or None for a run shorter than both windows.
+    """
     first, last = (
         _mean_over_window(part, "training/rollout_kl")
         for part in (steps[:NUM_WINDOW_STEPS], steps[-NUM_WINDOW_STEPS:])
@@ -136,6 +149,9 @@ def _judge_mismatch_growth(steps: StepMetrics) -> RuleFinding | None:
 
 
 def _judge_grad_norm_spike(steps: StepMetrics) -> RuleFinding | None:
+    """Judge the last gradient norm against the median of the steps before. Return (is bad, value,
+    rule text), or None where the steps are too few.
+    """
     before = _collect_finite_values(steps[-NUM_STEPS_BEFORE_SPIKE - 1 : -1], "actor/grad_norm")
     last = _collect_finite_values(steps[-1:], "actor/grad_norm")
     if len(before) < NUM_WINDOW_STEPS or not last or (median := statistics.median(before)) <= 0.0:
@@ -150,7 +166,14 @@ def _judge_grad_norm_spike(steps: StepMetrics) -> RuleFinding | None:
 def _make_upper_limit_rule(
     metric_key: str, limit: float
 ) -> Callable[[StepMetrics], RuleFinding | None]:
+    """Return a rule function that judges a run bad where the mean of the metric over the last steps
+    is above `limit`.
+    """
+
     def judge_window_mean(steps: StepMetrics) -> RuleFinding | None:
+        """Judge the mean over the last steps. Return (is bad, value, rule text), or None unless all
+        of them have the metric.
+        """
         mean = _mean_over_window(steps[-NUM_WINDOW_STEPS:], metric_key)
         should = (
             f"the mean of {metric_key} over {NUM_WINDOW_STEPS} steps should be at most {limit:g}"
@@ -243,13 +266,16 @@ HEALTH_RULES = (
 
 
 def _collect_finite_values(steps: StepMetrics, metric_key: str) -> list[float]:
+    """Return the finite values of the metric, of the steps that have one."""
     return [
         step[metric_key] for step in steps if metric_key in step and math.isfinite(step[metric_key])
     ]
 
 
 def _mean_over_window(steps: StepMetrics, metric_key: str) -> float | None:
-    """Return the mean over the window; None unless every step of the window has the metric."""
+    """Return the mean of the metric; None where fewer than NUM_WINDOW_STEPS of the steps have a
+    finite value.
+    """
     values = _collect_finite_values(steps, metric_key)
     return statistics.fmean(values) if len(values) >= NUM_WINDOW_STEPS else None
 
@@ -271,6 +297,9 @@ class HealthWatch:
     """
 
     def __init__(self, peak_lr: float | None = None) -> None:
+        """Begin without steps. `peak_lr` is the peak of the learning-rate schedule; None: the
+        highest rate seen so far counts as the peak.
+        """
         self._peak_lr = peak_lr or 0.0
         self.troubles: dict[str, HealthTrouble] = {}
         self._num_steps_seen = 0
@@ -282,8 +311,8 @@ class HealthWatch:
     def judge_step(
         self, step: int, metrics: Mapping[str, float]
     ) -> tuple[dict[str, float], list[str]]:
-        """(metrics health/*, lines for the person who watches: one for each verdict
-        that has changed).
+        """Judge a step. Return (metrics health/*, which are 1 where a verdict is bad and else 0; a
+        line for each verdict that has changed, for the person who watches).
         """
         row = {key: float(metrics[key]) for key in RULE_METRIC_KEYS if metrics.get(key) is not None}
         self._peak_lr = row[PEAK_LR_KEY] = max(self._peak_lr, row.get("actor/lr", 0.0))
@@ -300,13 +329,14 @@ class HealthWatch:
         return {name: asdict(trouble) for name, trouble in self.troubles.items()}
 
     def _collect_kept_rows(self) -> list[dict[str, float]]:
-        """All steps of a short run; of a longer one the first and the last, which is all that
-        any rule reads.
+        """Return all steps of a short run; of a longer run the first and the last steps, which is
+        all that any rule reads.
         """
         num_between = self._num_steps_seen - len(self._last_rows)
         return [*self._first_rows[: max(0, num_between)], *self._last_rows]
 
     def _update_trouble(self, step: int, verdict: HealthVerdict) -> str:
+        """Record a verdict. Return a line where it turned bad or is over, else ""."""
         known = self.troubles.get(verdict.name)
         was_bad = known is not None and known.is_now
         if verdict.is_bad:

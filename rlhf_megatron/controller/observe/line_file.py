@@ -41,7 +41,9 @@ FAILED = "failed"
 
 
 def explain_write_error(path: Path, error: OSError) -> OSError:
-    """The same error with the name of the file and, of a full disk, with what helps."""
+    """Return an OSError of the same number, whose message names the file and, for a full disk, says
+    what helps.
+    """
     text = f"{path} cannot be written: {error.strerror or error}."
     if error.errno in DISK_FULL_ERRNOS:
         free = shutil.disk_usage(next(place for place in path.parents if place.exists())).free / 1e6
@@ -54,8 +56,8 @@ def explain_write_error(path: Path, error: OSError) -> OSError:
 
 
 def write_file_atomically(path: Path, data: bytes) -> None:
-    """The file appears by rename when it is complete and on disk. Raises OSError
-    (see `explain_write_error`).
+    """Write the file, which appears by rename when it is complete and on disk. Raise OSError (see
+    `explain_write_error`).
     """
     try:
         direct_file_io.write_large_file_atomically(path, [data])
@@ -64,8 +66,9 @@ def write_file_atomically(path: Path, data: bytes) -> None:
 
 
 def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[], None]) -> None:
-    """Call `write`. While it finds the disk full the run pauses, for PAUSE_S at most; then its
-    OSError is raised.
+    """Call `write` until it finds the disk not full. The run waits meanwhile, for MAX_DISK_WAIT_S
+    at most; then raise the OSError. Raise any other OSError at once. `check_stop` is called between
+    attempts and may raise.
     """
     end = None
     while True:
@@ -93,6 +96,7 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
+        """Open the file to append to it, after cutting off an unfinished last line."""
         if path.exists():
             truncate_file(path, path.read_bytes().rfind(b"\n") + 1)
         self._path = path
@@ -103,10 +107,15 @@ class LineFile:
         self._has_warned = False
 
     def write_row(self, row: Mapping[str, Any]) -> None:
-        """The line is with the operating system when this returns, or waits."""
+        """Append the row as a line of JSON. The line is with the operating system when this
+        returns, or waits in memory for room.
+        """
         self.append_line(json.dumps(row).encode() + b"\n")
 
     def append_line(self, line: bytes) -> None:
+        """Append a whole line, which ends with a newline. Where the disk fails, warn and keep it in
+        memory; lose it where too many bytes wait.
+        """
         if self._num_pending_bytes + len(line) > MAX_WAITING_BYTES:
             self._num_lost_lines += 1
             return
@@ -120,7 +129,7 @@ class LineFile:
             self._has_warned = True
 
     def flush(self) -> None:
-        """Write the lines that wait. Raises OSError (see `explain_write_error`); the file then ends
+        """Write the lines that wait. Raise OSError (see `explain_write_error`); the file then ends
         with a whole line.
         """
         while self._pending_lines:
@@ -138,6 +147,9 @@ class LineFile:
         self._has_warned = False
 
     def close(self) -> None:
+        """Write the lines that wait, warn of lines that are lost, and close the file. Raises
+        nothing.
+        """
         try:
             self.flush()
         except OSError as error:
@@ -153,13 +165,15 @@ class LineFile:
 
 
 def truncate_file(path: Path, num_bytes: int) -> None:
-    """Keeps the first `num_bytes` of a file."""
+    """Cut the file after its first `num_bytes`."""
     with path.open("r+b") as file:
         file.truncate(num_bytes)
 
 
 def replace_non_finite(value: Any) -> Any:
-    """`value` with None for each number that JSON has no word for (NaN, infinities)."""
+    """Return `value` with None for each number that JSON does not have (NaN, infinities), also
+    within lists and mappings.
+    """
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -170,11 +184,11 @@ def replace_non_finite(value: Any) -> Any:
 
 
 def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> int:
-    """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of
-    metrics.jsonl they were.
+    """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of them
+    metrics.jsonl had.
 
-    A last line that was cut off goes with them, and so do ENDINGS. The steps of a warm-up are
-    others than those of the run.
+    A last line that was cut off and the FINAL_OUTPUTS of the run are moved too. Rows of a warm-up
+    stay: their steps are not steps of the run.
     """
     to = run_dir / SUPERSEDED_DIR / f"attempt_{attempt_number:03d}"
     for name in FINAL_OUTPUTS:
@@ -188,7 +202,7 @@ def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> 
 
 
 def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[dict[str, Any]]:
-    """Return the whole rows of a file of JSON lines; [] where it is not written."""
+    """Return the whole rows of a file of JSON lines; [] where the file does not exist."""
     path = run_dir / file_name
     return (
         [row for line in path.read_bytes().splitlines() if (row := _parse_step_row(line))]
@@ -198,8 +212,8 @@ def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[di
 
 
 def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
-    """Return the seconds of the evaluation after `step` that stands: the state of that step was
-    saved before it.
+    """Return the seconds of the evaluation after `step`, whose row is kept: the state of that step
+    was saved before the evaluation.
     """
     return sum(
         row.get("timing_s/evaluate", 0.0)
@@ -209,6 +223,9 @@ def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> floa
 
 
 def _move_rows_after_step(path: Path, target_path: Path, step: int) -> int:
+    """Move the rows of later steps, and lines that are no rows, to another file; return their
+    number.
+    """
     if not path.exists():
         return 0
     kept: list[bytes] = []
@@ -225,7 +242,7 @@ def _move_rows_after_step(path: Path, target_path: Path, step: int) -> int:
 
 
 def _parse_step_row(line: bytes) -> dict[str, Any]:
-    """{} for one that is none."""
+    """Return the row of a line; {} for a line that is no row of a step."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -246,6 +263,7 @@ class RunClock:
     productive_s: float = 0.0
 
     def __post_init__(self) -> None:
+        """Start the clock; warn where the wall clock is before the first start."""
         before_s = time.time() - self.first_start_time
         if before_s < 0:
             logger.warning(
@@ -254,7 +272,7 @@ class RunClock:
         self._start_monotonic_s = time.monotonic() - max(0.0, before_s)
 
     def compute_ettr(self) -> float:
-        """Effective training time ratio: productive time / wall time since the first
+        """Return the effective training time ratio: productive time / wall time since the first
         launch; 1 at most.
         """
         return self.productive_s / max(
@@ -262,6 +280,7 @@ class RunClock:
         )
 
     def add_productive_time(self, seconds: float) -> None:
+        """Add seconds to the productive time."""
         self.productive_s += seconds
 
 
@@ -269,6 +288,7 @@ class RunAttempts:
     """The attempts of a run directory. One that was killed has a start and no end."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Read the starts of former attempts from attempts.jsonl of the run directory."""
         self._path = run_dir / ATTEMPTS_FILE
         self._start_lines = [
             line for line in read_attempt_lines(run_dir) if line.get("kind") == "start"
@@ -276,24 +296,27 @@ class RunAttempts:
 
     @property
     def num_attempts(self) -> int:
+        """Return the number of attempts that were started, the current one included once it is
+        recorded.
+        """
         return len(self._start_lines)
 
     @property
     def first_start_time(self) -> float:
-        """Unix seconds at which the run was launched first; now where it never was."""
+        """Return the unix seconds at which the run was first launched; now where it never was."""
         return float(self._start_lines[0]["time"]) if self._start_lines else time.time()
 
     @property
     def resumed_from_step(self) -> int | None:
-        """The step that the current attempt resumed from; None: it started anew."""
+        """Return the step that the current attempt resumed from, or None where it started anew."""
         return self._start_lines[-1]["resumed_from_step"] if self._start_lines else None
 
     @contextmanager
     def record_attempt(
         self, start_time: float, resumed_from_step: int | None, **start_fields: Any
     ) -> Iterator[None]:
-        """A line at the start and one at the end, with what it ended by. `facts`: of the start;
-        None is left out.
+        """Write a line for the start of an attempt, run the block, and write a line for its end,
+        with the reason. `start_fields` go into the line of the start; None is left out.
         """
         began = time.monotonic() - max(0.0, time.time() - start_time)
         start = {"kind": "start", "time": start_time, "resumed_from_step": resumed_from_step}
@@ -309,6 +332,9 @@ class RunAttempts:
         self._write_end(began, COMPLETE)
 
     def _write_end(self, start_monotonic_s: float, reason: str) -> None:
+        """Write the line of the end, with the seconds that the attempt took; ignore a disk that
+        fails.
+        """
         seconds = round(time.monotonic() - start_monotonic_s, 1)
         with suppress(OSError):  # what the run ends by is what is told
             self._write_line(
@@ -316,13 +342,16 @@ class RunAttempts:
             )
 
     def _write_line(self, line: Mapping[str, Any]) -> None:
+        """Append a line to attempts.jsonl."""
         file = LineFile(self._path)
         file.write_row(line)
         file.close()
 
 
 def read_attempt_lines(run_dir: Path) -> list[dict[str, Any]]:
-    """All lines that can be read; a last one that was cut off is not there."""
+    """Return all lines of attempts.jsonl that can be read; a last line that was cut off is left
+    out.
+    """
     path = run_dir / ATTEMPTS_FILE
     found = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():

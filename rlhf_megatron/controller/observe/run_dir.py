@@ -34,7 +34,9 @@ class RunLock:
     def __init__(
         self, run_dir: Path, descriptors: Sequence[int], acquired_at: float | None = None
     ) -> None:
-        """`acquired_at`: unix seconds at which it was taken; None: as run.lock says."""
+        """Hold the lock of `run_dir` by its open `descriptors`: run.lock, then the directory.
+        `acquired_at`: unix seconds at which the lock was acquired; None: read them from run.lock.
+        """
         self.run_dir = run_dir
         self.descriptors = list(descriptors)
         self.acquired_at = (
@@ -45,18 +47,23 @@ class RunLock:
 
     @staticmethod
     def take_over_inherited(run_dir: Path, descriptors: Sequence[int]) -> RunLock:
-        """Take over the lock in a child process. Processes that the child starts do not hold it."""
+        """Return the lock in a child process that inherited its descriptors. Processes that the
+        child starts do not inherit them.
+        """
         for descriptor in descriptors:
             os.set_inheritable(descriptor, False)
         return RunLock(run_dir, descriptors)
 
     def release(self) -> None:
+        """Close the lock's descriptors; call it once. A child process that inherited them keeps the
+        lock.
+        """
         for descriptor in self.descriptors:
             os.close(descriptor)
 
     def verify_ownership(self) -> None:
-        """Make a run.lock again that was deleted. Raises ValueError where the directory is not this
-        run's any more.
+        """Create run.lock again, locked, where it was deleted. Raise ValueError where the directory
+        is not this run's any more.
         """
         path = self.run_dir / LOCK_FILE
         file, directory = self.descriptors
@@ -78,10 +85,10 @@ class RunLock:
 
 
 def acquire_run_lock(run_dir: Path) -> RunLock:
-    """Raises ValueError, with process, host and start time of the holder, when another run has
-    the directory.
+    """Lock the directory of a run, creating it where it does not exist. Raise ValueError, with
+    process, host and start time of the holder, when another run has the directory.
 
-    On file systems without locks over the network (some NFS) it guards against runs on the
+    On file systems without locks over the network (some NFS) the lock guards against runs on the
     same machine only.
     """
     path = run_dir / LOCK_FILE
@@ -113,11 +120,14 @@ def acquire_run_lock(run_dir: Path) -> RunLock:
 
 
 def _open_lock_file(path: Path) -> int:
+    """Open run.lock, creating it, and return the descriptor. A link is refused (OSError)."""
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
 
 
 def _try_flock(descriptor: int) -> bool:
-    """False where another has it."""
+    """Lock the descriptor without waiting. Return False where another process holds the lock; True
+    also where the file system cannot lock a directory.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -129,8 +139,8 @@ def _try_flock(descriptor: int) -> bool:
 
 
 def _refuse_links_and_other_users(run_dir: Path) -> None:
-    """Whoever has the directory can put links where this run writes. Raises ValueError where that
-    is another user.
+    """Raise ValueError where run.lock is a link, or where the directory or run.lock belongs to
+    another user: an owner of the directory could put links where this run writes.
     """
     for path in (run_dir, run_dir / LOCK_FILE):
         with contextlib.suppress(FileNotFoundError):
@@ -148,6 +158,7 @@ def _refuse_links_and_other_users(run_dir: Path) -> None:
 
 
 def _write_lock_owner(descriptor: int, acquired_at: float) -> float:
+    """Write process, host and start time of the holder to run.lock, and return `acquired_at`."""
     started = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(acquired_at))
     owner = {
         "pid": os.getpid(),
@@ -161,7 +172,7 @@ def _write_lock_owner(descriptor: int, acquired_at: float) -> float:
 
 
 def _read_lock_owner(descriptor: int) -> dict[str, Any]:
-    """Read what the holder wrote; {} when it has not yet."""
+    """Return what the holder wrote to run.lock; {} where it has not yet."""
     try:
         found = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -170,6 +181,7 @@ def _read_lock_owner(descriptor: int) -> dict[str, Any]:
 
 
 def _is_same_file(path: Path, descriptor: int) -> bool:
+    """Return whether the path still is the file that is open as `descriptor`."""
     try:
         return os.path.samestat(path.stat(), os.fstat(descriptor))
     except FileNotFoundError:
@@ -186,10 +198,10 @@ class LockedRunDir:
 
 
 def open_run_dir(parent: str, name: str, can_continue: Callable[[Path], bool]) -> LockedRunDir:
-    """`parent`/`name`, locked. A run in it stays where `can_continue(directory)`; else it
-    is moved aside.
+    """Lock and return the directory `parent`/`name`. A former run in it stays where
+    `can_continue(directory)` is true; else it is moved aside.
 
-    Raises ValueError when another run has the directory; that one is not touched.
+    Raise ValueError when another run has the directory; that run is not touched.
     """
     path = Path(parent) / name
     if path.is_file():
@@ -206,7 +218,9 @@ def open_run_dir(parent: str, name: str, can_continue: Callable[[Path], bool]) -
 
 
 def create_fresh_run_dir(parent: str, name: str) -> tuple[Path, Path | None]:
-    """(the new empty directory, where a former one was moved to), without a lock."""
+    """Return (the new empty directory, the path where a former one was moved to or None), without a
+    lock.
+    """
     path = Path(parent) / name
     moved = (
         move_to_numbered_name(path)
@@ -227,10 +241,12 @@ def move_to_numbered_name(path: Path) -> Path:
 
 
 def write_json_atomically(path: Path, value: dict[str, Any]) -> None:
-    """Appears by rename when complete."""
+    """Write `value` as JSON to the file, which appears by rename when it is complete. Raise
+    OSError.
+    """
     write_text_atomically(path, json.dumps(value, indent=2) + "\n")
 
 
 def write_text_atomically(path: Path, text: str) -> None:
-    """Appears by rename when complete."""
+    """Write the text to the file, which appears by rename when it is complete. Raise OSError."""
     write_file_atomically(path, text.encode())

@@ -69,7 +69,7 @@ class RunFacts:
 def make_run_facts(
     config: RunConfig, run_name: str, tokenizer: Tokenizer, resumed_from_step: int | None = None
 ) -> RunFacts:
-    """`run_name`: of the run directory."""
+    """Collect the facts of a run for its loggers. `run_name` is the name of the run directory."""
     return RunFacts(
         run_name=run_name,
         project_name=config.trainer.project_name,
@@ -86,7 +86,7 @@ def make_run_facts(
 
 def read_package_versions(packages: Sequence[str]) -> dict[str, str]:
     """Return the versions of the interpreter and of `packages`, by distribution name; "not
-    installed" where one is missing.
+    installed" where a package is missing.
     """
     return {
         "python": platform.python_version(),
@@ -95,6 +95,7 @@ def read_package_versions(packages: Sequence[str]) -> dict[str, str]:
 
 
 def _read_package_version(package: str) -> str:
+    """Return the version of an installed package, or "not installed"."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -43,7 +43,9 @@ def draw_loss_curve(
     losses: Sequence[tuple[int, float]],
     held_out_losses: Sequence[tuple[int, float]],
 ) -> bool:
-    """Loss a step and held-out loss. False where matplotlib is not installed."""
+    """Draw the loss of each step and the held-out loss to the image file `path`. Return False where
+    matplotlib is not installed.
+    """
     try:
         import matplotlib
     except ImportError:
@@ -77,11 +79,11 @@ def draw_reward_curve(
     majority_accuracy: float | None = None,
     sampling_texts: tuple[str, str] = ("sampled", "greedy"),
 ) -> bool:
-    """Mean reward a step and held-out score with its 95 % interval. False where matplotlib is
-    not installed.
+    """Draw the mean reward of each step and the held-out score with its 95 % interval to the image
+    file `path`. Return False where matplotlib is not installed.
 
-    `sampling_texts`: the samples of a step and those of an evaluation were drawn. The axis is 0 to
-    1 where all values are in it.
+    `sampling_texts` say how the samples of a step and those of an evaluation were drawn. The axis
+    is 0 to 1 where all values are within it.
     """
     try:
         import matplotlib
@@ -124,8 +126,8 @@ def draw_reward_curve(
 def describe_run_start(
     run_name: str, model: ModelConfig, pools_text: str, engines_text: str, prompt_sets: PromptSets
 ) -> str:
-    """Return the first line that a run says. `pools_text`: its pools and layouts; `engines_text`:
-    number and kind.
+    """Return the first line that a run shows. `pools_text`: its pools and layouts; `engines_text`:
+    number and kind of engines.
     """
     text = (
         f"{run_name}: {model.path} ({model.dtype}), {pools_text}, {engines_text} engine(s),"
@@ -160,10 +162,10 @@ def write_training_summary(
     layouts: Mapping[str, str],
     check_stop: Callable[[], None],
 ) -> None:
-    """Write curve and summary.json of a run that has all of its steps, when the disk has
-    room for them.
+    """Write the reward curve and summary.json of a run that has all of its steps, waiting while the
+    disk is full.
 
-    Raises OSError with advice where it has none for long; started again, the run writes them.
+    Raise OSError with advice where the disk stays full; started again, the run writes them.
     """
     majority = (
         compute_majority_accuracy([item.label for item in prompt_sets.held_out_items])
@@ -193,8 +195,8 @@ def write_loss_summary(
     title: str,
     held_out_losses: Sequence[tuple[int, float]],
 ) -> None:
-    """Write the summary of a job without rewards, as `write_training_summary` does.
-    `held_out_losses`: (step, loss).
+    """Write the summary and the loss curve of a job without rewards, as `write_training_summary`
+    does. `held_out_losses`: (step, loss).
     """
     _write_summary_and_curve(
         summary_fields,
@@ -212,6 +214,9 @@ def _write_summary_and_curve(
     check_stop: Callable[[], None],
     draw_curve: Callable[[Path], bool],
 ) -> None:
+    """Write summary.json and curve.png, and note their paths. Wait for room for the summary; only
+    note where there is none for the curve.
+    """
     retry_while_disk_is_full(tracker.logger_set.flush, check_stop)
     retry_while_disk_is_full(
         lambda: write_json_atomically(run_dir / "summary.json", summary_fields), check_stop
@@ -230,7 +235,7 @@ def _write_summary_and_curve(
 
 
 def describe_pool_layouts(worker_group: WorkerGroup) -> dict[str, str]:
-    """Return the layout of each pool."""
+    """Return the layout of each pool, as text."""
     return {pool: str(layout) for pool, layout in worker_group.layouts.items()}
 
 
@@ -241,7 +246,9 @@ def summarise_training(
     warmup_accuracy: float | None,
     attempts: RunAttempts,
 ) -> dict[str, Any]:
-    """Return what a run came to, for people and for scripts."""
+    """Return the entries of summary.json of a training run: accuracies, first and last reward, and
+    the entries of every job.
+    """
     found: dict[str, Any] = {}
     evaluations = tracker.evaluation_results
     before = [r for step, r in evaluations if step == 0]
@@ -265,7 +272,7 @@ def summarise_training(
 def summarise_any_job(
     tracker: RunTracker, layouts: Mapping[str, str], attempts: RunAttempts
 ) -> dict[str, Any]:
-    """Return what the summary of every job says."""
+    """Return the entries of summary.json that every job has."""
     return {
         "steps": tracker.curve_points[-1][0] if tracker.curve_points else 0,
         "layout": layouts["actor"],

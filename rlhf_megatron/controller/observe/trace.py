@@ -39,6 +39,9 @@ class TraceWriter:
     """Threads may share it. Without a path nothing is written."""
 
     def __init__(self, path: Path | None, process_name: str) -> None:
+        """Open the trace, going on in a former file, or only sum up the times of calls where `path`
+        is None.
+        """
         self.step = 0  # set by the tracker: the step that new events belong to
         self._call_seconds: dict[str, float] = {}
         self._pool_call_ends: dict[str, float] = {}  # by pool: when its last call ended
@@ -66,7 +69,7 @@ class TraceWriter:
 
     @contextmanager
     def record_span(self, name: str, track: str, category: str, **arguments: Any) -> Iterator[None]:
-        """Record the time of the block as an event, also when it ends by an exception."""
+        """Record the time of the block as an event, also when the block ends by an exception."""
         start = time.monotonic()
         try:
             yield
@@ -76,8 +79,8 @@ class TraceWriter:
     def add_event(
         self, name: str, track: str, category: str, start_s: float, end_s: float, **arguments: Any
     ) -> None:
-        """An event from `start_s` to `end_s`, as `time.monotonic` counts.
-        Not written once closed.
+        """Write an event from `start_s` to `end_s`, as `time.monotonic` counts, and add the time of
+        a call to the call seconds. Write nothing after `close`.
         """
         first, last = (
             round((self._wall_clock_offset_s + moment) * 1e6) for moment in (start_s, end_s)
@@ -106,9 +109,12 @@ class TraceWriter:
     def record_call(
         self, pool_name: str, method: str, start_s: float, future: Future[Any], **arguments: Any
     ) -> None:
-        """A call to the hosts, which becomes an event on its pool's track when `future` is done."""
+        """Record a call to the hosts, which becomes an event on its pool's track when `future` is
+        done.
+        """
 
         def add_call_event(_: Future[Any]) -> None:
+            """Add the event, from the start of the call or the end of the pool's last call."""
             # A pool runs its calls one after the other, and their futures are done in that order.
             end = time.monotonic()
             self.add_event(
@@ -133,6 +139,7 @@ class TraceWriter:
         return taken
 
     def close(self) -> None:
+        """Write the end of the file and close it; later events are dropped."""
         with self._lock:
             if self._file is not None:
                 self._file.append_line(json.dumps(_CLOSING_EVENT).encode() + b"\n" + ENDING_LINE)
@@ -159,13 +166,14 @@ class TraceWriter:
         return self._track_numbers[track_name]
 
     def _write_event(self, event: dict[str, Any]) -> None:
+        """Append an event to the file as a line."""
         assert self._file is not None
         self._file.append_line(json.dumps(event).encode() + b",\n")
 
 
 def _strip_trace_ending(path: Path) -> float:
-    """Takes off a closing bracket with the event before it, or a line that was cut off. Returns
-    when the rest ended.
+    """Cut the closing bracket with the event before it, or an unfinished line, off the file. Return
+    the unix seconds at which the last event left ended.
     """
     lines = path.read_bytes().splitlines(keepends=True)
     while lines and not (lines[-1].endswith(b",\n") or lines == [OPENING_LINE]):

@@ -51,7 +51,9 @@ class RunTracker:
         clock: RunClock | None = None,
         watched_metric: str | None = None,
     ) -> None:
-        """`watched_metric`: metric whose values `watched_values` has by step."""
+        """Open the loggers and the trace of a run. `watched_metric`: the metric whose values
+        `watched_values` keeps by step.
+        """
         self.run_dir = run_dir
         self.watched_values: dict[int, float] = {}
         self.facts = facts
@@ -76,22 +78,24 @@ class RunTracker:
         self.logger_set = LoggerSet(logger_names, run_dir, total_steps, facts)
 
     def __enter__(self) -> RunTracker:
+        """Return the tracker itself."""
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *error: object) -> None:
+        """Close loggers and trace."""
         self.logger_set.call_each(lambda logger: logger.close(is_failed=error_type is not None))
         self.trace.close()
 
     @property
     def run_seconds(self) -> float:
-        """Wall time since the tracker was made, beside what the rows of former
-        processes stand for.
+        """Return the wall time of the run: since the tracker was made, plus the time that the rows
+        of former processes cover.
         """
         return time.monotonic() - self._start_monotonic_s
 
     def restore_from_rows(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """`rows`: of metrics.jsonl that former processes of this run wrote,
-        as far as they count.
+        """Restore curves, evaluations, health and run time from the rows of metrics.jsonl that
+        former processes of this run wrote and that still count.
         """
         self._start_monotonic_s -= max((float(row["seconds"]) for row in rows), default=0.0)
         for row in rows:
@@ -106,8 +110,8 @@ class RunTracker:
 
     @contextmanager
     def count_as_productive(self) -> Iterator[None]:
-        """Time whose results count, when the block ends without an exception;
-        see `attempts.RunClock`.
+        """Add the time of the block to the productive time, unless it ends by an exception; see
+        `line_file.RunClock`.
         """
         start = time.monotonic()
         yield
@@ -115,7 +119,9 @@ class RunTracker:
 
     @contextmanager
     def time_stage(self, stage_name: str) -> Iterator[None]:
-        """Times a stage; the same stage entered twice in a step adds up."""
+        """Show the stage and record the time of the block; times of a stage that is entered twice
+        in a step add up.
+        """
         self.show_stage(stage_name)
         start = time.monotonic()
         try:
@@ -127,7 +133,9 @@ class RunTracker:
 
     @contextmanager
     def track_step(self, step: int) -> Iterator[None]:
-        """One turn of the loop; its metrics are written when it ends without an exception."""
+        """Run the block as one turn of the loop; write the metrics of the step when the block ends
+        without an exception.
+        """
         self._stage_seconds = {}
         self._step_metrics = {}
         self._train_batch = None
@@ -146,6 +154,7 @@ class RunTracker:
         self._token_batch = None
 
     def _log_step(self, step: int, step_seconds: float) -> None:
+        """Compute and log all metrics of a step, and its health verdicts."""
         metrics = {f"timing_s/{name}": value for name, value in self._stage_seconds.items()} | {
             "timing_s/step": step_seconds
         }
@@ -185,6 +194,7 @@ class RunTracker:
     def _compute_rate_metrics(
         self, batch: TokenBatch, metrics: Mapping[str, float], call_seconds: Mapping[str, float]
     ) -> dict[str, float]:
+        """Return times per token, balance over replicas and FLOPs utilisation of a step."""
         found = compute_time_per_token(metrics, call_seconds)
         if self.facts.performance_basis is not None:
             found |= compute_replica_balance(
@@ -195,6 +205,7 @@ class RunTracker:
         return found
 
     def _log_batch_view(self, step: int, batch: TrainBatch) -> None:
+        """Give the loggers the samples, the mismatch and the distributions of the step's batch."""
         spell = self.facts.decode_tokens
         view = BatchView(
             samples=tuple(
@@ -208,20 +219,22 @@ class RunTracker:
     def set_step_batch(
         self, batch: TrainBatch, metrics: dict[str, float], policy_version: int | None = None
     ) -> None:
-        """This step's batch and what the stages say about it. `policy_version`: of the policy that
-        was trained on it.
+        """Set the batch that this step trained on, and add the metrics of the stages.
+        `policy_version` is the version of the policy that trained on the batch.
         """
         self._train_batch = batch
         self._batch_version = policy_version
         self._step_metrics |= metrics
 
     def set_step_tokens(self, batch: TokenBatch, metrics: dict[str, float]) -> None:
-        """This step's documents, of a job that generates none, and what is said about it."""
+        """Set the documents of this step, in a job that generates none, and add metrics to the
+        step.
+        """
         self._token_batch = batch
         self._step_metrics |= metrics
 
     def log_held_out_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of an evaluation."""
+        """Log the metrics of an evaluation, with the time that the stage "evaluate" took."""
         self.clock.productive_s += self._stage_seconds.get("evaluate", 0.0)
         self.log_metrics(
             step,
@@ -230,7 +243,9 @@ class RunTracker:
         )
 
     def log_evaluation(self, step: int, result: EvaluationResult | None) -> None:
-        """Record an evaluation; None: the run has no held-out items."""
+        """Record and log the result of an evaluation; with None, which means that the run has no
+        held-out items, log nothing.
+        """
         self.clock.productive_s += self._stage_seconds.get("evaluate", 0.0)
         if result is None:
             return
@@ -244,14 +259,17 @@ class RunTracker:
         self.logger_set.call_each(lambda logger: logger.show_stage(text))
 
     def show_note(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Show a line to the person who watches."""
         self.logger_set.call_each(lambda logger: logger.show_note(text))
 
     def log_warmup_step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a step of the warm-up."""
         self.log_metrics(step, "warmup", metrics)
 
     def log_metrics(self, step: int, row_kind: str, metrics: Mapping[str, float]) -> None:
-        """A row of metrics to all loggers; metric names and units: `metric_names`."""
+        """Give a row of metrics to all loggers. `row_kind`: warmup, step or evaluation. For names
+        and units see `metrics.metric_catalogue`.
+        """
         self._record_watched_metric(row_kind, step, metrics)
         seconds = self.run_seconds
         self.logger_set.call_each(
@@ -259,6 +277,7 @@ class RunTracker:
         )
 
     def _record_watched_metric(self, row_kind: str, step: int, row: Mapping[str, Any]) -> None:
+        """Keep the value of the watched metric, unless the row is of a warm-up."""
         if (
             row_kind != "warmup"
             and self._watched_metric is not None
@@ -268,8 +287,8 @@ class RunTracker:
 
 
 def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
-    """Read back a row that `RunTracker.evaluation` wrote: its totals, without the
-    sets and examples.
+    """Return the evaluation of a row that `RunTracker.log_evaluation` wrote: its totals, without
+    the sets and examples.
     """
     return EvaluationResult(
         accuracy=row["val/accuracy"],
@@ -282,7 +301,7 @@ def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
 
 
 def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
-    """Return the metrics of all held-out items together, and of each set of them."""
+    """Return the metrics of all held-out items together, and of each held-out set."""
     values = {
         "val/accuracy": result.accuracy,
         "val/accuracy_low": result.low,

@@ -54,11 +54,12 @@ class ExportableWeights:
         dtype: str | None = None,
         report_bytes: ReportBytes | None = None,
     ) -> int:
-        """Write the new directory `output_directory` and return the number of tensors; `dtype` as
-        of `weights.conversion.conversion_writer.write_hf_directory`.
+        """Write the weights to the new directory `output_directory` in Hugging Face layout, and
+        return the number of tensors. `dtype` is that of
+        `weights.conversion.conversion_writer.write_hf_directory`.
 
-        Raises ValueError before anything is written when `output_directory` is not empty or
-        space is short.
+        Raise ValueError before anything is written when `output_directory` is not empty or space is
+        short.
         """
         return len(
             write_hf_directory(
@@ -74,7 +75,7 @@ class ExportableWeights:
         """Write the new directory `output_directory` with the adapter alone, as peft reads it, and
         return the number of tensors.
 
-        Raises ValueError where no adapter was trained, or `output_directory` exists.
+        Raise ValueError where no adapter was trained, or `output_directory` exists.
         """
         if self.lora_config is None or not isinstance(self.model.source, MergedLoraSource):
             raise ValueError(
@@ -98,15 +99,16 @@ def find_exportable_weights(
     model_directory: Path | None = None,
     role: Literal["actor", "critic"] = "actor",
 ) -> ExportableWeights:
-    """Return the weights of a checkpoint of the run `run_or_checkpoint`, or of that
-    checkpoint itself.
+    """Return the weights of a checkpoint of the run `run_or_checkpoint`, or of that checkpoint
+    itself.
 
-    The newest good one; or that of `step`; or with `use_best` that with the best trainer.keep_best.
-    `model_directory`: whose config.json and tokenizer go with the weights, where those of the run
-    are not on this machine. A critic becomes a token classifier of one label, a trained reward
-    model a sequence classifier.
+    Take the newest good checkpoint; or the checkpoint of `step`; or with `use_best` the checkpoint
+    with the best trainer.keep_best. `model_directory` gives the config.json and tokenizer for the
+    weights, where those of the run are not on this machine. A critic becomes a token classifier of
+    one label, a trained reward model a sequence classifier.
 
-    Raises ValueError: no such checkpoint, one that is not good, another model.
+    Raise ValueError where there is no such checkpoint, the checkpoint is not good, or the model
+    directory is of another model.
     """
     found = _find_checkpoint(run_or_checkpoint, step, use_best)
     state = read_run_state(found)
@@ -151,8 +153,8 @@ def find_exportable_weights(
 
 
 def _read_hf_config_with_plugins(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
-    """Plugins are run only where one must bring the model's family: others may not be
-    on this machine.
+    """Read config.json, after running the plugins where no built-in family has the model's type.
+    Plugins are not run otherwise: they may not be on this machine.
     """
     if plugins and str(
         read_json_object(directory / "config.json").get("model_type")
@@ -164,7 +166,9 @@ def _read_hf_config_with_plugins(directory: Path, plugins: Sequence[str]) -> dic
 def _find_checkpoint(
     run_or_checkpoint: Path, step: int | None, use_best: bool
 ) -> VerifiedCheckpoint:
-    """Raises ValueError with the steps that there are."""
+    """Find and verify a checkpoint of a run, or the checkpoint at this path. Raise ValueError with
+    the steps that there are.
+    """
     if (run_or_checkpoint / MANIFEST).is_file():
         return CheckpointStore(run_or_checkpoint.parent).verify_checkpoint(run_or_checkpoint)
     store = CheckpointStore(run_or_checkpoint / CHECKPOINTS)
@@ -205,14 +209,15 @@ def _find_checkpoint(
 
 
 def _join_steps(steps: Sequence[int]) -> str:
+    """Return the steps as text, ascending, separated by commas."""
     return ", ".join(map(str, sorted(steps)))
 
 
 def find_best_step(
     value_by_step: Mapping[int, float], steps: Sequence[int], metric: str | None
 ) -> int | None:
-    """The one of `steps` with the best value of `metric`, the later one of two; None where none
-    has a finite one.
+    """Return the step of `steps` with the best value of `metric`, the later step where two are
+    equal; None where no step has a finite value.
     """
     found = find_metric(metric) if metric is not None else None
     sign = -1 if found is not None and found.better_direction == "lower" else 1
@@ -225,10 +230,10 @@ def find_best_step(
 
 
 def export_missing_weights(run_dir: Path, trainer: TrainerConfig, has_critic: bool) -> list[str]:
-    """Write what `trainer.save_hf` asks for and a complete run has not written. Returns a line for
-    each directory.
+    """Export the weights that `trainer.save_hf` asks for and that a complete run has not written,
+    from its last checkpoint. Return a line of text for each directory.
 
-    Raises ValueError where the last step has no checkpoint.
+    Raise ValueError where the last step has no checkpoint.
     """
     wanted: list[tuple[str, Literal["actor", "critic"]]] = [(HF, "actor")]
     wanted += [(HF_CRITIC, "critic")] if has_critic else []
@@ -245,8 +250,8 @@ def export_missing_weights(run_dir: Path, trainer: TrainerConfig, has_critic: bo
 def describe_saved_weights(
     run_dir: Path, trainer: TrainerConfig, value_by_step: Mapping[int, float]
 ) -> list[str]:
-    """Say what a run has left and what to do with it. `value_by_step`: of
-    trainer.keep_best, by step.
+    """Return lines for a person: which weights and checkpoints a run has left and what to do with
+    them. `value_by_step`: the values of trainer.keep_best, by step.
     """
     store = CheckpointStore(run_dir / CHECKPOINTS)
     steps = store.list_steps()

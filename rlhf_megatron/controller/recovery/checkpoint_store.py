@@ -53,25 +53,32 @@ class CheckpointStore:
     """
 
     def __init__(self, directory: Path, settle_s: float = 0.0) -> None:
+        """Open the store; nothing is read yet. `directory` is "checkpoints" of a run. `settle_s`:
+        seconds that files of other machines may take to appear on this one (NFS caches
+        directories).
+        """
         self.directory = directory
         self._settle_s = settle_s
         self._verified_names: set[str] = set()  # names of those that were written or verified here
 
     def list_steps(self) -> list[int]:
-        """Return the steps of all checkpoints that have their name, intact or not, newest first."""
+        """Return the steps of all checkpoints that have their final name, intact or not, newest
+        first.
+        """
         if not self.directory.is_dir():
             return []
         matches = [_NAME.fullmatch(entry.name) for entry in self.directory.iterdir()]
         return sorted((int(match[1]) for match in matches if match), reverse=True)
 
     def get_checkpoint_path(self, step: int) -> Path:
+        """Return the directory of the checkpoint of this step, whether it exists or not."""
         return self.directory / f"step_{step:06d}"
 
     def begin_checkpoint(self, step: int) -> Path:
-        """An empty directory to be filled and committed.
+        """Return a new empty directory to be filled and committed.
 
-        A good checkpoint of that step is never overwritten (ValueError); a broken one is moved
-        aside. Raises OSError.
+        Raise ValueError where the step has a good checkpoint, which is never overwritten; move a
+        broken one aside. Raise OSError where the disk fails.
         """
         final = self.get_checkpoint_path(step)
         if os.path.lexists(final):
@@ -90,10 +97,10 @@ class CheckpointStore:
         versions: Mapping[str, str],
         files: Sequence[FileRecord],
     ) -> VerifiedCheckpoint:
-        """Give the directory of `begin_checkpoint` its manifest and its name. All `files` must be
-        on disk (fsync) already.
+        """Write the manifest into the directory of `begin_checkpoint`, and give it its final name.
+        All `files` must be on disk (fsync) already.
 
-        Raises OSError or ValueError before it has its name, and then it is not committed.
+        Raise OSError or ValueError before the directory has its name; then it is not committed.
         """
         partial = self._get_hidden_path(step, "partial")
         final = self.get_checkpoint_path(step)
@@ -117,14 +124,14 @@ class CheckpointStore:
         return VerifiedCheckpoint(final, manifest)
 
     def abandon_checkpoint(self, step: int) -> None:
-        """Remove what `begin_checkpoint` made. Safe when it is gone."""
+        """Remove the directory of `begin_checkpoint`. Do nothing where it is gone."""
         _remove_directory(self._get_hidden_path(step, "partial"))
 
     def find_newest(self) -> VerifiedCheckpoint | None:
-        """The newest checkpoint that verifies; a WARNING for each newer one. None where there is
-        no checkpoint.
+        """Return the newest checkpoint that verifies, after a WARNING for each newer one. Return
+        None where there is no checkpoint.
 
-        Raises ValueError when there are some and none verifies.
+        Raise ValueError when there are checkpoints and none verifies.
         """
         problems = []
         for step in self.list_steps():
@@ -146,8 +153,8 @@ class CheckpointStore:
         return None
 
     def verify_checkpoint(self, path: Path) -> VerifiedCheckpoint:
-        """Compare a checkpoint with its manifest. Raises ValueError naming the files that
-        differ, and how.
+        """Compare the files of a checkpoint with its manifest. Raise ValueError naming the files
+        that differ, and how.
         """
         try:
             manifest = verify_file_digests(path)
@@ -162,11 +169,11 @@ class CheckpointStore:
         return VerifiedCheckpoint(path, manifest)
 
     def prune_old_checkpoints(self, num_kept: int, best_step: int | None = None) -> list[int]:
-        """Remove the steps before the `num_kept` newest good checkpoints (0: none),
-        and return them.
+        """Remove the checkpoints before the `num_kept` newest good ones (0: remove none), and
+        return the steps removed.
 
-        Broken ones do not count, so the newest good one always stays; and so does that of
-        step `best_step`.
+        Broken checkpoints do not count, so the newest good one always stays; so does the checkpoint
+        of `best_step`.
         """
         removed = []
         num_good = 0
@@ -190,8 +197,8 @@ class CheckpointStore:
         return removed
 
     def remove_unfinished(self) -> list[Path]:
-        """Remove what a killed run left half written or half removed, and return it. By the one who
-        holds the lock.
+        """Remove the directories that a killed run left half written or half removed, and return
+        their paths. Call it only with the run's lock.
         """
         if not self.directory.is_dir():
             return []
@@ -201,6 +208,9 @@ class CheckpointStore:
         return left
 
     def _wait_until_sizes_fit(self, partial_directory: Path) -> None:
+        """Wait up to `settle_s` until all files have the sizes of the manifest. Raise
+        ValueError.
+        """
         deadline = time.monotonic() + self._settle_s
         while True:
             try:
@@ -212,10 +222,15 @@ class CheckpointStore:
             time.sleep(1.0)
 
     def _get_hidden_path(self, step: int, suffix: str) -> Path:
+        """Return the path of a checkpoint that is being written (suffix "partial") or removed
+        ("removed").
+        """
         return self.directory / f".{self.get_checkpoint_path(step).name}.{suffix}"
 
     def _is_good(self, path: Path) -> bool:
-        """Verify a checkpoint; sizes are enough for one that this process has read or written."""
+        """Verify a checkpoint and return whether it is good, with a WARNING where it is not. Sizes
+        are enough for a checkpoint that this process has read or written.
+        """
         try:
             if path.name in self._verified_names:
                 verify_file_sizes(path)
@@ -227,6 +242,9 @@ class CheckpointStore:
         return True
 
     def _move_aside_if_broken(self, final_path: Path) -> None:
+        """Rename a broken checkpoint to broken_<name>.<number>. Raise ValueError where it is
+        good.
+        """
         try:
             self.verify_checkpoint(final_path)
         except ValueError as error:
@@ -243,6 +261,7 @@ class CheckpointStore:
         )
 
     def _warn_if_latest_differs(self, name: str) -> None:
+        """Log a WARNING where the file "latest" does not name this checkpoint."""
         path = self.directory / LATEST
         try:
             with open(path, encoding="utf-8", errors="backslashreplace") as file:
@@ -254,12 +273,14 @@ class CheckpointStore:
 
 
 def _list_directories_bottom_up(root: Path) -> list[Path]:
-    """`root` and all below it, those inside before those around them."""
+    """Return `root` and all directories below it, each after the directories inside it."""
     return [Path(path) for path, _, _ in os.walk(root, topdown=False)]
 
 
 def _remove_directory(path: Path) -> None:
-    """Remove a directory of ours. What cannot be removed is reported and left."""
+    """Remove a directory of ours, if it exists. Log a WARNING where it cannot be removed, and leave
+    the rest.
+    """
     if not os.path.lexists(path):
         return
     try:

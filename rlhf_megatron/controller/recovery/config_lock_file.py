@@ -44,10 +44,11 @@ _READ = {key for key in INPUTS if key.startswith(("model.", "critic.", "referenc
 
 
 def make_lock_yaml(resolved_yaml: str) -> str:
-    """Return the text of the lock file of a run whose plugins are loaded. It reads what the run
-    reads. `resolved_yaml`: all settings, as `render_config_yaml` writes them.
+    """Return the text of the lock file of a run whose plugins are loaded. Read the files that the
+    run reads, for their digests. `resolved_yaml`: all settings, as `render_config_yaml` writes
+    them.
 
-    A model of a hub, and each file of a data set, has its name and revision there: another
+    A model of a hub, and each file of a data set, appears with its name and revision: another
     machine can fetch it.
     """
     tree = yaml.safe_load(resolved_yaml)
@@ -69,11 +70,11 @@ def make_lock_yaml(resolved_yaml: str) -> str:
 
 
 def digest_run_inputs(config_tree: Mapping[str, Any]) -> dict[str, str]:
-    """Return 16 hexadecimal digits of each file that a run reads, by its setting and, of a
-    model, its name.
+    """Return a digest (16 hexadecimal digits) of each file that a run reads, by its setting and,
+    for a model, the file's name.
 
-    Files that are not there are left out. Of a file over 64 MiB one MiB in 64 counts, the last
-    one, and its size.
+    Files that do not exist are left out. The digest of a file over 64 MiB covers one MiB in 64, the
+    last MiB, and the size.
     """
     files = dict(_find_input_files("", config_tree))
     plugins = digests_of_plugins(config_tree["plugins"])
@@ -85,10 +86,10 @@ def digest_run_inputs(config_tree: Mapping[str, Any]) -> dict[str, str]:
 def check_config_lock(
     loaded_config: LoadedConfig, allows_changes: bool, log_line: Callable[[str], object]
 ) -> None:
-    """Compare what a configuration reads with the lock that its file has, if any.
+    """Compare the inputs of a configuration with the lock that its file has, if any.
 
-    Versions of packages that differ are said; so are digests where the run `allows_changes` to
-    differ. Otherwise it raises ConfigError with each digest that differs.
+    Log package versions that differ. Raise ConfigError with each digest that differs; where the run
+    `allows_changes`, log them instead.
     """
     if loaded_config.lock_contents is None:
         return
@@ -122,6 +123,7 @@ def check_config_lock(
 
 
 def _require_lock_section(lock: Mapping[str, Any], section_name: str) -> Mapping[str, str]:
+    """Return a section of the lock. Raise ConfigError where it is missing."""
     part = lock.get(section_name)
     if not isinstance(part, dict):
         raise ConfigError(
@@ -134,7 +136,9 @@ def _require_lock_section(lock: Mapping[str, Any], section_name: str) -> Mapping
 
 
 def _find_input_files(key: str, node: Any) -> Iterator[tuple[str, Path]]:
-    """The files below a section: "model.path config.json", "data.train_files[0]"."""
+    """Yield (name, path) of each file that a section names, such as "model.path config.json" or
+    "data.train_files[0]".
+    """
     if isinstance(node, dict):
         for name, item in node.items():
             yield from _find_input_files(f"{key}.{name}" if key else str(name), item)
@@ -157,11 +161,14 @@ def _find_input_files(key: str, node: Any) -> Iterator[tuple[str, Path]]:
 
 
 def _drop_list_indices(key: str) -> str:
-    """Write a key as `INPUTS` has it: data.train_files[0] is data.train_files[]."""
+    """Write a key as `INPUTS` has it: data.train_files[0] becomes data.train_files[]."""
     return re.sub(r"\[\d+\]", "[]", key)
 
 
 def _digest_sampled_file(path: Path) -> str:
+    """Return 16 hexadecimal digits of the SHA-256 of a file's size and content, or of samples of a
+    large file.
+    """
     size = path.stat().st_size
     found = hashlib.sha256(str(size).encode())
     with path.open("rb") as file:

@@ -60,19 +60,19 @@ class NonFiniteSkips:
 
     @property
     def num_consecutive(self) -> int:
-        """The largest number of skips in a row of a role; part of the run's state."""
+        """Return the largest number of skips in a row over roles; part of the run's state."""
         return max(self.consecutive_by_role.values(), default=self._num_before_restart)
 
     def restore_count(self, num_consecutive: int) -> None:
-        """Go on from a stored `num_consecutive`: every role counts from there until
-        it makes a step.
+        """Go on from a stored `num_consecutive`: every role counts from there until it makes a step
+        that is not skipped.
         """
         self._num_before_restart = num_consecutive
         self.consecutive_by_role.clear()
 
     @property
     def is_limit_reached(self) -> bool:
-        """Whether the limit is reached, so that `report_skipped_updates` will raise."""
+        """Return whether the limit is reached, so that `report_skipped_updates` will raise."""
         return self.num_consecutive >= self.trainer.max_consecutive_skips
 
     def begin_role(
@@ -82,7 +82,9 @@ class NonFiniteSkips:
         token_budget: int,
         update_arguments: dict[str, object],
     ) -> RoleSkips:
-        """Start counting skips. Call it before the updates of a role in a step."""
+        """Return a record for the skips of a role in a step, with the directory where its hosts
+        write a capsule. Call it before the updates of the role.
+        """
         place = (
             self.capsules.choose_partial_directory(step, worker.role)
             if self.capsules is not None
@@ -91,13 +93,15 @@ class NonFiniteSkips:
         return RoleSkips(worker, token_budget, update_arguments, place)
 
     def count_optimizer_step(self, role: str, is_skipped: bool) -> None:
-        """Count one more optimizer step."""
+        """Count one more optimizer step of a role: a skip adds to its skips in a row, a step that
+        was made resets them to 0.
+        """
         self.consecutive_by_role[role] = (
             self.consecutive_by_role.get(role, self._num_before_restart) + 1 if is_skipped else 0
         )
 
     def count_supervised_step(self, is_skipped: bool, step: int = 0) -> None:
-        """Count a supervised step of the actor; 0: of a warm-up. Raises
+        """Count a supervised step of the actor; `step` 0 is a step of a warm-up. Raise
         NonFiniteNumbers at the limit.
         """
         self.count_optimizer_step("actor", is_skipped)
@@ -108,7 +112,9 @@ class NonFiniteSkips:
     def count_update(
         self, role_skips: RoleSkips, mini_batch_index: int, result: UpdateResult
     ) -> None:
-        """The outcome of mini-batch `mini_batch_index` of a role in a step."""
+        """Count the outcome of mini-batch `mini_batch_index` of a role in a step, and note the
+        first that was skipped.
+        """
         self.count_optimizer_step(role_skips.role, result.is_skipped)
         if not result.is_skipped:
             return
@@ -119,10 +125,11 @@ class NonFiniteSkips:
     def report_skipped_updates(
         self, step: int, skips: Sequence[tuple[RoleSkips, SamplesOf, MiniBatchOf]]
     ) -> None:
-        """Report what the updates of a step skipped, complete capsules, and end the
-        run at the limit.
+        """Report the skipped updates of a step, complete their capsules, and raise NonFiniteNumbers
+        at the limit.
 
-        `skips`: of each role, with its samples and mini-batches by number. Raises NonFiniteNumbers.
+        `skips`: for each role its record, and functions that return the samples and the mini-batch
+        of a number.
         """
         said = []
         for of_role, samples_of, mini_batch_of in skips:
@@ -152,8 +159,8 @@ class NonFiniteSkips:
         batch: TrainBatch,
         columns: Sequence[NonFiniteColumn],
     ) -> None:
-        """A whole step is not trained on: one skip for each of `roles`. Raises
-        NonFiniteNumbers at the limit.
+        """Record that a whole step is not trained on, because `columns` of its batch are not
+        finite: one skip for each of `roles`, and a capsule. Raise NonFiniteNumbers at the limit.
         """
         text = f"not finite: {describe_non_finite_columns(columns, batch)}"
         self.note(f"step {step} is not trained on: {text}")
@@ -180,6 +187,7 @@ class NonFiniteSkips:
         samples: TrainBatch,
         mini_batch: TokenBatch | None,
     ) -> None:
+        """Complete a capsule, and note how to replay it."""
         assert self.capsules is not None
         path = self.capsules.complete_capsule(partial_directory, facts, samples, mini_batch)
         if path is None:
@@ -191,6 +199,9 @@ class NonFiniteSkips:
         )
 
     def _raise_at_limit(self, step: int, descriptions: Sequence[str]) -> None:
+        """Raise NonFiniteNumbers, with these descriptions and the last capsule, where the limit is
+        reached.
+        """
         if not self.is_limit_reached:
             return
         capsule = self._last_capsule or (
@@ -224,14 +235,15 @@ class RoleSkips:
 
     @property
     def role(self) -> str:
+        """Return the name of the role, such as "actor"."""
         return self.worker.role
 
 
 def describe_skipped_update(
     step: int, role_skips: RoleSkips, samples: TrainBatch, findings: Sequence[NonFiniteReport]
 ) -> dict[str, Any]:
-    """Describe a skipped mini-batch. `findings`: those of all ranks of the role's pool,
-    in rank order.
+    """Return the facts of a skipped mini-batch, for its capsule. `findings`: the reports of all
+    ranks of the role's pool, in rank order.
     """
     layout = role_skips.worker.layout
     plans = plan_scattered_call(samples, layout, role_skips.token_budget)
@@ -258,7 +270,7 @@ def describe_skipped_batch(
     columns: Sequence[NonFiniteColumn],
     weights_errors: Sequence[str],
 ) -> dict[str, Any]:
-    """Describe a whole step that was not trained on."""
+    """Return the facts of a whole step that was not trained on, for its capsule."""
     return {
         "kind": "batch",
         "step": step,
@@ -283,7 +295,9 @@ def merge_rank_findings(
     plans: Sequence[ReplicaPlan],
     findings: Sequence[NonFiniteReport],
 ) -> dict[str, Any]:
-    """Collect what the ranks saw. Micro-batches and tokens are numbered as in `samples`."""
+    """Merge the reports of all ranks into facts: losses, gradients, parameters and tokens that are
+    not finite. Micro-batches and tokens are numbered as in `samples`.
+    """
     losses: dict[tuple[int, int], float] = {}  # (replica, micro-batch) -> sum over the cp ranks
     tokens: dict[int, set[int]] = {}  # sample -> positions
     for rank, found in enumerate(findings):
@@ -330,7 +344,7 @@ def merge_rank_findings(
 
 
 def summarise_skipped_update(facts: Mapping[str, Any]) -> str:
-    """Say the facts of an update in one line."""
+    """Return the facts of a skipped update as one line of text."""
     parts = [f"gradient norm {facts['grad_norm']}"]
     for kind in ("parameters", "gradients"):
         named = [f"[{rank['where']}] {bad}" for rank in facts["ranks"] for bad in rank[kind]]
@@ -353,8 +367,9 @@ def summarise_skipped_update(facts: Mapping[str, Any]) -> str:
 
 
 def _find_first_nonfinite(layout: ParallelLayout, findings: Sequence[NonFiniteReport]) -> str:
-    """Forward passes come first, from the first stage to the last; gradients then, from the
-    last to the first.
+    """Return the rank and the tensor that first was not finite, "" where no rank reports one.
+    Forward passes come first, from the first stage to the last; then gradients, from the last stage
+    to the first.
     """
     seen_first: list[tuple[bool, int, int, str]] = []
     for rank, found in enumerate(findings):
@@ -375,7 +390,9 @@ def _find_first_nonfinite(layout: ParallelLayout, findings: Sequence[NonFiniteRe
 def _locate_shard_tokens(
     batch: TokenBatch, plan: ReplicaPlan, tokens: Sequence[int]
 ) -> list[tuple[int, int]]:
-    """Tokens of a replica's shard as (sample of the batch, position in it)."""
+    """Return (sample of the batch, position in the sample) for tokens numbered within a replica's
+    shard.
+    """
     lengths = [
         NO_OP_LENGTH if sample == NO_OP else int(batch.lengths[sample]) for sample in plan.samples
     ]
@@ -388,19 +405,22 @@ def _locate_shard_tokens(
 
 
 def _list_micro_batch_samples(batch: TrainBatch, plan: ReplicaPlan, micro_batch: int) -> list[int]:
+    """Return the sample ids of a micro-batch of a replica, without no-op samples."""
     held = [plan.samples[index] for index in plan.micro_batches[micro_batch]]
     return _list_sample_ids(batch, [sample for sample in held if sample != NO_OP])
 
 
 def _list_sample_ids(batch: TrainBatch, samples: Sequence[int]) -> list[int]:
+    """Return the sample ids at these indices of the batch."""
     return [int(batch.sample_ids[sample]) for sample in samples]
 
 
 def _encode_json_number(value: float) -> float | str:
-    """JSON has no word for nan and inf."""
+    """Return the number, or its text where it is nan or infinite: JSON has no such numbers."""
     return value if math.isfinite(value) else repr(value)
 
 
 def _join_first_names(names: list[str]) -> str:
+    """Return the first NUM_SHOWN names, separated by commas, and how many more there are."""
     more = f" and {len(names) - NUM_SHOWN} more" if len(names) > NUM_SHOWN else ""
     return ", ".join(names[:NUM_SHOWN]) + more

@@ -67,7 +67,9 @@ class RunState:
 
 
 def read_run_state(checkpoint: VerifiedCheckpoint) -> RunState:
-    """Read the controller's state of a checkpoint. Raises ValueError."""
+    """Read the controller's state from a checkpoint. Raise ValueError where the file is no state of
+    the checkpoint's step.
+    """
     state = codec.read_message_file(checkpoint.path / RUN_STATE)
     if not isinstance(state, RunState) or state.step != checkpoint.manifest.step:
         raise ValueError(
@@ -86,6 +88,7 @@ class ResumePoint:
     is_same_run: bool  # False: a new run directory starts from another run's checkpoint
 
     def __str__(self) -> str:
+        """Return a text with the step, the checkpoint, and the settings that changed since."""
         changed = f"; changed: {self.config_changes}" if self.config_changes.all_changes else ""
         layout = (
             " (another layout: sums are made in another order, bits may differ)"
@@ -96,10 +99,11 @@ class ResumePoint:
 
 
 def is_run_resumed(run_dir: Path, trainer: TrainerConfig) -> bool:
-    """Tell whether the run in the directory is resumed. This is cheap: nothing is verified yet.
+    """Return whether a run in this directory would be resumed. This is cheap: nothing is verified
+    yet.
 
-    With resume_path it is resumed when it began at that checkpoint and has a checkpoint of
-    its own since.
+    With resume_path the run is resumed when it began at that checkpoint and has a checkpoint of its
+    own since.
     """
     if trainer.resume_mode == "disable" or not CheckpointStore(run_dir / CHECKPOINTS).list_steps():
         return False
@@ -129,10 +133,11 @@ def describe_complete_run(run_dir: Path, trainer: TrainerConfig) -> str | None:
 def find_resume_point(
     config: RunConfig, run_dir: Path, stream: ItemStream[Any] | None
 ) -> ResumePoint | None:
-    """Return the checkpoint to start from, or None for a new run.
+    """Return the checkpoint to start from, after checking that this configuration can go on from
+    it, and move `stream` to its position. Return None for a new run.
 
-    Raises ValueError when there are checkpoints and none is intact, or when this configuration
-    cannot go on from it.
+    Raise ValueError when there are checkpoints and none is intact, or when this configuration
+    cannot go on from the checkpoint.
     """
     trainer = config.trainer
     is_same_run = is_run_resumed(run_dir, trainer)
@@ -160,14 +165,18 @@ def find_resume_point(
 
 
 def _label_plugin_digests(plugins: Mapping[str, str]) -> dict[str, str]:
-    """Show digests of plugins as settings that may have changed."""
+    """Return the digests of plugins as entries "source of <plugin>", to compare them like
+    settings.
+    """
     return {f"source of {plugin}": digest for plugin, digest in plugins.items()}
 
 
 def make_attempt_facts(
     resume_point: ResumePoint | None, resume_path: str | None, plugins: Sequence[str]
 ) -> dict[str, Any]:
-    """Return what attempts.jsonl keeps of where a process began."""
+    """Return what attempts.jsonl keeps of the start of a process: the step and checkpoint it
+    resumed from, changed settings, and digests of the plugins.
+    """
     own = {"plugins": compute_plugin_digests(plugins)} if plugins else {}
     if resume_point is None:
         return {"resumed_from_step": None, **own}
@@ -182,7 +191,9 @@ def make_attempt_facts(
 
 
 def read_architecture(model_path: str) -> dict[str, str]:
-    """Return what `RunState.architecture` keeps; a resumed run must have the same."""
+    """Return the entries of a model's config.json that `RunState.architecture` keeps; a resumed run
+    must have the same.
+    """
     entries = read_hf_config(Path(model_path))
     return {
         name: json.dumps(value, sort_keys=True)
@@ -192,8 +203,8 @@ def read_architecture(model_path: str) -> dict[str, str]:
 
 
 def check_same_architecture(model_path: str, state: RunState) -> None:
-    """Raise ValueError where a model directory is of another architecture than the policy
-    of a checkpoint.
+    """Raise ValueError where a model directory is of another architecture than the policy of a
+    checkpoint.
     """
     now = read_architecture(model_path)
     before = state.architecture
@@ -212,8 +223,8 @@ def check_same_architecture(model_path: str, state: RunState) -> None:
 def _require_steps_left(
     num_total_steps: int, state: RunState, checkpoint: Path, is_same_run: bool
 ) -> None:
-    """Refuse a run without steps to do. In its own directory it may still lack the last evaluation
-    and the summary.
+    """Raise ValueError for a run without steps to do. A run in its own directory may go on after
+    its last step: it may still lack the last evaluation and the summary.
     """
     if state.step > num_total_steps or (state.step == num_total_steps and not is_same_run):
         raise ValueError(
@@ -242,8 +253,8 @@ def check_schedule_can_resume(schedule: ScheduleConfig, has_filter: bool, state:
 def _restore_prompt_stream(
     prompt_stream: ItemStream[Any] | None, state: RunState, changes: ConfigChanges
 ) -> None:
-    """Raises ValueError, with both values of what changed, when the prompts would come in
-    another order.
+    """Move the prompt stream to the position of the checkpoint. Raise ValueError, with both values
+    of each setting that changed, when the prompts would come in another order.
     """
     if state.cursor is None or prompt_stream is None:
         return

@@ -26,20 +26,23 @@ class RolloutRecorder:
     """Files `start.batch`, `step_000001.batch` ... under a directory."""
 
     def __init__(self, directory: Path) -> None:
+        """Make a recorder of files in `directory`, which the first write creates."""
         self.directory = directory
 
     def _get_step_path(self, step: int) -> Path:
+        """Return the file of a step."""
         return self.directory / f"step_{step:06d}.batch"
 
     def write_step(self, step: int, batch: ScoredBatch) -> None:
-        """Write a step, without what later stages have added. A disk that is full costs the
-        record of the step.
+        """Write the scored samples of a step, without the columns of later stages. Where the disk
+        is full, log a warning and go on: the step is not recorded.
         """
         scored = ScoredBatch(
             **{field.name: getattr(batch, field.name) for field in fields(ScoredBatch)}
         )
 
         def write_scored_batch() -> None:
+            """Create the directory and write the file."""
             self.directory.mkdir(parents=True, exist_ok=True)
             write_message_file(self._get_step_path(step), scored)
 
@@ -50,11 +53,12 @@ class RolloutRecorder:
         )
 
     def write_start(self, start: RecordedStart) -> None:
+        """Write the state of the run before its first step. Raise OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         write_message_file(self.directory / "start.batch", start)
 
     def read_start(self) -> RecordedStart:
-        """Raises ValueError where nothing was recorded."""
+        """Read the state before the first step. Raise ValueError where nothing was recorded."""
         path = self.directory / "start.batch"
         start = read_message_file(path) if path.exists() else None
         if not isinstance(start, RecordedStart):
@@ -64,7 +68,7 @@ class RolloutRecorder:
         return start
 
     def read_step(self, step: int) -> ScoredBatch:
-        """Raises ValueError when the step was not recorded."""
+        """Read the scored samples of a step. Raise ValueError when the step was not recorded."""
         path = self._get_step_path(step)
         if not path.exists():
             known = sorted(p.name for p in self.directory.glob("step_*.batch"))

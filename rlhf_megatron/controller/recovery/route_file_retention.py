@@ -36,6 +36,11 @@ class RouteFileRetention:
         max_bytes: int = 0,
         note: Callable[[str], None] = print,
     ) -> None:
+        """Make the keeper; no file is touched yet. `directory`: None where no engine writes route
+        files. `has_journal`: files stay until a checkpoint has their step. `is_recorded`: no file
+        is ever removed. `max_bytes`: of all files of a machine; 0: as many as its disk has room
+        for. `note` shows a line to the person who watches.
+        """
         self.directory = "" if directory is None else str(directory.absolute())
         self.directory_and_max_bytes = (
             self.directory,
@@ -48,15 +53,17 @@ class RouteFileRetention:
         self._trained_steps: list[tuple[int, tuple[str, ...]]] = []
 
     def record_trained_step(self, step: int, route_names: Iterable[str] | None) -> None:
-        """A step's update is over that trained on these, or left them out."""
+        """Record that a step is over which trained on these route files, or left them out. Remove
+        the files at once where the run has no journal. Do nothing in a recorded run.
+        """
         if self.directory and route_names is not None and not self._is_recorded:
             self._trained_steps.append((step, tuple(route_names)))
             if not self._has_journal:
                 self.remove_files_through_step(step)
 
     def remove_unneeded_files(self, needed_handles: Collection[str]) -> None:
-        """Remove the files that a former process has left and that are not in `needed_handles`, and
-        say how much may come.
+        """Remove the files that a former process left and that are not in `needed_handles`, and
+        note how many bytes may be used. A recorded run removes none.
         """
         if not self.directory:
             return
@@ -70,8 +77,9 @@ class RouteFileRetention:
         )
 
     def measure_storage(self, route_names: Iterable[str] | None) -> dict[str, float]:
-        """Return what stands on the machines of these, which a step has trained on,
-        before they may go.
+        """Return metrics of the route files in memory and spilled, in GB, over this machine and the
+        machines that hold `route_names`. Note once for each machine when its room is nearly used
+        up. Call it before the files of the step are removed.
         """
         if not self.directory:
             return {}
@@ -97,6 +105,7 @@ class RouteFileRetention:
         }
 
     def _measure_held_files(self, address: str) -> RouteStorageUsage:
+        """Return the usage of route files at a machine (HOST:PORT, "" for this one)."""
         return (
             expert_route_files.remote_route_stores.measure_storage(address)
             if address and expert_route_files.remote_route_stores
@@ -104,10 +113,13 @@ class RouteFileRetention:
         )
 
     def _get_max_bytes(self, held_files: RouteStorageUsage) -> int:
+        """Return how many bytes may be used on a machine: its room, or the run's limit where that
+        is lower.
+        """
         return min(held_files.max_bytes, self.directory_and_max_bytes[1] or held_files.max_bytes)
 
     def remove_files_through_step(self, step: int) -> None:
-        """A checkpoint has the run up to this step."""
+        """Remove the files of the steps up to this one, which a checkpoint has."""
         for done, names in self._trained_steps:
             if done <= step:
                 remove_route_files(names, is_step_trained=True)

@@ -87,6 +87,7 @@ class RunCheckpointer:
         note: Callable[[str], None],
         device_turns: DeviceTurns | None = None,
     ) -> None:
+        """Make the checkpointer, and remove checkpoints that a killed run left unfinished."""
         self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if trainer.nnodes > 1 else 0.0)
         self.commit_callback: Callable[[int], None] = lambda step: None
         self.choose_best_step: Callable[[Sequence[int]], int | None] = lambda steps: None
@@ -109,11 +110,12 @@ class RunCheckpointer:
             note(f"removed {path}: it was not complete when the run ended")
 
     def begin_save(self, state: RunState) -> None:
-        """Begin a checkpoint of `state` and of the hosts as they are now; return when
-        they may change.
+        """Begin a checkpoint of `state` and of the hosts as they are now; return when they may
+        change.
 
-        Waits for the save before. A step that has a checkpoint is not saved again. Raises
-        SaveFailed when trainer.save_failure is stop.
+        Wait for the save before. Do nothing for a step that has a checkpoint. Where
+        `trainer.async_save` is off, wait until the checkpoint is committed. Raise
+        CheckpointSaveFailed where trainer.save_failure is stop, and ReplicasDiffer.
         """
         self.wait_for_save()
         if self._last_checkpoint is not None and self._last_checkpoint.manifest.step == state.step:
@@ -143,8 +145,8 @@ class RunCheckpointer:
             self.wait_for_save()
 
     def commit_if_written(self) -> dict[str, float]:
-        """Commit a complete save; called at each step's end. Returns metrics since the last call.
-        Raises SaveFailed.
+        """Commit the pending save if all hosts have written it; called at each step's end. Return
+        the metrics since the last call. Raise CheckpointSaveFailed.
         """
         if self._pending_save is not None and self._are_hosts_done_writing():
             self._finish_save(self._trainer.stage_timeout_s)
@@ -153,8 +155,8 @@ class RunCheckpointer:
         return metrics
 
     def wait_for_save(self, timeout_s: float | None = None) -> None:
-        """Finish the running save; give up after `timeout_s` (None: trainer.stage_timeout_s).
-        Raises SaveFailed.
+        """Wait for the pending save and commit it; give up after `timeout_s` (None:
+        trainer.stage_timeout_s). Raise CheckpointSaveFailed.
         """
         if self._pending_save is None:
             return
@@ -167,8 +169,9 @@ class RunCheckpointer:
 
     def restore_checkpoint(self, checkpoint: VerifiedCheckpoint) -> RunState:
         """Load `checkpoint` on the hosts, whatever their layout, and return the controller's state.
+        Random states are restored only in pools of the same layout.
 
-        Raises ValueError for a checkpoint that does not fit the configuration.
+        Raise ValueError for a checkpoint that does not fit the configuration.
         """
         state = read_run_state(checkpoint)
         if self._has_warmed_up_reference(state) and not (checkpoint.path / REFERENCE).is_dir():
@@ -203,12 +206,15 @@ class RunCheckpointer:
         return state
 
     def _write_controller_files(self, directory: Path, state: RunState) -> list[FileRecord]:
+        """Write the run's state and configuration into the checkpoint, and return their records."""
         codec.write_message_file(directory / RUN_STATE, state)
         write_large_file_atomically(directory / CONFIG, [self._config_yaml.encode()])
         return [make_file_record(directory, directory / name) for name in (RUN_STATE, CONFIG)]
 
     def _write_host_files(self, directory: Path, state: RunState) -> list[FileRecord]:
-        """Files that the hosts write before `begin_save` returns."""
+        """Write the random states, and the reference policy where it is the warmed-up policy;
+        return the records of the files. The weights come later, in `begin_save` of the roles.
+        """
         files: list[FileRecord] = []
         for keeper in self._choose_rng_workers().values():
             files += _collect_written_files(keeper.save_rng(directory=directory / RNG).result())
@@ -220,6 +226,7 @@ class RunCheckpointer:
         return [*files, *_collect_written_files(saved)]
 
     def _are_hosts_done_writing(self) -> bool:
+        """Return whether all ranks have written their files."""
         return all(
             all(done)
             for done in _await_all_results(
@@ -228,6 +235,9 @@ class RunCheckpointer:
         )
 
     def _finish_save(self, timeout_s: float) -> None:
+        """Collect the files of all ranks, commit the checkpoint, and remove old checkpoints. A
+        failure is handled by `_handle_failed_save`.
+        """
         assert self._pending_save is not None
         save = self._pending_save
         self._pending_save = None
@@ -270,6 +280,9 @@ class RunCheckpointer:
         )
 
     def _handle_failed_save(self, step: int, problem: str) -> None:
+        """Remove the unfinished checkpoint and note the problem. Raise CheckpointSaveFailed where
+        trainer.save_failure is stop.
+        """
         self.store.abandon_checkpoint(step)
         self._num_failed_saves += 1
         self._metrics["checkpoint/num_failed"] = float(self._num_failed_saves)
@@ -286,7 +299,7 @@ class RunCheckpointer:
         self._note(f"WARNING: {text}; the run goes on without it")
 
     def _require_disk_space(self) -> None:
-        """Raises OSError when the file system has less room than the hosts will need."""
+        """Raise OSError when the file system has less room than the hosts will need."""
         if self._estimated_bytes is None:
             self._estimated_bytes = sum(
                 map(
@@ -306,11 +319,11 @@ class RunCheckpointer:
             )
 
     def _has_warmed_up_reference(self, state: RunState) -> bool:
-        """Whether the reference is the policy after the warm-up."""
+        """Return whether the reference is the policy after the warm-up, which must be saved."""
         return self._has_frozen_start and state.num_warmup_steps > 0
 
     def _choose_rng_workers(self) -> dict[str, HostProxy | CriticProxy]:
-        """Return, by pool, the role that stands for its ranks."""
+        """Return, by pool, a role that saves and loads the random states of its ranks."""
         return {
             pool: self._workers.critic if pool == "critic" else self._workers.host
             for pool in self._workers.group.layouts
@@ -319,14 +332,16 @@ class RunCheckpointer:
 
 
 def _await_all_results(calls: Iterable[Future[Result]]) -> list[Result]:
-    """The results of calls that are all made before the first is awaited: different ranks work at
-    the same time.
+    """Make all calls, and then return their results in order: different ranks work at the same
+    time.
     """
     return [call.result() for call in list(calls)]
 
 
 def _collect_written_files(results: Sequence[SaveResult]) -> list[FileRecord]:
-    """Raises OSError with what kept a rank from writing."""
+    """Return the records of the files that all ranks wrote. Raise OSError where a rank could not
+    write.
+    """
     for result in results:
         if result.error is not None:
             raise OSError(result.error)
@@ -334,8 +349,8 @@ def _collect_written_files(results: Sequence[SaveResult]) -> list[FileRecord]:
 
 
 def _link_reference_files(last_checkpoint: VerifiedCheckpoint, directory: Path) -> list[FileRecord]:
-    """Link the reference of the checkpoint before, which never changes; copy it where links
-    are not possible.
+    """Hard-link the reference of the checkpoint before, which never changes, into `directory`; copy
+    it where links are not possible. Return the records of the files.
     """
     files = [
         record
@@ -355,6 +370,7 @@ def _link_reference_files(last_checkpoint: VerifiedCheckpoint, directory: Path) 
 
 
 def _format_bytes(num_bytes: int) -> str:
+    """Return the size as text in GB or MB."""
     return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.2f} MB"
 
 
@@ -365,10 +381,10 @@ class ReplicasDiffer(ValueError):
 
 
 def require_equal_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
-    """Check that the ranks of `workers` hold the same bits where they hold the same tensors.
-    Returns metrics.
+    """Check that the ranks of `workers` hold the same bits where they hold the same tensors, and
+    that parameters are finite. Return the time it took, as a metric.
 
-    Pools are checked at the same time. Raises ReplicasDiffer naming each tensor and the ranks that
+    Pools are checked at the same time. Raise ReplicasDiffer naming each tensor and the ranks that
     differ from the majority.
     """
     start = time.monotonic()
@@ -404,5 +420,6 @@ def require_equal_replicas(workers: Sequence[TrainedProxy]) -> dict[str, float]:
 
 
 def _join_first_lines(lines: list[str]) -> str:
+    """Return the first NUM_SHOWN lines as an indented text, and how many more there are."""
     more = [f"... and {len(lines) - NUM_SHOWN} more"] if len(lines) > NUM_SHOWN else []
     return "\n  ".join([*lines[:NUM_SHOWN], *more])

@@ -95,8 +95,8 @@ class StepJournal:
         settings_digest: str,
         report_regained_seconds: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """`report_regained_seconds`: told the seconds that a former process spent on what
-        is given back.
+        """Open the journal. `report_regained_seconds` is called with the seconds that a former
+        process spent on a batch that is read back.
         """
         self.directory = directory
         self.settings_digest = settings_digest
@@ -115,8 +115,8 @@ class StepJournal:
             pending.result()
 
     def read_groups(self, step: int) -> dict[int, list[GeneratedSample]]:
-        """The groups of a step that were journalled, by index. Call it before
-        `append_groups` of that step.
+        """Return the samples of a step's groups that the journal has, by index. Cut off a damaged
+        end of the file. Call it before `append_groups` of that step.
         """
         self.wait_for_write()
         path = self._get_step_path(step, GROUPS)
@@ -135,7 +135,9 @@ class StepJournal:
     def append_groups(
         self, step: int, first_index: int, groups: Sequence[Sequence[GeneratedSample]]
     ) -> None:
-        """Neighbouring groups that have come. They are on disk when this returns."""
+        """Append neighbouring groups, the first of index `first_index`, to the step's file. They
+        are on disk when this returns; where the disk is full, log a warning and go on.
+        """
         self.wait_for_write()
         path = self._get_step_path(step, GROUPS)
         data = [
@@ -149,6 +151,9 @@ class StepJournal:
         ]
 
         def append_records() -> None:
+            """Append the records to the file and sync it, after cutting off the rest of an append
+            that failed.
+            """
             faults.reach_fault_point("journal.before_write")
             self.directory.mkdir(parents=True, exist_ok=True)
             with open(path, "ab") as file:
@@ -161,10 +166,11 @@ class StepJournal:
         write_or_warn(path, append_records)
 
     def read_latest_batch(self, step: int) -> JournalledBatch | None:
-        """The furthest that is known of a step: with what the models say, or with rewards only.
+        """Return the furthest state of a step that the journal has: annotated, or with rewards
+        only; None where it has neither.
 
-        What later steps have then counts only where this one has all: their samples came from the
-        policy that this step's update made.
+        Without an annotated batch, remove the files of later steps: their samples came from the
+        policy that this step's update made, and will be made again.
         """
         self.wait_for_write()
         found = self._read_batch_record(step, TRAIN)
@@ -181,14 +187,17 @@ class StepJournal:
         seconds: float,
         num_drawn: int | None = None,
     ) -> None:
-        """A batch that is scored, or annotated. It replaces what the step had before, when it is on
-        disk, which `wait_for_write` waits for.
+        """Begin to write a scored or annotated batch on another thread. When the batch is on disk
+        it replaces what the journal had of the step before; `wait_for_write` waits for that.
         """
         self.wait_for_write()
         entry = JournalledBatch(self.settings_digest, batch, dict(metrics), seconds, num_drawn)
         self._pending_write = self._writer_thread.submit(self._write_batch_record, step, entry)
 
     def _write_batch_record(self, step: int, entry: JournalledBatch) -> None:
+        """Write the batch's record, on the writer thread. An annotated batch leaves out the columns
+        that it shares with the scored batch on disk.
+        """
         batch = entry.batch
         scored = self._last_scored_record
         self._last_scored_record = None
@@ -208,6 +217,9 @@ class StepJournal:
         data = encode_record(entry)
 
         def write_and_remove_former() -> None:
+            """Write the file, and remove the file of the step's former stage where nothing in it is
+            still needed.
+            """
             faults.reach_fault_point("journal.before_write")
             direct_file_io.write_large_file_atomically(path, data)
             if not entry.base and not (kind == SCORED and any(batch.routes or ())):
@@ -218,15 +230,20 @@ class StepJournal:
         write_or_warn(path, write_and_remove_former)
 
     def forget_through_step(self, step: int) -> None:
-        """Forget the steps up to this one: a checkpoint has them."""
+        """Remove the files of all steps up to this one: a checkpoint has them."""
         self.wait_for_write()
         self._remove_steps(lambda other: other <= step)
 
     def forget_saved(self, state: RunState) -> None:
-        """Forget what a run that goes on from the checkpoint of `state` does not need."""
+        """Remove the files that a run does not need when it goes on from the checkpoint of
+        `state`.
+        """
         self.forget_through_step(state.step)
 
     def _read_batch_record(self, step: int, kind: str) -> JournalledBatch | None:
+        """Read a record ("scored" or "train") of a step; None where it is missing, damaged, of
+        other settings, or its route files are gone.
+        """
         path = self._get_step_path(step, kind)
         if not path.exists():
             return None
@@ -247,8 +264,8 @@ class StepJournal:
         return self._restore_shared_columns(step, records[0])
 
     def _restore_shared_columns(self, step: int, entry: JournalledBatch) -> JournalledBatch | None:
-        """`entry` with the columns that stand in the record of its scored batch, where that is
-        there as it was.
+        """Return `entry` with the columns that it shares with its scored batch; None where that
+        batch is missing or another one.
         """
         if not entry.base:
             return entry
@@ -264,12 +281,14 @@ class StepJournal:
         return None
 
     def _remove_steps(self, is_removed: Callable[[int], bool]) -> None:
+        """Remove the files of the steps for which `is_removed` returns True."""
         for step, paths in self._find_step_files().items():
             if is_removed(step):
                 for path in paths:
                     path.unlink(missing_ok=True)
 
     def _find_step_files(self) -> dict[int, list[Path]]:
+        """Return the files of the journal by step, unfinished ones too."""
         found: dict[int, list[Path]] = {}
         for path in self.directory.iterdir() if self.directory.is_dir() else ():
             if match := _NAME.match(path.name):  # also one that is being written
@@ -277,6 +296,7 @@ class StepJournal:
         return found
 
     def _get_step_path(self, step: int, kind: str) -> Path:
+        """Return the file of a step and kind ("groups", "scored" or "train")."""
         return self.directory / f"step_{step:06d}.{kind}"
 
 
@@ -289,14 +309,17 @@ class GroupJournal:
     """
 
     def __init__(self, directory: Path, settings_digest: str) -> None:
+        """Open the journal; nothing is read yet. `settings_digest` is the digest of the settings
+        that samples depend on; groups of other settings count as absent.
+        """
         self.directory = directory
         self._settings_digest = settings_digest
 
     def write_prompt_groups(
         self, stream_position: int, samples_by_request: Sequence[Sequence[GeneratedSample]]
     ) -> None:
-        """Write the samples of each request of the prompt at position `stream_position` of the
-        stream. They are on disk when this returns.
+        """Write the samples of each request of the prompt at this stream position to a file of its
+        own. They are on disk when this returns; where the disk is full, log a warning and go on.
         """
         path = self._get_group_path(stream_position)
         data = [
@@ -310,14 +333,15 @@ class GroupJournal:
         ]
 
         def write_records() -> None:
+            """Write the file."""
             faults.reach_fault_point("journal.before_write")
             direct_file_io.write_large_file_atomically(path, data)
 
         write_or_warn(path, write_records)
 
     def read_prompt_groups(self) -> dict[int, list[list[GeneratedSample]]]:
-        """Read the samples of each request, by position. Files that a killed process was
-        writing are removed.
+        """Return the samples of each request, by stream position, of all intact files of these
+        settings. Remove files that a killed process was writing.
         """
         for path in self.directory.glob(".group_*.part"):
             path.unlink(missing_ok=True)
@@ -336,37 +360,42 @@ class GroupJournal:
         return {number: [one.to_samples() for one in ours] for number, ours in found.items()}
 
     def forget_saved(self, state: RunState) -> None:
-        """A checkpoint has what was trained or dropped before it."""
+        """Remove the files of prompts that were trained or dropped before the checkpoint of
+        `state`.
+        """
         if state.cursor is not None:
             untrained = {*state.untrained}
             num_drawn = state.cursor.num_drawn
             self._remove_groups(lambda number: number < num_drawn and number not in untrained)
 
     def keep_only_positions(self, stream_positions: Collection[int]) -> None:
-        """Forget all others, also damaged ones and those of other settings: they are of another
-        history of the run, which may come back to their settings.
+        """Remove the files of all other stream positions, also damaged files and files of other
+        settings: they belong to another history of the run, which may come back to their settings.
         """
         self._remove_groups(lambda number: number not in stream_positions)
 
     def _remove_groups(self, is_removed: Callable[[int], bool]) -> None:
+        """Remove the files of the positions for which `is_removed` returns True."""
         for number, path in self._find_group_files():
             if is_removed(number):
                 path.unlink(missing_ok=True)
 
     def _find_group_files(self) -> list[tuple[int, Path]]:
+        """Return (stream position, path) of all files, ascending."""
         paths = self.directory.iterdir() if self.directory.is_dir() else ()
         return sorted(
             (int(match[1]), path) for path in paths if (match := _GROUP.fullmatch(path.name))
         )
 
     def _get_group_path(self, stream_position: int) -> Path:
+        """Return the file of a stream position."""
         return self.directory / f"group_{stream_position:08d}.samples"
 
 
 def _drop_groups_without_routes(
     journal_path: Path, groups: dict[int, list[JournalledGroup]]
 ) -> dict[int, list[JournalledGroup]]:
-    """Those whose files of routes are there; of the others a warning."""
+    """Return the groups whose route files exist, and log a warning that counts the others."""
     names = {
         number: [name for one in records for name in one.routes]
         for number, records in groups.items()
@@ -388,9 +417,7 @@ def _drop_groups_without_routes(
 
 
 def find_journalled_routes(directory: Path) -> set[str]:
-    """Return the files of routes that any record of a journal names,
-    of whatever step or settings.
-    """
+    """Return the route files that any record of a journal names, of whatever step or settings."""
     records = (
         one for path in directory.glob("*") if path.is_file() for one in read_records(path)[0]
     )
@@ -413,7 +440,9 @@ def write_or_warn(
     write_file: Callable[[], None],
     consequence: str = "after a kill this part of the step is done again",
 ) -> None:
-    """A disk that is full costs the file, never the run. The first of several failures is told."""
+    """Call `write_file`. Where it raises OSError, log a warning that the run goes on and what the
+    `consequence` is; of several failures in a directory only the first is logged.
+    """
     try:
         write_file()
         _warned_directories.discard(path.parent)
@@ -426,7 +455,7 @@ def write_or_warn(
 
 
 def encode_record(value: Any) -> list[codec.Buffer]:
-    """The pieces to write one after the other; columns are not copied."""
+    """Return the pieces of a record, to be written one after the other; columns are not copied."""
     parts = codec.encode_message_pieces(value)
     digest = hashlib.sha256()
     for part in parts:
@@ -436,7 +465,9 @@ def encode_record(value: Any) -> list[codec.Buffer]:
 
 
 def read_records(path: Path) -> tuple[list[Any], int]:
-    """(the records up to the first that is cut off or damaged, their bytes)."""
+    """Return (the records up to the first that is cut off or damaged, the number of their bytes);
+    ([], 0) where the file does not exist.
+    """
     if not path.exists():
         return [], 0
     data = path.read_bytes()

@@ -20,7 +20,7 @@ from rlhf_megatron.stop import RunStopped, StopRequest
 
 
 def is_run_state_saved(trainer: TrainerConfig) -> bool:
-    """Whether a run can go on once it was told to stop."""
+    """Return whether the run saves its state, so that it can go on after it was stopped."""
     return bool(trainer.save_freq) or trainer.save_last == "state"
 
 
@@ -41,6 +41,11 @@ class SavePolicy:
         check_run_dir_lock: Callable[[], None] = lambda: None,
         route_files: RouteFileRetention | None = None,
     ) -> None:
+        """Make the policy. `capture_state(step)` returns the state after that step; None: nothing
+        is ever saved. `checkpointer` is used only where the settings save the state, `save_weights`
+        only where save_last is weights. `check_run_dir_lock` raises when the run directory is no
+        longer this run's.
+        """
         self._capture_state = capture_state
         self._check_run_dir_lock = check_run_dir_lock
         self._trainer_config = trainer_config or TrainerConfig(save_last="none")
@@ -60,8 +65,8 @@ class SavePolicy:
             self._checkpointer.commit_callback = self._handle_commit
 
     def record_initial_state(self, step: int, is_saved: bool) -> None:
-        """Take the state after `step`, before the next one begins. With save_freq, a warm-up
-        is on disk then.
+        """Capture the state after `step`, before the next step begins. With save_freq, also save
+        the result of a warm-up, and wait for it. `is_saved`: this step has a checkpoint already.
         """
         if self._capture_state is None:
             return
@@ -73,10 +78,14 @@ class SavePolicy:
             and self._checkpointer is not None
             and self._trainer_config.save_freq
         ):
-            self._begin_save()
+            self._begin_checkpoint_of_last_state()
             self._checkpointer.wait_for_save()
 
     def save_if_due(self, step: int) -> None:
+        """Capture the state after `step`, and begin a checkpoint at every `save_freq`-th step, and
+        at the last step where save_last is state. Raise where the run directory is no longer this
+        run's.
+        """
         if self._capture_state is None:
             return
         self._check_run_dir_lock()
@@ -84,7 +93,7 @@ class SavePolicy:
         freq = self._trainer_config.save_freq
         is_last = step == self._trainer_config.total_training_steps
         if (freq and step % freq == 0) or (is_last and self._trainer_config.save_last == "state"):
-            self._begin_save()
+            self._begin_checkpoint_of_last_state()
 
     def commit_if_written(self) -> None:
         """Commit a checkpoint whose files are complete."""
@@ -92,7 +101,9 @@ class SavePolicy:
             self._metrics |= self._checkpointer.commit_if_written()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of checkpoints since the last call."""
+        """Commit a checkpoint whose files are complete, and return the metrics of checkpoints since
+        the last call.
+        """
         self.commit_if_written()
         metrics = self._metrics
         self._metrics = {}
@@ -101,7 +112,8 @@ class SavePolicy:
     @contextmanager
     def save_when_stopped(self, stop_request: StopRequest) -> Iterator[None]:
         """Save the last whole step when the block ends by RunStopped, if the run saves at all and
-        there is time.
+        there is time. Then raise RunStopped again, with what was saved in its message, or OSError
+        where a save failed.
 
         The journal keeps what it has of the step after it.
         """
@@ -126,8 +138,9 @@ class SavePolicy:
             self._checkpointer.wait_for_save()
 
     def _save_before_stop(self, step: int, remaining_seconds: float) -> list[str] | None:
-        """Keep what fits into `remaining_seconds` of a run that stops after `step`. Returns it in
-        words, or None where a save failed.
+        """Save the weights and the state of a run that stops after `step`, as its settings say. The
+        state is not saved where the last save took longer than `remaining_seconds`. Return what was
+        saved, in words, or None where a save failed.
         """
         said = []
         if self._save_weights is not None:
@@ -146,7 +159,7 @@ class SavePolicy:
                     f" again, the run goes on after step {self._committed_step}"
                 ),
             ]
-        self._begin_save()
+        self._begin_checkpoint_of_last_state()
         self._checkpointer.wait_for_save()
         return (
             [*said, f"the state after step {step} is saved"]
@@ -154,13 +167,19 @@ class SavePolicy:
             else None
         )
 
-    def _begin_save(self) -> None:
+    def _begin_checkpoint_of_last_state(self) -> None:
+        """Begin the checkpoint of the last captured state, unless its step is committed already.
+        Keep the state until the checkpoint is committed.
+        """
         assert self._last_state is not None
         if self._checkpointer is not None and self._committed_step != self._last_state.step:
             self._pending_states[self._last_state.step] = self._last_state
             self._checkpointer.begin_save(self._last_state)
 
     def _handle_commit(self, step: int) -> None:
+        """Remove the journal entries and route files that the checkpoint just committed makes
+        unnecessary.
+        """
         self._committed_step = step
         state = self._pending_states.get(step)
         self._pending_states = {
@@ -176,6 +195,7 @@ StageContext = Callable[[str], AbstractContextManager[None]]  # around a stage o
 
 
 def _make_null_deadline(stage: str) -> AbstractContextManager[None]:
+    """Return a context without a deadline."""
     return nullcontext()
 
 
@@ -192,6 +212,9 @@ class StageGuard:
         make_deadline: Callable[[str], AbstractContextManager[None]] = _make_null_deadline,
         save_policy: SavePolicy | None = None,
     ) -> None:
+        """Make the guard of a run's stages. `make_deadline(stage)` returns the context in which a
+        stage has its deadline; the default has none.
+        """
         self.tracker = tracker
         self.stop_request = stop_request or StopRequest()
         self.make_deadline = make_deadline
@@ -199,8 +222,9 @@ class StageGuard:
 
     @contextmanager
     def __call__(self, stage: str, is_continuation: bool = False) -> Iterator[None]:
-        """Run a stage. `is_continuation`: it belongs to the stage before, which cannot
-        stop half done.
+        """Run the block as a stage, timed and with its deadline. Raise RunStopped before it where
+        the run was asked to stop, and commit a complete checkpoint; neither with `is_continuation`,
+        for a stage that belongs to the stage before, which cannot stop half done.
         """
         if not is_continuation:
             self.stop_request.raise_if_requested()

@@ -52,10 +52,14 @@ class SkipCapsule:
 
     @property
     def role(self) -> str:
+        """Return the role whose update was skipped, such as "actor"."""
         return str(self.facts["role"])
 
     @property
     def weights_directory(self) -> Path | None:
+        """Return the directory to load the weights from, or None where the capsule has no
+        weights.
+        """
         return self.path if (self.path / WEIGHTS).is_dir() else None
 
 
@@ -67,6 +71,7 @@ class CapsuleStore:
     def __init__(
         self, run_dir: Path, config_yaml: str, max_steps: int, note: Callable[[str], None]
     ) -> None:
+        """Open the store, and remove capsules that a killed run left unfinished."""
         self.directory = run_dir / DIRECTORY
         self.config_yaml = config_yaml
         self.max_steps = max_steps
@@ -75,8 +80,8 @@ class CapsuleStore:
             shutil.rmtree(partial, ignore_errors=True)
 
     def choose_partial_directory(self, step: int, role: str) -> Path | None:
-        """Return where the hosts write if this step has a skip; None when no more
-        capsules are kept.
+        """Return where the hosts write if this step has a skip, without creating it; None when
+        enough steps have capsules or this step and role have one.
         """
         kept = {path.name.rpartition("_")[0] for path in self.directory.glob("step_*")}
         name = f"step_{step:06d}"
@@ -86,7 +91,7 @@ class CapsuleStore:
         return self.directory / f".{name}_{role}.partial"
 
     def find_newest(self) -> Path | None:
-        """Return the last capsule of the run."""
+        """Return the last capsule of the run, or None."""
         return max(self.directory.glob("step_*"), default=None)
 
     def complete_capsule(
@@ -96,8 +101,8 @@ class CapsuleStore:
         samples: TrainBatch,
         mini_batch: TokenBatch | None,
     ) -> Path | None:
-        """Complete the directory, rename it and return the new path. When the disk fails, note it
-        and return None.
+        """Add the controller's files to the directory, give it its final name and return the new
+        path. When the disk fails, note it and return None.
         """
         path = partial_directory.with_name(
             partial_directory.name.removeprefix(".").removesuffix(".partial")
@@ -122,11 +127,12 @@ class CapsuleStore:
 
 
 def is_capsule_directory(path: Path) -> bool:
+    """Return whether the directory has the facts of a capsule."""
     return (path / FACTS).is_file()
 
 
 def read_skip_capsule(path: Path) -> SkipCapsule:
-    """Read a capsule. Raises ValueError for another directory, or another version of the format."""
+    """Read a capsule. Raise ValueError for another directory, or another version of the format."""
     if not is_capsule_directory(path):
         raise ValueError(
             f"{path} is not a capsule: it has no {FACTS}. They are under {DIRECTORY}/ of a run."

@@ -51,6 +51,10 @@ class StageWatchdog:
     def __init__(
         self, stage_timeout_s: float, stage_timeouts_s: Mapping[str, float], run_dir: Path
     ) -> None:
+        """Make the watchdog of the calling thread, which must be the main thread.
+        `stage_timeouts_s` are the stages with a deadline of their own; all others have
+        `stage_timeout_s`, in seconds.
+        """
         self._default_timeout_s = stage_timeout_s
         self._timeout_s_by_stage = dict(stage_timeouts_s)
         self._report_path = run_dir / HANG_REPORT
@@ -65,18 +69,20 @@ class StageWatchdog:
     def set_report_sources(
         self, group: WorkerGroup, list_recent_calls: Callable[[], Sequence[object]]
     ) -> None:
-        """Set what a report covers. `list_recent_calls` returns the last calls to
-        engines, as printed.
+        """Set what a report describes: the hosts of `group`, and the calls to engines that
+        `list_recent_calls` returns, as printed. Also make late calls to the hosts use this report.
         """
         self._worker_group = group
         self._list_recent_calls = list_recent_calls
         group.set_hang_describer(self._report_late_call)
 
     def __enter__(self) -> StageWatchdog:
+        """Install the signal handler that interrupts the main thread."""
         self._previous_handler = signal.signal(_INTERRUPT, self._raise_report_error)
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Restore the signal handler, and cancel the timer that would end the process."""
         with self._lock:  # a report that is being made is finished
             signal.signal(_INTERRUPT, self._previous_handler)
             if self._kill_timer is not None:
@@ -84,6 +90,9 @@ class StageWatchdog:
 
     @contextmanager
     def __call__(self, stage: str) -> Iterator[None]:
+        """Run the block with the deadline of this stage. When the block takes too long, write a
+        report and raise HostTimeoutError in it.
+        """
         is_over = self._is_stage_over = threading.Event()
         timer = threading.Timer(
             self._get_timeout_s(stage), self._handle_late_stage, (stage, is_over)
@@ -98,10 +107,13 @@ class StageWatchdog:
             timer.cancel()
 
     def _get_timeout_s(self, stage: str) -> float:
+        """Return the seconds that a stage may take."""
         return self._timeout_s_by_stage.get(stage, self._default_timeout_s)
 
     def _handle_late_stage(self, stage: str, is_stage_over: threading.Event) -> None:
-        """Run on the timer's thread when a stage is late."""
+        """Make the report of a late stage, abort the calls to the hosts, and interrupt the main
+        thread if the stage does not end then. Runs on the timer's thread.
+        """
         key = (
             f"trainer.stage_timeouts_s.{stage}"
             if stage in self._timeout_s_by_stage
@@ -121,17 +133,23 @@ class StageWatchdog:
                     signal.pthread_kill(self._main_thread_id, _INTERRUPT)
 
     def _raise_report_error(self, signal_number: int, frame: FrameType | None) -> None:
+        """Raise the error of the report on the main thread, where the stage still runs. Called by
+        the signal.
+        """
         if self._report_error is not None and not self._is_stage_over.is_set():
             raise self._report_error
 
     def _report_late_call(self, header: str, host_lines: Sequence[str]) -> HostTimeoutError:
+        """Return the error of a late call to the hosts: that of a report already made, or of a new
+        report.
+        """
         with self._lock:
             return self._report_error or self._write_report(header, host_lines)
 
     def _report_late_stage(
         self, header: str, is_stage_over: threading.Event
     ) -> HostTimeoutError | None:
-        """Make the error of a late stage; None where the stage ended meanwhile."""
+        """Return the error of a late stage; None where the stage ended meanwhile."""
         with self._lock:
             if self._report_error is not None or is_stage_over.is_set():
                 return self._report_error
@@ -141,6 +159,9 @@ class StageWatchdog:
             )
 
     def _write_report(self, header: str, host_lines: Sequence[str]) -> HostTimeoutError:
+        """Write the report, start the timer that ends the process after END_S, and return the error
+        with the report as its message. The caller holds the lock.
+        """
         lines = [header]
         lines += ["The hosts:", *host_lines] if host_lines else []
         lines += [
@@ -160,6 +181,7 @@ class StageWatchdog:
         return self._report_error
 
     def _format_controller_stacks(self) -> list[str]:
+        """Return the stacks of all threads of the controller, the main thread first."""
         main = ("main", format_frames(list_thread_frames(self._main_thread_id), CONTROLLER_FRAMES))
         return format_thread_stacks(
             [
@@ -173,11 +195,13 @@ class StageWatchdog:
         )
 
     def _format_recent_calls(self) -> list[str]:
+        """Return the last calls to engines with a heading; [] where there are none."""
         calls = self._list_recent_calls()[-ENGINE_CALLS:]
         return ["The last calls to engines:", *(f"  {call}" for call in calls)] if calls else []
 
 
 def _kill_process_with_report(report_text: str) -> None:
+    """Print the report to stderr and end the process at once, with exit code 1."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(
             f"{report_text}\nThe controller did not end within {END_S:g} s of this report; it"

@@ -289,7 +289,8 @@ def record_actor_routes(workers: RoleProxies, settings: UpdateSettings, batch: S
 
 
 def _make_token_batch(batch: ScoredBatch, record_routes: bool) -> TokenBatch:
-    """Return the tokens and routes of `batch`, with the sample ids only where routes are recorded.
+    """Return the tokens and routes of `batch`, with the sample ids only where routes are
+    recorded.
     """
     sample_ids = batch.sample_ids if record_routes else None
     return TokenBatch(
@@ -346,6 +347,7 @@ class _RoleUpdateRun:
     """The calls of one role in a step."""
 
     def __init__(self, update: RoleUpdate, step: int, skips: NonFiniteSkips) -> None:
+        """Begin the update of one role in a step, and its count of skips; nothing is sent yet."""
         self.update = update
         self.results: list[UpdateResult] = []
         self.num_sent = 0

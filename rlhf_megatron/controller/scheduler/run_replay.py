@@ -190,7 +190,7 @@ def replay_capsule(
     lines = [
         *_describe_capsule(capsule),
         *outcome.report_lines,
-        _verdict_line(outcome.is_reproduced),
+        _format_verdict_line(outcome.is_reproduced),
     ]
     write_json_atomically(
         run_dir / "replay.json",
@@ -311,7 +311,8 @@ def _make_zero_value_batch(tokens: TokenBatch) -> ValueMiniBatch:
 
 
 def _describe_capsule(capsule: SkipCapsule) -> list[str]:
-    """Return lines for a person: the step, role, layout, gradient norm and weights of the capsule.
+    """Return lines for a person: the step, role, layout, gradient norm and weights of the
+    capsule.
     """
     facts = capsule.facts
     what = (
@@ -367,7 +368,7 @@ def _describe_column(column: NonFiniteColumn, batch: TrainBatch, is_bad_again: b
     return f"  {describe_non_finite_columns([column], batch)}: {made_again[is_bad_again]}"
 
 
-def _verdict_line(is_reproduced: bool) -> str:
+def _format_verdict_line(is_reproduced: bool) -> str:
     """Return the sentence that says whether the fault was reproduced."""
     if is_reproduced:
         return (

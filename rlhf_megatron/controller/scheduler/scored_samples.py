@@ -205,6 +205,7 @@ class GroupFilterReport:
     """Says what is left of a step's groups. `wanted`: that a step has."""
 
     def __init__(self, filter_config: FilterGroupsConfig, num_wanted_groups: int) -> None:
+        """Make the report for steps that want `num_wanted_groups` groups."""
         self._filter_config = filter_config
         self._num_wanted_groups = num_wanted_groups
 
@@ -241,14 +242,16 @@ class GroupFilterReport:
 
 
 def has_no_signal(batch: ScoredBatch, filter_config: FilterGroupsConfig) -> bool:
-    """Return whether no group of a step that went through `filter_groups_with_signal` has signal.
+    """Return whether no group of a step that went through `filter_groups_with_signal` has
+    signal.
     """
     return not bool(_mask_samples_with_signal(batch, filter_config).any())
 
 
 def _mask_samples_with_signal(batch: ScoredBatch, filter_config: FilterGroupsConfig) -> Tensor:
-    """Return [B] bool: the samples of the groups whose filter metric differs between their valid
-    samples.
+    """Return [B] bool: the samples of groups in which the filter's metric differs between valid
+    samples. All samples of a group have the same value; a group with fewer than two valid samples
+    has no signal.
     """
     metric = batch.rewards
     if filter_config.metric != "reward" and filter_config.metric in batch.reward_parts:

@@ -44,11 +44,12 @@ class LossSums:
     denominator: float
 
     def compute_means(self) -> dict[str, float]:
+        """Return the sums divided by the denominator, or by 1 where it is smaller."""
         return {name: value / max(self.denominator, 1.0) for name, value in self.sums.items()}
 
 
 def add_loss_sums(loss_sums: Sequence[LossSums]) -> LossSums:
-    """Add up the figures of all parts."""
+    """Add the sums and the denominators of all parts."""
     names = loss_sums[0].sums if loss_sums else ()
     return LossSums(
         {name: sum(part.sums[name] for part in loss_sums) for name in names},
@@ -60,12 +61,12 @@ class SupervisedLearner(Protocol):
     """How a job learns, and what it measures."""
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
-        """Make one optimizer step over the samples. Returns metrics: "sft/loss", which the
-        step made smaller.
+        """Make one optimizer step over the samples. Return (the result of the update, metrics:
+        "sft/loss", the loss that the step minimised, and others).
         """
 
     def measure_loss(self, batch: DocumentSampleBatch) -> LossSums:
-        """Return the loss without learning."""
+        """Return the loss of the samples, without learning."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,9 @@ class AnswerLearner:
     scale_factor: float | None = None
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        """Make one optimizer step on the negative log-probs of the documents. Return (result,
+        metrics).
+        """
         mini_batch = make_supervised_mini_batch(
             batch.tokens, self.loss_agg_mode, self.scale_factor, batch.weights
         )
@@ -85,7 +89,9 @@ class AnswerLearner:
         return result, {"sft/loss": result.sums["actor/loss"]}
 
     def measure_loss(self, batch: DocumentSampleBatch) -> LossSums:
-        """Return nats, over the tokens that train; weights of samples do not count."""
+        """Return the negative log-probs in nats, over the tokens that train; weights of samples do
+        not count.
+        """
         found = self.actor.log_probs(batch.tokens, self.token_budget, temperature=1.0).result()
         return LossSums(
             {"loss": -float(found.log_probs.double().sum())},
@@ -104,6 +110,9 @@ class DistillationLearner(AnswerLearner):
     top_k: int = 16
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        """Make one optimizer step towards the teacher's most likely tokens, which come from the
+        rows or from the teacher. Return (result, metrics).
+        """
         told = batch.teacher_columns
         if told is None:
             assert self.teacher is not None, "its maker gives it one"
@@ -136,6 +145,9 @@ class PreferenceLearner:
     reference_token_budget: int
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        """Make one optimizer step on the pairs, weighting the tokens of each document by the slope
+        of the pair loss. Return (result, metrics).
+        """
         figures, slopes_B = self._compute_pair_loss(batch)
         tokens = batch.tokens
         weights_T = -torch.repeat_interleave(slopes_B, tokens.lengths) * tokens.response_mask
@@ -155,11 +167,12 @@ class PreferenceLearner:
         }
 
     def measure_loss(self, batch: DocumentSampleBatch) -> LossSums:
+        """Return the loss and rewards of the pairs, without learning."""
         return self._compute_pair_loss(batch)[0]
 
     def _compute_pair_loss(self, batch: DocumentSampleBatch) -> tuple[LossSums, Tensor]:
-        """Figures of the pairs, and [B] float64 slopes of the mean weighted loss by the log-prob of
-        each document.
+        """Return (loss and rewards of the pairs; [B] float64: the slope of the mean weighted loss
+        by the log-prob of each document).
         """
         tokens = batch.tokens
         asked = [self.actor.log_probs(tokens, self.token_budget, temperature=1.0)]
@@ -194,6 +207,7 @@ class RewardModelLearner:
     token_budget: int
 
     def update_model(self, batch: DocumentSampleBatch) -> tuple[UpdateResult, dict[str, float]]:
+        """Make one optimizer step of the reward model on the pairs. Return (result, metrics)."""
         tokens, figures, slopes_B = self._compute_pair_loss(batch)
         weights_T = torch.repeat_interleave(slopes_B, tokens.lengths) * tokens.response_mask
         nothing_T = torch.zeros(len(tokens.token_ids))
@@ -211,11 +225,13 @@ class RewardModelLearner:
         return result, {"sft/loss": means.pop("loss"), **means}
 
     def measure_loss(self, batch: DocumentSampleBatch) -> LossSums:
+        """Return the loss and rewards of the pairs, without learning."""
         return self._compute_pair_loss(batch)[1]
 
     def _compute_pair_loss(self, batch: DocumentSampleBatch) -> tuple[TokenBatch, LossSums, Tensor]:
-        """The documents with their rewards' places, figures, and slopes as
-        `PreferenceLearner` has them.
+        """Return (the documents, with the positions at which their rewards are read; loss and
+        rewards of the pairs; [B] float64: the slope of the mean weighted loss by the reward of each
+        document).
         """
         tokens = append_next_state_positions(batch.tokens)
         values = self.critic.values(tokens, self.token_budget).result().values
@@ -235,7 +251,8 @@ def _compute_loss_and_slopes(
     token_counts: Tensor,
     pair_weights: Tensor,
 ) -> tuple[LossSums, Tensor]:
-    """Figures of P pairs, and [B] float64 slopes of the mean weighted loss by each score.
+    """Return (loss and rewards of P pairs; [B] float64: the slope of the mean weighted loss by each
+    score).
 
     `scores`, with grad, `reference_scores` and `token_counts`: [P, 2], the chosen answer first.
     """
@@ -263,6 +280,7 @@ def _compute_loss_and_slopes(
 def _update_actor(
     actor: ActorProxy, mini_batch: MiniBatch, token_budget: int, loss: str = "sft"
 ) -> UpdateResult:
+    """Make one optimizer step of the actor, wait for it and return the result."""
     return actor.update(mini_batch, token_budget, temperature=1.0, loss=loss).result()
 
 
@@ -275,11 +293,11 @@ def make_supervised_learner(
     teacher_top_k: int,
     workers: RoleProxies,
 ) -> SupervisedLearner:
-    """Make the learner that `sft.loss_mode` names. Raises ValueError for parameters that the loss
+    """Make the learner that `sft.loss_mode` names. Raise ValueError for parameters that the loss
     does not have.
 
-    `reference_token_budget`: tokens of a micro-batch, where it is not the actor's; `teacher_top_k`:
-    0 where there is no teacher.
+    `reference_token_budget`: tokens of a micro-batch of the reference, None for the actor's;
+    `teacher_top_k`: 0 where there is no teacher.
     """
     budget = actor.ppo_max_token_len_per_gpu
     of_reference = reference_token_budget or budget
@@ -312,8 +330,9 @@ def compute_held_out_metrics(
     batch_size: int,
     max_samples: int | None,
 ) -> dict[str, float]:
-    """Losses and perplexities of the held-out sets, of the first `max_samples` samples of each
-    (None: all), and of all together; what a preference loss measures beside.
+    """Return metrics val/* of all held-out sets together and of each set: loss, perplexity of
+    documents, and the rewards of pairs. Measure the first `max_samples` samples of each set (None:
+    all).
     """
     by_set = {
         one.name: add_loss_sums(
@@ -344,6 +363,7 @@ def compute_held_out_metrics(
 def _iterate_batches(
     sample_set: SampleSet, batch_size: int, max_samples: int | None
 ) -> Iterator[DocumentSampleBatch]:
+    """Yield the first `max_samples` samples of a set (None: all) in batches."""
     count = len(sample_set) if max_samples is None else min(max_samples, len(sample_set))
     for first in range(0, count, batch_size):
         yield sample_set.make_batch(range(first, min(first + batch_size, count)))

@@ -76,8 +76,8 @@ HELD_OUT_LOSS = "val/loss"
 def load_supervised_data(
     model_config: ModelConfig, data_config: DataConfig, sft: SFTConfig, is_pairs: bool
 ) -> tuple[DocumentSets, Tokenizer]:
-    """Documents and tokenizer of a job. Raises ValueError for what a user can
-    fix; starts nothing.
+    """Return (documents, tokenizer) of a job. Raise ValueError for what a user can fix. No process
+    is started.
     """
     tokenizer = load_tokenizer(model_config.tokenizer_path or model_config.path, model_config.path)
     return load_documents(data_config, sft, tokenizer, is_pairs), tokenizer
@@ -86,8 +86,8 @@ def load_supervised_data(
 def make_document_stream(
     data_config: DataConfig, seed: int, document_sets: DocumentSets
 ) -> ItemStream[SampleSource]:
-    """Return the order of samples; the batch of a step depends on the step alone. `seed`: where
-    `data_config` has none.
+    """Return the stream that orders the training samples; the batch of a step depends on the step
+    alone. `seed` is used where `data_config` has none.
     """
     return ItemStream(
         document_sets.sources,
@@ -111,10 +111,13 @@ class SupervisedSteps:
     metric_sources: tuple[Callable[[], dict[str, float]], ...]
 
     def draw_batch(self, step: int) -> DocumentSampleBatch:
+        """Return the training samples of this step."""
         return gather_samples(self.document_sets.sources, self.stream.locate_batch_items(step))
 
     def update_model(self, step: int, batch: DocumentSampleBatch) -> dict[str, float]:
-        """Make one optimizer step. Raises NonFiniteNumbers, ReplicasDiffer."""
+        """Make one optimizer step and return its metrics. Raise NonFiniteNumbers after too many
+        skipped steps, and ReplicasDiffer.
+        """
         result, measured = self.learner.update_model(batch)
         self.skips.count_supervised_step(result.is_skipped, step)
         metrics = average_update_metrics("actor", 1, [result]) | measured
@@ -132,6 +135,9 @@ class SupervisedSteps:
         return metrics
 
     def measure_held_out(self, is_final: bool) -> dict[str, float]:
+        """Return the held-out metrics, over all samples where `is_final`, else over `test_samples`
+        of each set.
+        """
         limit = None if is_final else self.trainer.test_samples
         return compute_held_out_metrics(
             self.learner, self.document_sets.held_out_sources, self.batch_size, limit
@@ -145,7 +151,7 @@ def run_supervised_training(
     run_lock: RunLock,
     stop_request: StopRequest,
 ) -> None:
-    """Make a run, or what is left of it, up to its summary, as
+    """Train from the start to the summary, or go on where a former attempt ended, as
     `controller.scheduler.training_run.run_training` does with engines.
     """
     trainer = config.trainer
@@ -218,6 +224,7 @@ def run_supervised_training(
             skips.restore_count(state.num_consecutive_skips)
 
         def save_hf_weights() -> None:
+            """Write the trained weights in Hugging Face layout to `run_dir`/hf."""
             workers.host.save_hf(directory=run_dir / "hf").result()
 
         keeper = SavePolicy(
@@ -251,8 +258,8 @@ def run_supervised_training(
 def capture_supervised_state(
     steps: SupervisedSteps, run_clock: RunClock, earlier_state: RunState, step: int
 ) -> RunState:
-    """Return the state after `step`, as it stands now.
-    `earlier_state`: a former state of this job.
+    """Return the state of the run after `step`, for a checkpoint. `earlier_state` is any former
+    state of this run; facts that do not change are copied from it.
     """
     skips = steps.skips.num_consecutive
     seconds = run_clock.productive_s
@@ -274,7 +281,7 @@ def _write_supervised_summary(
     attempts: RunAttempts,
     stop_request: StopRequest,
 ) -> None:
-    """Write the summary and say what is kept."""
+    """Write the summary and the loss curve, and show which weights are kept."""
     held_out = [
         (row["step"], row[HELD_OUT_LOSS]) for row in read_step_rows(run_dir) if HELD_OUT_LOSS in row
     ]
@@ -301,8 +308,8 @@ def run_supervised_loop(
     save_policy: SavePolicy,
     plan: LoopPlan,
 ) -> None:
-    """Make the steps after `plan.steps_done`. Raises RunStopped between two stages when the run was
-    asked to stop.
+    """Run the steps after `plan.num_steps_done`, with their saves and evaluations. Raise RunStopped
+    between two stages when the run was asked to stop.
     """
     if plan.is_evaluation_due(plan.num_steps_done) and not plan.has_start_evaluation:
         _run_held_out_stage(steps, tracker, stage_guard, plan, plan.num_steps_done)
@@ -324,6 +331,7 @@ def run_supervised_loop(
 def _run_held_out_stage(
     steps: SupervisedSteps, tracker: RunTracker, stage_guard: StageGuard, plan: LoopPlan, step: int
 ) -> None:
+    """Measure and log the held-out losses; do nothing without held-out samples."""
     if not steps.document_sets.held_out_sources:
         return
     with stage_guard("evaluate"):
@@ -332,6 +340,7 @@ def _run_held_out_stage(
 
 
 def _read_evaluated_steps(run_dir: Path) -> list[int]:
+    """Return the steps that metrics.jsonl has an evaluation of."""
     return [row["step"] for row in read_step_rows(run_dir) if row["kind"] == "evaluation"]
 
 
@@ -344,7 +353,7 @@ def describe_supervised_run(
     batch_size: int,
     document_sets: DocumentSets,
 ) -> str:
-    """Return the first line that a run says."""
+    """Return the first line that a run shows: model, pools, loss, data and epochs."""
     epochs = trainer.total_training_steps * batch_size / document_sets.num_train
     text = (
         f"{trainer.experiment_name}: {model_config.path} ({model_config.dtype}),"
@@ -361,7 +370,9 @@ def make_supervised_summary(
     attempts: RunAttempts,
     held_out_losses: list[tuple[int, float]],
 ) -> dict[str, Any]:
-    """Return what a run came to, for people and for scripts. `held_out_losses`: (step, loss)."""
+    """Return the entries of summary.json: first and last losses, and the entries of every job.
+    `held_out_losses`: (step, loss).
+    """
     ends = {"loss_first": tracker.curve_points[:1], "loss_last": tracker.curve_points[-1:]}
     ends |= {
         "held_out_loss_before": [pair for pair in held_out_losses if pair[0] == 0],

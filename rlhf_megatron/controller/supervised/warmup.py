@@ -40,13 +40,13 @@ def run_supervised_warmup(
     should_stop: Callable[[], None] = lambda: None,
     count_step: Callable[[bool], None] = lambda is_skipped: None,
 ) -> WarmupResult:
-    """Supervised steps until `stop_accuracy` of sampled held-out answers or `max_steps`.
+    """Make supervised steps until the sampled held-out accuracy reaches `stop_accuracy`, or
+    `max_steps` are made. Reset the actor's optimizer afterwards.
 
-    `make_batch`: training items by index -> prompts with their right answers.
-    `measure_accuracy(n)`: syncs the engines and samples the first n held-out items; a number: make
-    this many steps and never evaluate. `should_stop` raises where the run is to end, and so may
-    `count_step`, which is told of each step whether it was skipped. The optimizer of the actor is a
-    fresh one afterwards.
+    `make_batch` returns the training items of these indices as prompts with their right answers.
+    `measure_accuracy(n)` syncs the engines and evaluates the first n held-out items; a number
+    instead means: make this many steps and never evaluate. `should_stop` raises where the run is to
+    end; `count_step` is called after each step with whether it was skipped, and may raise too.
     """
     last_step = measure_accuracy if isinstance(measure_accuracy, int) else config.max_steps
     result: EvaluationResult | None = None
@@ -85,10 +85,12 @@ def run_policy_warmup(
     stop_request: StopRequest,
     num_steps: int | None = None,
 ) -> WarmupResult:
-    """The warm-up of a run, and what starts from its result: reference and critic.
+    """Warm the policy up, and start the reference and the critic from the result where they have no
+    path of their own. Return the number of steps made (0 where the run has no warm-up) and the last
+    evaluation.
 
-    `num_steps`: in a replay, the steps to make without evaluation. Raises RunStopped
-    between two steps.
+    `num_steps`: in a replay, the steps to make without evaluation. Raise RunStopped between two
+    steps.
     """
     config = stages.config
     if not config.warmup.max_steps:
@@ -97,12 +99,14 @@ def run_policy_warmup(
     items = WeightedPromptItems(prompt_sets.sources)
 
     def make_supervised_batch(item_indices: list[int]) -> DocumentSampleBatch:
+        """Return the items of these indices with their right answers as documents."""
         samples = InMemorySampleSet(
             make_answer_samples([items[i] for i in item_indices], stages.run_data.tokenizer)
         )
         return samples.make_batch(range(len(samples)))
 
     def sync_and_measure_accuracy(num_items: int) -> EvaluationResult:
+        """Sync the engines, evaluate at temperature 1, and give the devices back to the trainer."""
         stages.sync_weights()
         result = stages.measure_accuracy(num_items, SamplingConfig(temperature=1.0))
         stages.turns.give_devices_to_trainer()
@@ -132,10 +136,12 @@ def run_policy_warmup(
 
 
 def _pass_policy_to_critic(stages: StepStages, directory: Path, keep_directory: bool) -> None:
-    """The warmed-up policy as a Hugging Face directory, from which the critic starts unless it has
-    a path of its own.
+    """Load the warmed-up policy into the critic, where there is a critic without a path of its own.
+    The weights go through `directory`, in Hugging Face layout, because the critic may run on other
+    ranks in another layout.
 
-    Through files because the critic may stand on other ranks in another layout.
+    With `keep_directory` write the directory in any case and keep it; without, remove it
+    afterwards.
     """
     is_critics_start = stages.setup.needs_values and stages.config.critic.path is None
     if keep_directory or is_critics_start:

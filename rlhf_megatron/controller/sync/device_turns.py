@@ -37,24 +37,34 @@ class DeviceTurns:
     ]  # the current weights to all engines again, verified; set by WeightSync
 
     def give_devices_to_trainer(self) -> None:
-        """Make sure that the whole trainer is on its devices when this returns."""
+        """Make sure that the whole trainer is on its devices when this returns. Nothing to do with
+        separate devices.
+        """
 
     def give_devices_to_engines(self) -> None:
-        """Make sure that the engines serve the current weights when this returns."""
+        """Make sure that the engines serve the current weights when this returns. Nothing to do
+        with separate devices.
+        """
 
     def give_devices_to_scorers(self) -> None:
-        """Make sure that the servers of a reward model have their devices when this returns."""
+        """Make sure that the servers of a reward model have their devices when this returns.
+        Nothing to do with separate devices.
+        """
 
     def prepare_weight_stream(self) -> None:
         """Make sure that the trainer's parameters, and memory for the engines' weights, are on the
-        devices when this returns.
+        devices when this returns. Nothing to do with separate devices.
         """
 
     def finish_weight_stream(self) -> None:
-        """Make sure that the engines have their caches, and can serve, when this returns."""
+        """Make sure that the engines have their caches, and can serve, when this returns. Nothing
+        to do with separate devices.
+        """
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the metrics of the turns since the last call, and forget them."""
+        """Return the metrics of the turns since the last call, and forget them; {} with separate
+        devices.
+        """
         return {}
 
 

@@ -40,6 +40,7 @@ class PolicySync:
     """
 
     def __init__(self, policy_version: int = 0) -> None:
+        """Begin with this version of the policy."""
         self.policy_version = policy_version  # of the policy: how many times this was called
 
     def __call__(self) -> dict[str, float]:
@@ -53,7 +54,8 @@ class WeightSender(Protocol):
 
     @property
     def send_weights(self) -> Callable[..., Future[list[SendReport]]]:
-        """Return the method `HostWorker.send_weights`, whose future has one report for each rank.
+        """Return the method `HostWorker.send_weights`, whose future has one report for each
+        rank.
         """
 
 
@@ -207,8 +209,9 @@ class WeightSync(PolicySync):
     def _sum_send_reports(
         self, reports: Sequence[SendReport], version: int, engines: Sequence[InferenceEngine]
     ) -> _SyncTotals:
-        """Adds up what senders report. Files become a model directory, for engines that could not
-        take them one by one.
+        """Add up the reports of all senders. With transport "disk", also assemble the files into a
+        model directory, and make the engines without the run's loader load it. An engine that fails
+        raises nothing: `failure_by_engine` has the reason.
         """
         failures: dict[str, list[str]] = {}
         digests: dict[str, int] = {}
@@ -239,8 +242,8 @@ class WeightSync(PolicySync):
         return sent
 
     def _probe_or_set_aside(self, engine: InferenceEngine) -> None:
-        """Probes an engine that has no digests. One that fails is set aside; raises its EngineError
-        when none is left.
+        """Probe an engine that has no digests, and set it aside where the probe fails. Raise its
+        EngineError when no engine is left.
         """
         try:
             self._probe_or_mark_stale(engine)

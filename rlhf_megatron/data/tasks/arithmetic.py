@@ -22,6 +22,7 @@ class AdditionParams:
     split_seed: int = 123  # of the order in which problems are dealt to the two sets
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range."""
         if not 1 <= self.num_digits <= 3:
             raise ValueError(f"num_digits ({self.num_digits}) must be 1, 2 or 3.")
         _check_num_val(self.num_val, 10 ** (2 * self.num_digits) - 1)
@@ -29,8 +30,8 @@ class AdditionParams:
 
 @TASKS.register("addition", AdditionParams)
 def generate_addition_rows(params: AdditionParams) -> TaskRows:
-    """Zero-padded addition, "07+45=" -> "052". All pairs of summands, shuffled; the first
-    `num_val` are held out.
+    """Return problems of zero-padded addition, "07+45=" -> "052": all pairs of summands, shuffled;
+    the first `num_val` are held out.
     """
     width = params.num_digits
     numbers = range(10**width)
@@ -59,6 +60,7 @@ class FewShotAdditionParams:
     split_seed: int = 123
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range, and for repeated operations."""
         if self.num_shots < 0:
             raise ValueError(f"num_shots ({self.num_shots}) must be at least 0.")
         if not self.operations or len(set(self.operations)) < len(self.operations):
@@ -73,10 +75,12 @@ class FewShotAdditionParams:
 
     @property
     def has_own_shots(self) -> bool:
+        """Return whether the prompts hold solved problems."""
         return self.num_shots > 0
 
     @property
     def operations(self) -> tuple[Operation, ...]:
+        """Return the operations as a tuple, also where one is set."""
         return (self.operation,) if isinstance(self.operation, str) else self.operation
 
 
@@ -96,6 +100,9 @@ def generate_few_shot_addition_rows(params: FewShotAdditionParams) -> TaskRows:
 
 
 def _generate_operation_rows(params: FewShotAdditionParams, operation: Operation) -> TaskRows:
+    """Return the rows of one operation. Problems that are solved in the prompt are sorted last, so
+    that they are not held out.
+    """
     sign, compute = OPERATIONS[operation]
     solved = _draw_solved_problems(params, operation)
     shots = "".join(f"{a}{sign}{b}={compute(a, b)}\n" for a, b in solved)
@@ -113,13 +120,16 @@ def _generate_operation_rows(params: FewShotAdditionParams, operation: Operation
 
 
 def _order_operands(operation: Operation, x: int, y: int) -> tuple[int, int]:
+    """Return the operands of the problem for x and y; for "sub" they are (x + y, x), so that the
+    result is y.
+    """
     return (x + y, x) if operation == "sub" else (x, y)
 
 
 def _draw_solved_problems(
     params: FewShotAdditionParams, operation: Operation
 ) -> list[tuple[int, int]]:
-    """The problems that stand solved in every prompt."""
+    """Return the problems that are solved in every prompt."""
     chance = random.Random(params.shots_seed)
     return [
         _order_operands(operation, chance.randint(1, 9), chance.randint(1, 9))
@@ -128,6 +138,7 @@ def _draw_solved_problems(
 
 
 def _check_num_val(num_val: int, max_num_val: int) -> None:
+    """Raise ValueError unless `num_val` is from 1 to `max_num_val`."""
     if not 1 <= num_val <= max_num_val:
         raise ValueError(
             f"num_val ({num_val}) must be from 1 to {max_num_val}, so that both sets have problems."
@@ -135,5 +146,5 @@ def _check_num_val(num_val: int, max_num_val: int) -> None:
 
 
 def _split_held_out(rows: Sequence[PromptRow], num_val: int) -> TaskRows:
-    """The first `num_val` rows are held out."""
+    """Hold out the first `num_val` rows; the others train."""
     return TaskRows(train=tuple(rows[num_val:]), held_out=tuple(rows[:num_val]))

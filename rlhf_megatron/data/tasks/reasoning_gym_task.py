@@ -2,8 +2,7 @@
 none downloaded.
 
 The question is the prompt, the answer the label (empty where a problem has many answers), and
-`extra` holds the whole entry of the library, which the reward
-`generate_reasoning_gym_rows` scores by.
+`extra` holds the whole entry of the library, by which the reward `reasoning_gym` scores.
 """
 
 from __future__ import annotations
@@ -32,6 +31,9 @@ class ReasoningGymTaskParams:
     template: str = "{question}"  # the prompt; {question} stands in it
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a size below 1, a template without {question}, and a config that
+        sets size or seed.
+        """
         for name, value in (("size", self.size), ("num_val", self.num_val)):
             if value < 1:
                 raise ValueError(f"{name} ({value}) must be at least 1.")
@@ -49,11 +51,11 @@ class ReasoningGymTaskParams:
 
 @TASKS.register("reasoning_gym", ReasoningGymTaskParams)
 def generate_reasoning_gym_rows(params: ReasoningGymTaskParams) -> TaskRows:
-    """`num_val` held-out and `size` training problems with different questions, in the order in
-    which they are drawn.
+    """Return `size` training and `num_val` held-out problems of the library reasoning-gym, all with
+    different questions, in the order in which they are drawn.
 
-    Raises ValueError when the library is missing, for what it refuses, and when it has too few
-    different problems.
+    Raise ValueError when the library is missing, when it refuses the parameters, and when it has
+    too few different problems.
     """
     wanted = params.size + params.num_val
     rows: dict[str, PromptRow] = {}
@@ -74,6 +76,9 @@ def generate_reasoning_gym_rows(params: ReasoningGymTaskParams) -> TaskRows:
 def _draw_entries(
     params: ReasoningGymTaskParams, num_entries: int
 ) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield (index, entry) of the first `num_entries` problems of the library's dataset. Raise
+    ValueError as `_check_json_scoring` does.
+    """
     dataset = make_reasoning_gym_dataset(
         params.dataset, {**params.config, "seed": params.seed, "size": num_entries}
     )
@@ -85,7 +90,9 @@ def _draw_entries(
 
 
 def _check_json_scoring(dataset_name: str, dataset: Any, entry: dict[str, Any]) -> None:
-    """Refuse tasks that the library scores by types that JSON does not have. Raises ValueError."""
+    """Raise ValueError for a task that the library scores otherwise after the entry went through
+    JSON.
+    """
     answer = entry["answer"]
     read = json.loads(json.dumps(entry))
     if answer is not None and dataset.score_answer(answer, entry) != dataset.score_answer(
@@ -100,6 +107,7 @@ def _check_json_scoring(dataset_name: str, dataset: Any, entry: dict[str, Any]) 
 def _make_prompt_row(
     params: ReasoningGymTaskParams, index: int, entry: dict[str, Any]
 ) -> PromptRow:
+    """Return an entry of the library as a prompt row; `extra` holds the whole entry."""
     extra = json.dumps(
         {EXTRA_KEY: {"dataset": params.dataset, "config": params.config, "entry": entry}}
     )
@@ -114,8 +122,8 @@ def _make_prompt_row(
 
 
 def make_reasoning_gym_dataset(dataset_name: str, config: dict[str, Any]) -> Any:
-    """The library's dataset. Raises ValueError for a name or config that it does not know, or when
-    it is missing.
+    """Return the library's dataset. Raise ValueError for a name or config that the library does not
+    know, or when the library is missing.
     """
     try:
         import reasoning_gym

@@ -41,7 +41,7 @@ COLUMN = 58  # where comments beside a value begin, as far as values let them
 
 @dataclass(frozen=True)
 class UserFacts:
-    """Facts that only the user knows. None: not told."""
+    """Facts that only the user knows; None where the user has not given one."""
 
     num_train_rows: int | None = None  # of the training files: epochs into steps
     response_length: int | None = (
@@ -71,6 +71,7 @@ class UntranslatedSetting:
 
 class ConfigDraft:
     def __init__(self, verl_settings: VerlSettings, user_facts: UserFacts) -> None:
+        """Begin without values; `verl_settings` are the settings to translate."""
         self.verl_settings = verl_settings
         self.user_facts = user_facts
         self.values: dict[str, TranslatedValue] = {}
@@ -78,7 +79,10 @@ class ConfigDraft:
         self.num_idle_settings = 0  # settings that ask for nothing
 
     def set_value(self, key: str, value: Any, sources: tuple[str, ...], note: str = "") -> None:
-        """`sources`: settings of verl, in today's names; they are dealt with."""
+        """Set our setting `key`, and mark the settings of verl that it comes from as used.
+        `sources` are their names in verl's present layout. A secret is not taken over, but recorded
+        as untranslated.
+        """
         for source in sources:
             self.verl_settings.mark_used(source)
         written = tuple(filter(self.verl_settings.is_written, sources))
@@ -93,8 +97,9 @@ class ConfigDraft:
         self.values[key] = TranslatedValue(value, names, bool(sources) and not written, note)
 
     def copy_setting(self, source: str, key: str = "", value: Any = ..., note: str = "") -> None:
-        """The setting `source` as ours of the name `key` (the same, if none is given); verl's
-        default of it where the file is silent and ours is another.
+        """Copy verl's setting `source` to our setting `key` (the same name if none is given), with
+        `value` in place of its value if given. Where the file does not set `source`, copy verl's
+        default, if that is known and differs from ours.
         """
         key = key or source
         if value is ...:
@@ -114,14 +119,17 @@ class ConfigDraft:
         convert_value: Callable[[Any], Any] = lambda value: value,
         note: str = "",
     ) -> None:
-        """Put the setting `source`, where verl has a value for it, as ours of the name `key` (or of
-        the same name).
+        """Set our setting `key` (the same name if none is given) to `convert_value` of verl's
+        setting `source`, if the file or verl's defaults have a value for it.
         """
         value = self.verl_settings.use_value(source)
         if value is not None:
             self.set_value(key or source, convert_value(value), (source,), note)
 
     def leave_untranslated(self, source: str, reason: str, affects_learning: bool = False) -> None:
+        """Record that verl's setting `source` has no counterpart, with the reason, and mark it as
+        used. A secret is not shown.
+        """
         value = self.verl_settings.use_value(source)
         name = self.verl_settings.get_written_name(source)
         self.untranslated.append(
@@ -134,25 +142,30 @@ class ConfigDraft:
         )
 
     def request_missing_fact(self, reason: str) -> None:
-        """Something that the file does not say, or not in our units, and that changes
-        what is learnt.
+        """Record a fact that changes what is learnt and that the file does not give, or not in our
+        units; `reason` is the message to the user.
         """
         self.untranslated.append(UntranslatedSetting("", None, reason, True))
 
 
 def get_default_value(key: str) -> Any:
-    """Ours; None for an entry of a free mapping."""
+    """Return our default of a setting; None for an entry of a free mapping and for an
+    unknown key.
+    """
     return get_config_value(RunConfig(), key) if key in list_leaf_keys(RunConfig) else None
 
 
 def _is_same_value(value: Any, default: Any) -> bool:
+    """Return whether a value equals our default; lists and tuples compare as equal, true and 1 do
+    not.
+    """
     plain = list(default) if isinstance(default, tuple) else default
     return bool(value == plain) and isinstance(value, bool) == isinstance(plain, bool)
 
 
 def nest_by_section(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Key paths as nested sections, in the order of the schema; entries of free mappings stand
-    inside of these.
+    """Return key paths with values as nested sections, in the order of the schema; an entry of a
+    free mapping is inside of that mapping.
     """
     order = {key: place for place, key in enumerate(list_leaf_keys(RunConfig))}
     tree: dict[str, Any] = {}
@@ -168,7 +181,7 @@ def nest_by_section(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_containing_setting(key: str) -> str:
-    """The setting of ours that `key` is, or in which it stands as an entry; or ""."""
+    """Return the setting of ours that `key` is or of which it is an entry; "" if there is none."""
     while key:
         if key in list_leaf_keys(RunConfig):
             return key
@@ -177,6 +190,9 @@ def find_containing_setting(key: str) -> str:
 
 
 def translate_remaining_settings(draft: ConfigDraft) -> None:
+    """Deal with all settings of verl that no translation has used: copy those with our names, count
+    those that ask for nothing, and record the rest as untranslated.
+    """
     for key in draft.verl_settings.list_unused_keys():
         if key.rpartition(".")[2] == "_target_":
             draft.verl_settings.mark_used(key)
@@ -195,7 +211,9 @@ def translate_remaining_settings(draft: ConfigDraft) -> None:
 
 
 def _is_copy_of_other_setting(draft: ConfigDraft, key: str) -> bool:
-    """verl's copies of other settings, as long as they are that."""
+    """Return whether the key is one of verl's copies of other settings and still has the same value
+    as the other.
+    """
     other = FOLLOWERS.get(key)
     return other is not None and draft.verl_settings.peek_value(
         key
@@ -203,6 +221,9 @@ def _is_copy_of_other_setting(draft: ConfigDraft, key: str) -> bool:
 
 
 def _record_unmapped_setting(draft: ConfigDraft, key: str) -> None:
+    """Record a setting without a translation as untranslated, with the advice of verl's table or a
+    guess at its spelling; only count the setting if it asks for nothing.
+    """
     entry = find_verl_key(key)
     value = draft.verl_settings.use_value(key)
     if entry is None:
@@ -219,7 +240,7 @@ def _record_unmapped_setting(draft: ConfigDraft, key: str) -> None:
 
 
 def describe_missing_counterpart(entry: VerlKey) -> str:
-    """Say why a setting has no counterpart here, or which setting to use instead."""
+    """Return why a setting of verl has no counterpart here, or which setting to use instead."""
     note = entry.note.removesuffix("; remove it")
     if entry.target is None:
         return note
@@ -227,13 +248,16 @@ def describe_missing_counterpart(entry: VerlKey) -> str:
 
 
 def _is_switched_on(draft: ConfigDraft, entry: VerlKey) -> bool:
+    """Return whether the setting has any effect in verl: its switch is on, or it has none."""
     return not entry.switch_key or not is_off_value(
         draft.verl_settings.peek_value(entry.switch_key)
     )
 
 
 def is_off_value(value: Any) -> bool:
-    """A value that asks for nothing."""
+    """Return whether a value asks for nothing: null, false, 0, -1, an empty text or list, or "none"
+    and the like.
+    """
     return (
         value is None
         or value is False
@@ -242,7 +266,9 @@ def is_off_value(value: Any) -> bool:
 
 
 def suggest_verl_key(key: str) -> str:
-    """Guess what a misspelt setting of verl meant, as a sentence or ""."""
+    """Return a guess at the setting of verl that a misspelt key meant, as "did you mean ...?"; ""
+    if nothing is near.
+    """
     known = (
         {entry.name for entry in VERL_NAMES if not entry.name.endswith("*")}
         | set(DEFAULTS)
@@ -266,7 +292,9 @@ def render_commented_yaml(
     notes: Sequence[str],
     source: str,
 ) -> str:
-    """`dropped_settings`: (our setting, why) that would have no effect. The text loads as a
+    """Return the translated configuration as YAML with comments: beside each value verl's settings
+    behind it, and below them the untranslated settings, the dropped ones and notes.
+    `dropped_settings` are (our setting, why it would have no effect). The text loads as a
     configuration of ours.
     """
     lines = [
@@ -300,6 +328,9 @@ def render_commented_yaml(
 
 
 def format_untranslated_line(setting: UntranslatedSetting) -> str:
+    """Return an untranslated setting as "name=value: reason", or the reason alone where the setting
+    has no name.
+    """
     return (
         f"{setting.name}={format_short_value(setting.value)}: {setting.reason}"
         if setting.name
@@ -308,12 +339,15 @@ def format_untranslated_line(setting: UntranslatedSetting) -> str:
 
 
 def format_short_value(value: Any) -> str:
-    """Format a value on one line of at most 80 characters."""
+    """Return a value on one line of at most 80 characters."""
     text = format_yaml_value(value).replace("\n", " ")
     return text if len(text) <= 80 else text[:77] + "..."
 
 
 def _render_section(name: str, node: Any, depth: int) -> Iterator[str]:
+    """Yield the YAML lines of a section or value, indented by `depth`, with the origin of each
+    value as a comment.
+    """
     indent = "  " * depth
     if isinstance(node, TranslatedValue):
         yield from _wrap_comment(node.note, "", indent) if node.note else ()
@@ -327,6 +361,7 @@ def _render_section(name: str, node: Any, depth: int) -> Iterator[str]:
 
 
 def _wrap_comment(text: str, bullet: str = "", indent: str = "") -> list[str]:
+    """Return a text as wrapped comment lines, with a bullet before the first."""
     start = f"{indent}# {bullet}"
     return textwrap.wrap(
         _remove_unprintable(text),
@@ -339,11 +374,16 @@ def _wrap_comment(text: str, bullet: str = "", indent: str = "") -> list[str]:
 
 
 def _remove_unprintable(text: str) -> str:
-    """Remove characters that would end a comment, or that YAML forbids in one."""
+    """Return the text with white space characters as spaces and unprintable ones as "?", since
+    these would end a comment or are forbidden in YAML.
+    """
     return "".join(_make_printable(char) for char in text)
 
 
 def _make_printable(char: str) -> str:
+    """Return a printable character unchanged, other white space as a space, and any other character
+    as "?".
+    """
     if char.isprintable():
         return char
     return " " if char.isspace() else "?"

@@ -59,6 +59,9 @@ class WrittenSettings:
     job: str = ""  # of JOBS; "": reinforcement learning
 
     def add(self, setting: VerlSetting) -> None:
+        """Add a setting in place of an earlier one of the same name; note the replacement if the
+        values differ.
+        """
         before = self.settings.get(setting.name)
         if before is not None and before.value != setting.value:
             self.notes.append(
@@ -68,16 +71,18 @@ class WrittenSettings:
         self.settings[setting.name] = setting
 
     def remove(self, name: str) -> None:
-        """The setting and all below it."""
+        """Remove the setting of this name and all settings below it."""
         for key in [key for key in self.settings if key == name or key.startswith(name + ".")]:
             del self.settings[key]
 
 
 def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -> WrittenSettings:
-    """`source`: name of the file, for messages. `environment`: what a script may take
-    variables from.
+    """Return the settings in the text of a YAML file, a shell script, or a list of overrides.
+    `source` is the name of the file, for messages and for its type; `environment` holds the
+    variables that a script may use.
 
-    Raises ConfigError for what is neither YAML nor a script with settings, with the reason.
+    Raise ConfigError, with the reason, for a text that is neither, holds no setting, or cannot be
+    read without doubt.
     """
     if len(text) > MAX_CHARACTERS:
         raise ConfigError(
@@ -109,8 +114,8 @@ def read_verl_settings(text: str, source: str, environment: Mapping[str, str]) -
 
 
 def add_command_line_overrides(written_settings: WrittenSettings, overrides: Sequence[str]) -> None:
-    """Arguments of the command line over what a file says. Raises ConfigError for what
-    is no override.
+    """Add the overrides of the command line on top of the settings of the file. Raise ConfigError
+    with all that are malformed.
     """
     problems = []
     for override in overrides:
@@ -128,6 +133,9 @@ def add_command_line_overrides(written_settings: WrittenSettings, overrides: Seq
 
 
 def _is_yaml_text(text: str) -> bool:
+    """Return whether a text is meant as YAML: a mapping, or broken YAML without lines that look
+    like overrides or a call of verl.
+    """
     try:
         return isinstance(parse_yaml(text, "", 0), MappingNode)
     except ConfigError:
@@ -135,6 +143,9 @@ def _is_yaml_text(text: str) -> bool:
 
 
 def _read_yaml_settings(text: str, source: str) -> WrittenSettings:
+    """Return the settings of a YAML text, without Hydra's own sections; note that a `defaults:`
+    list is not followed. Raise ConfigError for bad syntax or a text that is no mapping.
+    """
     tree = parse_yaml(text, source, 0)
     if not isinstance(tree, MappingNode):
         raise ConfigError(
@@ -160,7 +171,7 @@ def _read_yaml_settings(text: str, source: str) -> WrittenSettings:
 
 
 def flatten_yaml_settings(name: str, node: Node) -> Iterator[VerlSetting]:
-    """The settings of a tree of YAML, by their whole names."""
+    """Yield the settings of a YAML tree with their full names, each with its file and line."""
     if isinstance(node, MappingNode) and node.items:
         for key, child in node.items.items():
             yield from flatten_yaml_settings(f"{name}.{key}", child)
@@ -171,6 +182,10 @@ def flatten_yaml_settings(name: str, node: Node) -> Iterator[VerlSetting]:
 def _read_script_settings(
     text: str, source: str, environment: Mapping[str, str]
 ) -> WrittenSettings:
+    """Return the settings of the command in a shell script that starts verl, with notes on the
+    variables that were filled in. Raise ConfigError for a script that cannot be read or starts verl
+    several times.
+    """
     if UNKNOWN in text:
         raise ConfigError([ConfigProblem("it is not a text file; name another.", location=source)])
     script = ShellScript(environment)
@@ -199,7 +214,11 @@ def _read_script_settings(
 def _find_script_overrides(
     script: ShellScript, source: str, written_settings: WrittenSettings
 ) -> Iterator[tuple[str, int]]:
-    """(override, line) of the command that starts verl, or of all lines where there is none."""
+    """Yield (override, line) for the command that starts verl, or for all lines of a script without
+    such a command. Set the job in `written_settings`, and note configuration files that are not
+    read. Raise ConfigError for several such commands, a conversion, or a command that a stray
+    character cuts off.
+    """
     starts = [
         (command, index)
         for command in script.commands
@@ -257,13 +276,16 @@ def _find_script_overrides(
 
 
 def _looks_like_override(text: str) -> bool:
+    """Return whether a word has the form section.key=value, with Hydra's prefixes, or ~key."""
     match = _OVERRIDE.match(text)
     is_key = match is not None and ("." in match[2] or match[2] in _WITHOUT_SECTION)
     return match is not None and ((match[3] is not None and is_key) or match[1] == "~")
 
 
 def _join_bracketed_words(command: Sequence[ShellWord]) -> Iterator[tuple[str, int]]:
-    """Words of a plain list, in which a value may hold spaces inside of brackets."""
+    """Yield (text, line) of the words of a command, with words inside of open brackets joined by
+    spaces, since the values in a plain list may hold spaces.
+    """
     text = ""
     line = 0
     for word in command:
@@ -280,6 +302,10 @@ def _join_bracketed_words(command: Sequence[ShellWord]) -> Iterator[tuple[str, i
 
 
 def _add_override(written_settings: WrittenSettings, override: str, location: str) -> None:
+    """Apply an override to the settings: add or replace, remove for "~", or record a problem where
+    the value depends on what only a shell could tell. An override on the command line resolves such
+    a problem.
+    """
     match = _OVERRIDE.match(override)
     assert match is not None, f"{override!r} was looked at before"
     prefix = match[1]
@@ -321,6 +347,7 @@ def _add_override(written_settings: WrittenSettings, override: str, location: st
 
 
 def _flatten_value(name: str, value: Any, location: str) -> Iterator[VerlSetting]:
+    """Yield a setting for each leaf of a nested value, with its full name."""
     if isinstance(value, Mapping) and value:
         for key, item in value.items():
             yield from _flatten_value(f"{name}.{key}", item, location)
@@ -329,8 +356,8 @@ def _flatten_value(name: str, value: Any, location: str) -> Iterator[VerlSetting
 
 
 def parse_hydra_value(text: str, location: str) -> Any:
-    """Parse the value of an override. Hydra's grammar is YAML's, except for `{a:1}` and for text
-    that YAML would refuse.
+    """Return the value of an override. Hydra's grammar is YAML's, except for `{a:1}` and for text
+    that YAML would refuse, which is returned as text.
     """
     text = text.strip()
     if text.startswith(("{", "[")):

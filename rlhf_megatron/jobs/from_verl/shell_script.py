@@ -54,7 +54,9 @@ class ShellScript:
     _blocks: list[tuple[bool | None, bool | None]] = field(default_factory=list)
 
     def read(self, text: str) -> None:
-        """Raises ValueError for quotes that do not end, and for what grows beyond all measure."""
+        """Read the text of a script, and fill `commands` and the variables. Raise ValueError for a
+        quote that does not end, and for words that grow beyond all measure.
+        """
         commands = split_commands(text)
         for words, following in zip(commands, [*commands[1:], []], strict=True):
             is_alone = (
@@ -76,7 +78,10 @@ class ShellScript:
                 self.commands.append(self._expand_words(words))
 
     def _track_block(self, words: list[ShellWord], is_single_condition: bool) -> None:
-        """Begin or end a block, or a part of one."""
+        """Update the stack of open blocks for a word that begins, continues or ends one.
+        `is_single_condition` says that the condition is the only command before `then`, so that it
+        can be evaluated.
+        """
         word = words[0].text
         blocks = self._blocks
         if word in _OPENERS or (word.endswith("()") and words[-1].text == "{"):
@@ -105,7 +110,7 @@ class ShellScript:
             blocks.append((is_run, has_run))
 
     def _evaluate_condition(self, words: list[ShellWord]) -> bool | None:
-        """Whether a condition in brackets holds; None for what only the shell can tell."""
+        """Return whether a condition in brackets holds; None where only a shell could tell."""
         texts = [text for word in words for text in self.expand_word(word.text)]
         if (
             any(UNKNOWN in text for text in texts)
@@ -122,8 +127,8 @@ class ShellScript:
         return None
 
     def _record_assignments(self, words: list[ShellWord]) -> list[ShellWord]:
-        """Record the assignments in front of a command and return the rest of it. Values set in a
-        branch or loop are unknown.
+        """Record the assignments in front of a command, and return the remaining words. Values set
+        in a branch or loop that may not run are UNKNOWN.
         """
         if words[0].text in ("export", "local", "readonly", "declare"):
             words = words[1:]
@@ -147,9 +152,15 @@ class ShellScript:
 
     @property
     def _is_certain_to_run(self) -> bool:
+        """Return whether the present line is run for certain: no open block that may be skipped is
+        around it.
+        """
         return all(taken for taken, _ in self._blocks)
 
     def _expand_words(self, words: list[ShellWord]) -> list[ShellWord]:
+        """Return the words with variables and quotes resolved; an array becomes several words.
+        Raise ValueError for more than MAX_WORDS.
+        """
         found = [
             ShellWord(text, word.line) for word in words for text in self.expand_word(word.text)
         ]
@@ -158,8 +169,9 @@ class ShellScript:
         return found
 
     def expand_word(self, raw_word: str) -> list[str]:
-        """A raw word without its quotes, its variables filled in; several for an array, or for a
-        bare variable with spaces; none for "$@".
+        """Return a raw word without its quotes and with its variables filled in: several words for
+        an array or for a bare variable with spaces, none for "$@". Raise ValueError for a word that
+        grows too long.
         """
         if match := re.fullmatch(r'"?\$\{(\w+)\[[@*]\]\}"?', raw_word):
             return self.arrays.get(match[1], [])
@@ -192,7 +204,10 @@ class ShellScript:
         return [text]
 
     def _substitute_at(self, raw: str, position: int) -> tuple[str, int]:
-        """(the text for what begins at raw[i] with $ or `, where it ends)."""
+        """Return (the text for the expression that begins with $ or ` at `position` of the raw
+        word, the position behind the expression). The text is UNKNOWN where only a shell could
+        tell.
+        """
         if raw[position] == "`":
             end = raw.find("`", position + 1)
             return UNKNOWN, len(raw) if end < 0 else end + 1
@@ -217,6 +232,10 @@ class ShellScript:
         )
 
     def _expand_parameter(self, expression: str) -> str:
+        """Return the text for `${expression}`: a variable, or its default if it is empty or not
+        set, which is recorded. Return references of the configuration, such as ${oc.env:X},
+        unchanged, and UNKNOWN for all else.
+        """
         if _VARIABLE.fullmatch(expression):
             return self.look_up_variable(expression)
         if match := _WITH_DEFAULT.match(expression):
@@ -234,6 +253,9 @@ class ShellScript:
         return UNKNOWN
 
     def look_up_variable(self, name: str) -> str:
+        """Return the value of a variable of the script or of the environment, whose use is
+        recorded; the first item of an array; UNKNOWN for a variable that is not set.
+        """
         if name in self.variables:
             return self.variables[name]
         if name in self.arrays:
@@ -244,7 +266,9 @@ class ShellScript:
         return UNKNOWN
 
     def _evaluate_sum(self, text: str) -> str:
-        """Evaluate `$((...))` of whole numbers and variables; UNKNOWN for anything more."""
+        """Return the value of `$((...))` for whole numbers and variables as text; UNKNOWN for
+        anything more.
+        """
         words = "".join(self.expand_word(text))
         plain = re.sub(r"[A-Za-z_]\w*", lambda match: self.look_up_variable(match[0]), words)
         try:
@@ -263,6 +287,9 @@ _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
 
 
 def _evaluate_arithmetic(node: ast.expr) -> int:
+    """Return the value of an expression of whole numbers, with a shell's division and remainder.
+    Raise ValueError for other expressions and for numbers beyond 63 bits.
+    """
     if isinstance(node, ast.Constant) and type(node.value) is int and abs(node.value) < 1 << 63:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
@@ -277,7 +304,9 @@ def _evaluate_arithmetic(node: ast.expr) -> int:
 
 
 def find_closing_bracket(raw: str, position: int) -> int:
-    """The place after the bracket that closes the one at raw[i], or the end."""
+    """Return the position after the bracket that closes the one at `position`, or the end of the
+    text.
+    """
     pairs = {"(": ")", "{": "}"}
     opener = raw[position]
     closer = pairs[raw[position]]
@@ -296,14 +325,15 @@ def find_closing_bracket(raw: str, position: int) -> int:
 
 
 def split_commands(text: str) -> list[list[ShellWord]]:
-    """Commands as raw words, quotes and variables still in them. Raises ValueError for a quote
-    that does not end.
+    """Return the commands of a script as lists of raw words, with quotes and variables still in
+    them. Raise ValueError for a quote that does not end.
     """
     return _CommandSplitter(text).split()
 
 
 class _CommandSplitter:
     def __init__(self, text: str) -> None:
+        """Begin at the first character of the text."""
         self._text = text
         self._position = 0
         self._line = 1
@@ -313,6 +343,9 @@ class _CommandSplitter:
         self._commands: list[list[ShellWord]] = []
 
     def split(self) -> list[list[ShellWord]]:
+        """Return the commands of the text as lists of raw words. Raise ValueError for a quote that
+        does not end.
+        """
         text = self._text
         while self._position < len(text):
             char = text[self._position]
@@ -341,6 +374,9 @@ class _CommandSplitter:
         return self._commands
 
     def _find_quote_end(self, quote: str) -> int:
+        """Return the position after the quote that closes the one at the present position. Raise
+        ValueError if there is none.
+        """
         i = self._position + 1
         while i < len(self._text) and self._text[i] != quote:
             i += 2 if self._text[i] == "\\" and quote == '"' else 1
@@ -349,7 +385,9 @@ class _CommandSplitter:
         return i + 1
 
     def _find_array_end(self) -> int:
-        """Find the end of `name=( ... )`, whose comments and quotes may hold brackets."""
+        """Return the position after the bracket that ends `name=( ... )`, whose comments and quotes
+        may hold brackets.
+        """
         i = self._position + 1
         while i < len(self._text) and self._text[i] != ")":
             if self._text[i] == "#" and self._text[i - 1].isspace():
@@ -367,6 +405,9 @@ class _CommandSplitter:
         return min(i + 1, len(self._text))
 
     def _append_to_word(self, end: int) -> None:
+        """Append the text up to `end` to the present word, begin a word if there is none, and
+        advance to `end`.
+        """
         if self._word is None:
             self._word = ""
             self._word_line = self._line
@@ -374,15 +415,18 @@ class _CommandSplitter:
         self._advance_to(end)
 
     def _advance_to(self, end: int) -> None:
+        """Set the present position to `end`, and count the lines between."""
         self._line += self._text.count("\n", self._position, end)
         self._position = end
 
     def _end_word(self) -> None:
+        """Add the present word, if there is one, to the present command."""
         if self._word is not None:
             self._words.append(ShellWord(self._word, self._word_line))
             self._word = None
 
     def _end_command(self) -> None:
+        """End the present word, and add the present command, if it has words, to the commands."""
         self._end_word()
         if self._words:
             self._commands.append(self._words)

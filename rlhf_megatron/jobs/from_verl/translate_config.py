@@ -36,8 +36,8 @@ from rlhf_megatron.jobs.from_verl.verl_settings import VerlSettings
 
 @dataclass(frozen=True)
 class ConfigTranslation:
-    """`yaml_text`: the YAML. `untranslated`: without counterpart. `problems`: why `yaml_text` is
-    not yet a configuration that runs.
+    """The result of a translation. `yaml_text` is the configuration, `untranslated` the settings of
+    verl without counterpart, and `problems` the reasons why `yaml_text` cannot run as it is.
     """
 
     yaml_text: str
@@ -49,7 +49,7 @@ class ConfigTranslation:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every setting that changes what is learnt was translated."""
+        """Return whether every setting that changes what is learnt was translated."""
         return not any(one.affects_learning for one in self.untranslated)
 
 
@@ -61,10 +61,11 @@ def translate_verl_config(
     our_overrides: Sequence[str] = (),
     result_name: str = "result",
 ) -> ConfigTranslation:
-    """`our_overrides`: overrides of our own settings (key=value) over the result; `result_name`:
-    its name in messages.
+    """Translate the settings of verl to a configuration of ours, and check the result. `source`
+    names the file in the header; `our_overrides` are overrides of our settings (key=value) over the
+    result; `result_name` names the result in messages.
 
-    Raises ConfigError for overrides that are malformed.
+    Raise ConfigError for malformed overrides; problems of the result are returned.
     """
     given = VerlSettings(written_settings, environment)
     if not written_settings.job:
@@ -105,6 +106,7 @@ def translate_verl_config(
 
 
 def _translate_training_job(draft: ConfigDraft) -> None:
+    """Translate all settings of an RL job into the draft."""
     verl_data.translate_model(draft)
     verl_data.translate_data(draft)
     verl_engines.translate_actor_layout(draft)
@@ -128,6 +130,10 @@ def _translate_training_job(draft: ConfigDraft) -> None:
 
 
 def _translate_critic(draft: ConfigDraft) -> None:
+    """Translate the critic's settings if the estimator needs a critic, else mark them as settings
+    that ask for nothing. Record a problem or an untranslated setting where critic.enable
+    contradicts the estimator.
+    """
     g = draft.verl_settings
     is_wanted = verl_algorithm.estimator_needs_critic(draft)
     if g.peek_value("critic.enable") is not None and g.use_flag("critic.enable") != is_wanted:
@@ -162,7 +168,7 @@ def _translate_critic(draft: ConfigDraft) -> None:
 
 
 def _flatten_override(override: MappingNode) -> tuple[str, Any]:
-    """The key and the value of an override of ours."""
+    """Return the full key and the plain value of an override of ours."""
     ((key, node),) = override.items.items()
     while isinstance(node, MappingNode) and len(node.items) == 1:
         ((name, node),) = node.items.items()
@@ -171,8 +177,8 @@ def _flatten_override(override: MappingNode) -> tuple[str, Any]:
 
 
 def _remove_idle_values(draft: ConfigDraft) -> list[tuple[str, str]]:
-    """Takes out of the draft what would be ignored: an error here, and no matter in verl. (our
-    key, why) of each.
+    """Remove the values that our configuration would ignore, an error here but none in verl, from
+    the draft. Return (our key, the reason) for each.
     """
     dropped: list[tuple[str, str]] = []
     while True:
@@ -192,11 +198,14 @@ def _remove_idle_values(draft: ConfigDraft) -> list[tuple[str, str]]:
 
 
 def _is_at_or_below(key: str, parent_key: str) -> bool:
+    """Return whether a key is the other key or is inside of it."""
     return key == parent_key or key.startswith(parent_key + ".")
 
 
 def _load_yaml_text(text: str, source: str) -> tuple[LoadedConfig, list[str]]:
-    """The YAML as it would be loaded, typed but without the rules between settings."""
+    """Return the configuration that the YAML makes, typed but without the rules between settings,
+    and its problems as texts.
+    """
     converter = ConfigConverter(suggest_setting, has_known_subkeys)
     config = converter.convert_section(RunConfig, parse_yaml(text, source, 0), "", RunConfig())
     assert config is not BROKEN, "a mapping of sections always makes a configuration"

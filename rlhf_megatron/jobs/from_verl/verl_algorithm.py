@@ -61,18 +61,24 @@ DIAGNOSIS = f"{SECTION}.debug_rollout_actor_probs"
 
 
 def find_estimator_name(draft: ConfigDraft) -> str:
-    """Our name of the advantage estimator; "" where none of that name is registered."""
+    """Return our name of the file's advantage estimator; "" where none of that name is
+    registered.
+    """
     name = str(draft.verl_settings.peek_value("algorithm.adv_estimator")).lower()
     plain = name.removeprefix("advantageestimator.").removesuffix("_vectorized")
     return plain if plain in ADV_ESTIMATORS else ""
 
 
 def estimator_needs_critic(draft: ConfigDraft) -> bool:
+    """Return whether the file's advantage estimator is registered here and needs a
+    critic's values.
+    """
     name = find_estimator_name(draft)
     return bool(name) and "values" in ADV_ESTIMATORS.get(name).needs
 
 
 def translate_estimator(draft: ConfigDraft) -> None:
+    """Translate the advantage estimator and its parameters; leave an unknown one untranslated."""
     key = "algorithm.adv_estimator"
     g = draft.verl_settings
     name = find_estimator_name(draft)
@@ -107,7 +113,7 @@ def translate_estimator(draft: ConfigDraft) -> None:
 
 
 def translate_resampling(draft: ConfigDraft) -> None:
-    """verl's switch stands beside the section, ours in it."""
+    """Translate the switch of PF-PPO, which verl has beside the section and we have in it."""
     source = "algorithm.use_pf_ppo"
     key = "algorithm.pf_ppo.enable"
     if (
@@ -119,13 +125,14 @@ def translate_resampling(draft: ConfigDraft) -> None:
 
 
 def _find_scorer_name(verl_settings: VerlSettings) -> str:
-    """Our name of the scorer that the file names; "" where it names none."""
+    """Return our name of the scorer that the file names, "function"; "" where it names none."""
     return "function" if verl_settings.peek_value("reward.custom_reward_function.path") else ""
 
 
 def translate_group_filter(draft: ConfigDraft) -> None:
-    """verl names what a reward function returns; ours are the reward and its parts. Its 0
-    generates without end.
+    """Translate the metric and the limit of the group filter. verl's metrics are results of a
+    reward function, ours the reward and its parts; verl's limit of 0 has no end, ours becomes a
+    large number.
     """
     g = draft.verl_settings
     section = "algorithm.filter_groups"
@@ -174,6 +181,9 @@ def translate_group_filter(draft: ConfigDraft) -> None:
 
 
 def translate_kl_in_reward(draft: ConfigDraft) -> None:
+    """Translate the KL term in the reward. An adaptive target, in nats a token in verl, becomes
+    nats a response if the user has given the usual response length, else it stays untranslated.
+    """
     g = draft.verl_settings
     draft.copy_setting("algorithm.use_kl_in_reward", value=g.use_flag("algorithm.use_kl_in_reward"))
     _translate_kl_type(draft, "algorithm.kl_penalty", KL_TYPES, AlgorithmConfig, "kl_penalty")
@@ -203,6 +213,10 @@ def translate_kl_in_reward(draft: ConfigDraft) -> None:
 
 
 def translate_policy_loss(draft: ConfigDraft) -> None:
+    """Translate the policy loss with its parameters, aggregation, entropy bonus and KL loss; leave
+    an unknown loss untranslated. Parameters of other losses are only counted, as verl ignores them
+    too.
+    """
     g = draft.verl_settings
     key = "actor.policy_loss.loss_mode"
     written = str(g.peek_value(key))
@@ -242,8 +256,8 @@ def translate_policy_loss(draft: ConfigDraft) -> None:
 
 
 def _translate_clip_ratio(draft: ConfigDraft, loss_parameters: list[str]) -> None:
-    """Translate a clip ratio that sets both sides at once. verl's own defaults of the two sides
-    hide it, unless they are cleared.
+    """Translate actor.clip_ratio, which sets both sides at once, for sides that have no value of
+    their own. verl's own defaults of the two sides hide it, unless they are cleared.
     """
     g = draft.verl_settings
     source = "actor.clip_ratio"
@@ -265,6 +279,9 @@ def _translate_clip_ratio(draft: ConfigDraft, loss_parameters: list[str]) -> Non
 
 
 def _translate_aggregation(draft: ConfigDraft, loss_name: str) -> None:
+    """Translate loss_agg_mode. A loss that verl always averages in one way gets that mode, with a
+    note; an unknown mode stays untranslated.
+    """
     source = "actor.loss_agg_mode"
     key = "actor.loss_agg_mode"
     own = (
@@ -291,7 +308,9 @@ def _translate_aggregation(draft: ConfigDraft, loss_name: str) -> None:
 def _translate_kl_type(
     draft: ConfigDraft, source: str, our_names: dict[str, str], section_class: type, field_name: str
 ) -> None:
-    """An estimator of KL by its name here; one with a "+" has the gradient of k2 in both."""
+    """Translate the name of a KL estimator to ours; a "+", the gradient of k2, is the same in both.
+    An unknown name that the file sets stays untranslated.
+    """
     written = str(draft.verl_settings.peek_value(source))
     base = written.removesuffix("+")
     plus = "+" if written.endswith("+") else ""
@@ -308,15 +327,20 @@ def _translate_kl_type(
 
 
 def _is_kl_term_used(draft: ConfigDraft, source: str) -> bool:
+    """Return whether the KL term that this setting belongs to, in the actor's loss or in the
+    reward, is switched on.
+    """
     switch = "actor.use_kl_loss" if source.startswith("actor") else "algorithm.use_kl_in_reward"
     return draft.verl_settings.peek_value(switch) is True
 
 
 def _list_parameter_names(params_class: type | None) -> list[str]:
+    """Return the field names of a parameter dataclass; [] for None."""
     return [field.name for field in fields(params_class)] if params_class is not None else []
 
 
 def _list_parameters_of_all_losses() -> set[str]:
+    """Return the parameter names of all registered policy losses."""
     return {
         one
         for name in POLICY_LOSSES
@@ -327,8 +351,8 @@ def _list_parameters_of_all_losses() -> set[str]:
 def _translate_parameter(
     draft: ConfigDraft, params_class: type | None, name: str, section: str, sources: Iterable[str]
 ) -> None:
-    """A parameter of a part from the first of `sources` that is written, or from verl's default
-    where ours differs.
+    """Set a parameter of a part from the first of `sources` that the file sets, or from verl's
+    default where that differs from ours. Mark all sources as used.
     """
     assert params_class is not None, "a part without parameters has none to set"
     sources = tuple(sources)
@@ -351,14 +375,15 @@ def _translate_parameter(
 
 
 def _describe_unknown_part(registry: Registry[Any], name: Any) -> str:
+    """Return that no part of this name is registered, with the nearest name and all names."""
     near = difflib.get_close_matches(str(name), list(registry), n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"no {registry.kind} of that name is registered; {hint}there are {', '.join(registry)}"
 
 
 def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
-    """Brings rollout correction of verl 0.5 to 0.7.0 under the names of 0.7.1 and later; what
-    cannot be stays.
+    """Rename the rollout correction settings of verl 0.5 to 0.7.0 to those of 0.7.1 and later, in
+    place. Settings that cannot be renamed stay.
     """
     cap = "actor.tis_imp_ratio_cap"
     former = "algorithm.rollout_is"
@@ -449,12 +474,18 @@ def upgrade_correction_settings(verl_settings: VerlSettings) -> None:
 
 
 def _assume_correction_settings(verl_settings: VerlSettings, source: str, **values: object) -> None:
+    """Set settings of the rollout correction that follow from the setting `source`, and mark
+    `source` as used.
+    """
     verl_settings.mark_used(source)
     for name, value in values.items():
         verl_settings.assume_value(f"{SECTION}.{name}", value, source)
 
 
 def translate_rollout_correction(draft: ConfigDraft) -> None:
+    """Translate the rollout correction: mode, importance weights, rejection filters and veto. Where
+    the file corrects nothing, only count its settings.
+    """
     g = draft.verl_settings
     g.mark_used(DIAGNOSIS)
     is_bypass = g.is_written(f"{SECTION}.bypass_mode") and g.use_flag(f"{SECTION}.bypass_mode")
@@ -495,8 +526,8 @@ def translate_rollout_correction(draft: ConfigDraft) -> None:
 
 
 def _translate_bypass_mode(draft: ConfigDraft) -> None:
-    """verl's loss_type decides what the loss is; here that is loss_mode, and loss_type only
-    says it again.
+    """Translate the loss of bypass mode. verl's loss_type decides the loss; here loss_mode does,
+    and loss_type must agree, so both are set. Parameters of another loss are dropped.
     """
     g = draft.verl_settings
     source = f"{SECTION}.loss_type"
@@ -515,6 +546,9 @@ def _translate_bypass_mode(draft: ConfigDraft) -> None:
 
 
 def _translate_importance_weights(draft: ConfigDraft) -> None:
+    """Translate the importance weights, their bound (verl's default of 2 if not set), and their
+    normalization.
+    """
     g = draft.verl_settings
     draft.set_value(
         f"{SECTION}.rollout_is", g.peek_value(f"{SECTION}.rollout_is"), (f"{SECTION}.rollout_is",)
@@ -527,6 +561,9 @@ def _translate_importance_weights(draft: ConfigDraft) -> None:
 
 
 def _translate_rejection_filters(draft: ConfigDraft) -> None:
+    """Translate the rejection filters and their bounds, with a note where verl's code inverts the
+    bounds of a ratio.
+    """
     g = draft.verl_settings
     source = f"{SECTION}.rollout_rs"
     bound = f"{SECTION}.rollout_rs_threshold"
@@ -552,7 +589,7 @@ def _translate_rejection_filters(draft: ConfigDraft) -> None:
 
 
 def _split_into_texts(value: Any) -> list[str]:
-    """A comma-separated text, a list or a number as a list of texts."""
+    """Return a comma-separated text, a list or a number as a list of texts; [] for None."""
     if value is None:
         return []
     items = value if isinstance(value, list) else str(value).split(",")
@@ -560,7 +597,7 @@ def _split_into_texts(value: Any) -> list[str]:
 
 
 def _parse_number_or_zero(text: str) -> float:
-    """0 for what is none."""
+    """Return a text as a number, or 0 for a text that is no number."""
     try:
         return float(text)
     except ValueError:

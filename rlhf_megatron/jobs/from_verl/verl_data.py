@@ -46,6 +46,7 @@ RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
 def translate_data(draft: ConfigDraft) -> None:
+    """Translate the files, keys, lengths, batch size and truncation of the section data."""
     g = draft.verl_settings
     for name in ("train_files", "val_files"):
         draft.convert_setting(
@@ -103,11 +104,14 @@ def translate_data(draft: ConfigDraft) -> None:
 
 
 def _wrap_in_list(value: Any) -> list[Any]:
+    """Return a list unchanged, and any other value as a list with that value."""
     return value if isinstance(value, list) else [value]
 
 
 def expand_home(draft: ConfigDraft, path: Any) -> Any:
-    """A path without its leading ~, which is the shell's."""
+    """Return a path with a leading ~ replaced by the user's home directory, if that is known; any
+    other value unchanged.
+    """
     is_short = isinstance(path, str) and (path == "~" or path.startswith("~/"))
     return (
         draft.user_facts.home_directory + path[1:]
@@ -117,6 +121,9 @@ def expand_home(draft: ConfigDraft, path: Any) -> Any:
 
 
 def translate_model(draft: ConfigDraft) -> None:
+    """Translate the paths and dtypes of the model. Leave a model untranslated, besides, whose name
+    says that it reads images or is of an unsupported family.
+    """
     path = draft.verl_settings.peek_value("model.path")
     name = str(path).rstrip("/").rpartition("/")[2].lower()
     family = next(
@@ -148,10 +155,17 @@ def translate_model(draft: ConfigDraft) -> None:
 
 
 def translate_dtype_name(value: Any) -> Any:
+    """Return our name of a dtype: bfloat16 for bf16, float32 for fp32 and float; other values
+    unchanged.
+    """
     return {"bf16": "bfloat16", "fp32": "float32", "float": "float32"}.get(str(value), value)
 
 
 def translate_reward(draft: ConfigDraft) -> None:
+    """Translate the reward: a function, a reward model, a sandbox, or else a request to name one,
+    since verl chooses a scorer by each row's data_source. Also translate the reward manager, its
+    limits, and the penalty for long responses.
+    """
     g = draft.verl_settings
     chosen = draft.user_facts.reward_name
     path = g.use_value(f"{FUNCTION}.path")
@@ -238,6 +252,9 @@ def translate_reward(draft: ConfigDraft) -> None:
 
 
 def _translate_reward_function(draft: ConfigDraft, path: str) -> None:
+    """Translate a custom reward function in the file `path`, with its name and keyword
+    arguments.
+    """
     g = draft.verl_settings
     name = g.use_value(f"{FUNCTION}.name") or "compute_score"
     note = "it gets solution_str, ground_truth, data_source and extra_info, one sample at a time"
@@ -251,8 +268,9 @@ def _translate_reward_function(draft: ConfigDraft, path: str) -> None:
 
 
 def _translate_rate_limits(draft: ConfigDraft) -> None:
-    """Those of the manager rate_limited are of each of verl's processes; a sample over its time
-    scores 0 there.
+    """Translate the limits of the reward manager rate_limited. In verl they hold for each process,
+    and a sample over its time scores 0; here they hold for all workers of a machine, and the sample
+    is masked.
     """
     g = draft.verl_settings
     ours = "reward.params.server"
@@ -285,8 +303,9 @@ def _translate_rate_limits(draft: ConfigDraft) -> None:
 
 
 def _translate_reward_model(draft: ConfigDraft) -> None:
-    """One that is the only reward. Where the file names a function too, that is the reward, and may
-    ask the model.
+    """Translate a reward model that is the only reward, on servers or on ranks. If the file names a
+    reward function too, this is not called: the function is the reward, and may ask the model.
+    Without a path, leave the model untranslated.
     """
     sources = tuple(f"{MODEL}.{name}" for name in ("enable", "model.path", "model_path"))
     path = draft.verl_settings.peek_value(sources[1]) or draft.verl_settings.peek_value(sources[2])
@@ -310,8 +329,8 @@ def _translate_reward_model(draft: ConfigDraft) -> None:
 
 
 def _find_reward_model_pool(draft: ConfigDraft) -> tuple[int | None, tuple[str, ...]]:
-    """(devices of the model's own pool, the settings that say so); None:
-    it shares the trainer's.
+    """Return (number of devices of the reward model's own pool, the settings that say so); (None,
+    ()) if it shares the trainer's devices.
     """
     g = draft.verl_settings
     sources = tuple(
@@ -323,6 +342,7 @@ def _find_reward_model_pool(draft: ConfigDraft) -> tuple[int | None, tuple[str, 
 
 
 def _translate_reward_model_servers(draft: ConfigDraft) -> None:
+    """Translate a reward model that servers run: their number, size, memory share and dtype."""
     g = draft.verl_settings
     section = f"{MODEL}.rollout"
     ours = "reward_model.served"
@@ -340,6 +360,7 @@ def _translate_reward_model_servers(draft: ConfigDraft) -> None:
 
 
 def _translate_reward_model_ranks(draft: ConfigDraft) -> None:
+    """Translate a reward model on ranks: its own ranks and layout, token budget and offloading."""
     g = draft.verl_settings
     devices, sources = _find_reward_model_pool(draft)
     if devices is not None:
@@ -364,6 +385,7 @@ def _translate_reward_model_ranks(draft: ConfigDraft) -> None:
 
 
 def _translate_sandbox(draft: ConfigDraft) -> None:
+    """Translate a code sandbox to the reward code with its server."""
     note = (
         "verl sends programs of its code sources there; name the rewards of other sources"
         " in reward.by_source"
@@ -380,6 +402,9 @@ def _translate_sandbox(draft: ConfigDraft) -> None:
 
 
 def _translate_overlong_penalty(draft: ConfigDraft) -> None:
+    """Translate the penalty for overlong responses to a term of the reward, if it is on; leave it
+    untranslated without a length.
+    """
     g = draft.verl_settings
     is_on = g.is_written(f"{BUFFER}.enable") and g.use_flag(f"{BUFFER}.enable")
     sources = tuple(f"{BUFFER}.{name}" for name in ("enable", "len", "penalty_factor"))

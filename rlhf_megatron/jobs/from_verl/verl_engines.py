@@ -40,6 +40,7 @@ OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
 def translate_actor_layout(draft: ConfigDraft) -> None:
+    """Translate the actor's backend and layout, LoRA, shared prompts and router replay."""
     g = draft.verl_settings
     g.mark_used("actor.strategy", "reference.strategy", "critic.strategy")
     ulysses = "actor.ulysses_sequence_parallel_size"
@@ -78,8 +79,8 @@ def translate_actor_layout(draft: ConfigDraft) -> None:
 
 
 def uses_fsdp_backend(verl_settings: VerlSettings) -> bool:
-    """Whether the backend fsdp trains: where verl's FSDP is asked for by name and no sample is
-    split, and for LoRA.
+    """Return whether the backend fsdp is to train: for LoRA, and where the file names FSDP as
+    strategy and splits no sample.
     """
     is_named = verl_settings.is_written("actor.strategy") and str(
         verl_settings.peek_value("actor.strategy")
@@ -89,7 +90,9 @@ def uses_fsdp_backend(verl_settings: VerlSettings) -> bool:
 
 
 def has_lora(verl_settings: VerlSettings) -> bool:
-    """Whether verl's FSDP section asks for LoRA. Its Megatron has another section for it."""
+    """Return whether verl's FSDP section asks for LoRA; verl's Megatron has another section for
+    LoRA.
+    """
     return (
         not is_off_value(verl_settings.peek_value("model.lora_rank"))
         or verl_settings.peek_value("model.lora_adapter_path") is not None
@@ -97,6 +100,9 @@ def has_lora(verl_settings: VerlSettings) -> bool:
 
 
 def _translate_fsdp(draft: ConfigDraft) -> None:
+    """Translate the settings of FSDP; the backend fsdp splits no sample, which a note says where
+    verl does.
+    """
     g = draft.verl_settings
     section = "actor.fsdp_config"
     draft.set_value("actor.backend", "fsdp", ("actor.strategy",))
@@ -117,7 +123,9 @@ def _translate_fsdp(draft: ConfigDraft) -> None:
 
 
 def translate_lora(draft: ConfigDraft) -> None:
-    """Adapters of verl's FSDP, where there are some."""
+    """Translate the LoRA adapters of verl's FSDP if the file asks for them, else mark their
+    settings as used. Request the rank where only an adapter's path is given.
+    """
     g = draft.verl_settings
     if not has_lora(g):
         g.mark_used(
@@ -151,8 +159,8 @@ def translate_lora(draft: ConfigDraft) -> None:
 
 
 def translate_critic_layout(draft: ConfigDraft) -> None:
-    """Put the critic into the actor's pool, as verl does, unless the user gives it
-    ranks of its own.
+    """Leave a layout of the critic that differs from the actor's untranslated, with advice: as in
+    verl, the critic shares the actor's ranks unless the user gives it ranks of its own.
     """
     _translate_shared_layout(
         draft,
@@ -162,6 +170,9 @@ def translate_critic_layout(draft: ConfigDraft) -> None:
 
 
 def translate_reference_layout(draft: ConfigDraft) -> None:
+    """Translate the reference's offloading, and leave a layout that differs from the actor's
+    untranslated.
+    """
     g = draft.verl_settings
     for source in ("reference.megatron.param_offload", "reference.fsdp_config.param_offload"):
         if g.use_value(source) is not None:
@@ -170,6 +181,9 @@ def translate_reference_layout(draft: ConfigDraft) -> None:
 
 
 def _translate_shared_layout(draft: ConfigDraft, role: str, reason: str) -> None:
+    """Leave each parallel size of a role that differs from the actor's untranslated, with this
+    reason, and mark the rest of its layout as used.
+    """
     g = draft.verl_settings
     for name in SHARED:
         key = f"{role}.megatron.{name}"
@@ -180,6 +194,9 @@ def _translate_shared_layout(draft: ConfigDraft, role: str, reason: str) -> None
 
 
 def _translate_megatron_layout(draft: ConfigDraft, section: str) -> None:
+    """Translate the megatron section: parallel sizes, sequence parallelism, distributed optimizer,
+    overrides of megatron-core's configuration, and recomputation.
+    """
     g = draft.verl_settings
     for name in SIZES:
         draft.copy_setting(f"{section}.{name}")
@@ -204,7 +221,9 @@ def _translate_megatron_layout(draft: ConfigDraft, section: str) -> None:
 
 
 def _translate_gradient_checkpointing(draft: ConfigDraft, section: str) -> None:
-    """verl's one switch, where no granularity is given beside it."""
+    """Translate verl's switch for gradient checkpointing to full recomputation of each layer, if
+    the file sets no granularity beside it.
+    """
     source = "model.enable_gradient_checkpointing"
     granularity = f"{section}.recompute_granularity"
     is_wanted = draft.verl_settings.is_written(source) and draft.verl_settings.use_flag(source)
@@ -225,16 +244,19 @@ def _translate_gradient_checkpointing(draft: ConfigDraft, section: str) -> None:
 
 
 def has_separate_engines(verl_settings: VerlSettings) -> bool:
-    """Whether engines have devices of their own, which rollout.nnodes and n_gpus_per_node count."""
+    """Return whether engines have devices of their own, which rollout.nnodes and n_gpus_per_node
+    count.
+    """
     nodes = verl_settings.peek_value("rollout.nnodes")
     return verl_settings.is_written_below(ASYNC) or (isinstance(nodes, int) and nodes > 0)
 
 
 def convert_async_recipe_to_steps(verl_settings: VerlSettings) -> None:
-    """Turn verl's fully asynchronous recipe, which has no steps, into steps: one between each
-    two weight syncs.
+    """Turn verl's fully asynchronous recipe, which has no steps, into steps, in place: a step is
+    the training between two weight syncs.
 
-    It is what the other settings of batches and lengths are then read by.
+    The settings of batches, lengths and tests are then read in these steps. Do nothing for other
+    files.
     """
     if not verl_settings.is_written_below(ASYNC):
         return
@@ -274,8 +296,8 @@ def convert_async_recipe_to_steps(verl_settings: VerlSettings) -> None:
 
 
 def translate_schedule(draft: ConfigDraft) -> None:
-    """Translate the schedule. Call it after the correction:
-    a schedule with old tokens needs one.
+    """Translate the order of work to a schedule. Call this after the rollout correction: a schedule
+    with old tokens gets the preset "disabled" where none is set.
     """
     g = draft.verl_settings
     mode = g.peek_value(MODE)
@@ -306,6 +328,9 @@ def translate_schedule(draft: ConfigDraft) -> None:
 
 
 def _translate_fully_async(draft: ConfigDraft) -> None:
+    """Translate verl's fully asynchronous recipe to the schedule asynchronous with a lag, or
+    streaming where its staleness is 0.
+    """
     g = draft.verl_settings
     for key in (
         ROUNDS,
@@ -349,8 +374,8 @@ def _translate_fully_async(draft: ConfigDraft) -> None:
 
 
 def _translate_separate_async(draft: ConfigDraft) -> None:
-    """So many batches are begun ahead there, and a bound beyond says what is dropped; here one
-    number is both.
+    """Translate verl's trainer mode separate_async to the schedule asynchronous. In verl one number
+    says how many batches are begun ahead and another which ones are dropped; here one lag is both.
     """
     g = draft.verl_settings
     ahead = f"{V1}.separate_async.num_warmup_batches"
@@ -382,7 +407,9 @@ def _translate_separate_async(draft: ConfigDraft) -> None:
 
 
 def _uses_engine_log_probs(verl_settings: VerlSettings) -> bool:
-    """The recipe's default: those are the old ones."""
+    """Return whether the asynchronous recipe takes the engine's log-probs as the old ones, which is
+    its default.
+    """
     if any(verl_settings.peek_value(key) in (True, "true", "True") for key in AGAIN):
         return False
     return (
@@ -393,6 +420,10 @@ def _uses_engine_log_probs(verl_settings: VerlSettings) -> bool:
 
 
 def translate_sampling(draft: ConfigDraft) -> None:
+    """Translate the sampling of training and evaluation. Settings that restrict training samples
+    (top_p, top_k, min_p, greedy) stay untranslated, since the trainer's log-probs are those of the
+    full distribution.
+    """
     g = draft.verl_settings
     for name in ("n", "temperature"):
         draft.copy_setting(f"rollout.{name}")
@@ -418,10 +449,13 @@ def translate_sampling(draft: ConfigDraft) -> None:
                 key, f"one limit for data and engines: {ours}", affects_learning=True
             )
     g.mark_used("rollout.max_model_len")
-    _translate_evaluation_sampling(draft)
+    _translate_val_kwargs(draft)
 
 
-def _translate_evaluation_sampling(draft: ConfigDraft) -> None:
+def _translate_val_kwargs(draft: ConfigDraft) -> None:
+    """Translate rollout.val_kwargs. With do_sample false, or temperature 0, set temperature 0 and
+    leave several samples a prompt untranslated.
+    """
     g = draft.verl_settings
     section = "rollout.val_kwargs"
     is_drawn = g.use_flag(f"{section}.do_sample") and bool(g.peek_value(f"{section}.temperature"))
@@ -454,6 +488,9 @@ def _translate_evaluation_sampling(draft: ConfigDraft) -> None:
 
 
 def translate_engines(draft: ConfigDraft) -> None:
+    """Translate the engines: the engine is always SGLang, with the arguments that correspond to
+    verl's, and the number and place of its servers.
+    """
     g = draft.verl_settings
     name = g.use_value("rollout.name")
     if name is not None:
@@ -476,8 +513,9 @@ def translate_engines(draft: ConfigDraft) -> None:
 
 
 def _translate_engine_servers(draft: ConfigDraft) -> None:
-    """verl's hybrid engine: as many engines as fit on the trainer's devices, which take
-    turns with it.
+    """Set the number, size and place of the engines. For verl's hybrid engine these are as many as
+    fit on the trainer's devices, which take turns with the trainer; else they have devices of their
+    own.
     """
     g = draft.verl_settings
     sizes = [
@@ -550,9 +588,12 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
 
 
 def _do_machines_hold_actor_copies(draft: ConfigDraft, gpus_per_machine: int) -> bool:
-    """Whether every machine of so many devices holds the actor whole, perhaps several times."""
+    """Return whether every machine with this many devices holds one or more whole copies of the
+    actor, in the layout of the draft.
+    """
 
     def read_parallel_size(axis: str, default: int) -> int:
+        """Return a parallel size of the actor from the draft, or the default."""
         found = draft.values.get(f"actor.megatron.{axis}_parallel_size")
         return int(found.value) if found is not None and found.value is not None else default
 

@@ -74,7 +74,9 @@ NO_MATTER = (
 
 
 def translate_generation_job(draft: ConfigDraft, job: str) -> None:
-    """All sections of a job that writes answers. `job`: a key of DEFAULTS."""
+    """Translate all settings of a job that writes answers. `job` is a key of DEFAULTS, "generation"
+    or "generation_server".
+    """
     g = draft.verl_settings
     default = DEFAULTS[job]
     translate_model(draft)
@@ -121,7 +123,7 @@ def translate_generation_job(draft: ConfigDraft, job: str) -> None:
 
 
 def translate_evaluation_job(draft: ConfigDraft) -> None:
-    """All sections of a job that scores a file of answers."""
+    """Translate all settings of a job that scores a file of answers."""
     g = draft.verl_settings
     _translate_row_keys(draft)
     if (key := use_written_value(draft, "data.response_key", "responses")) != "responses":
@@ -139,6 +141,9 @@ def translate_evaluation_job(draft: ConfigDraft) -> None:
 
 
 def _translate_row_keys(draft: ConfigDraft) -> None:
+    """Translate the keys of the prompt, label and source in a row, and set the chat template that
+    verl always uses.
+    """
     draft.set_value(
         "data.prompt_key",
         use_written_value(draft, "data.prompt_key", "prompt"),
@@ -163,6 +168,9 @@ def _translate_row_keys(draft: ConfigDraft) -> None:
 
 
 def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> None:
+    """Set the number and size of the engines of a job that writes answers, and their arguments.
+    `default_tp_size` is verl's default tensor-parallel size for the job.
+    """
     g = draft.verl_settings
     name = use_written_value(draft, "rollout.name", "vllm")
     note = f"{name} is not there: stock SGLang servers generate" if name != "sglang" else ""
@@ -206,6 +214,9 @@ def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> N
 
 
 def _report_remaining_settings(draft: ConfigDraft) -> None:
+    """Record the settings that no translation has used as untranslated, except for settings of how
+    verl computes.
+    """
     for key in NO_MATTER:
         draft.verl_settings.mark_used(key)
     for key in draft.verl_settings.list_unused_keys():

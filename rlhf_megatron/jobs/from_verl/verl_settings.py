@@ -74,8 +74,8 @@ _MANDATORY = "???"  # Hydra's mark of a value that must still be given
 def resolve_setting_value(
     settings: Mapping[str, VerlSetting], name: str, environment: Mapping[str, str]
 ) -> Any:
-    """The value of the setting `name`; MISSING where it points to what is not there
-    (or in a circle).
+    """Return the value of the setting `name` with its `${...}` references resolved; MISSING where a
+    reference leads to no setting or in a circle.
     """
     return _resolve_interpolations(settings, name, settings[name].value, environment, 0)
 
@@ -87,6 +87,9 @@ def _resolve_interpolations(
     environment: Mapping[str, str],
     depth: int,
 ) -> Any:
+    """Return a value with its references resolved, also within text and lists; MISSING where that
+    fails or is too deep. `name` is the setting that relative references count from.
+    """
     if depth > MAX_DEPTH:
         return MISSING
     if isinstance(value, list):
@@ -114,6 +117,9 @@ def _resolve_reference(
     environment: Mapping[str, str],
     depth: int,
 ) -> Any:
+    """Return the value of the expression in `${...}`: a setting, a section as a dict, oc.select or
+    oc.env with a default; MISSING for others and where nothing is found.
+    """
     kind, colon, arguments = expression.partition(":")
     default: Any = MISSING
     if colon and kind.strip() in ("oc.select", "oc.env"):
@@ -139,7 +145,9 @@ def _resolve_reference(
 
 
 def _make_absolute_key(name: str, path: str) -> str:
-    """`.x` is beside the key `name`, `..x` one section above."""
+    """Return the full key that a reference in the setting `name` means: ".x" is beside the setting,
+    "..x" one section above.
+    """
     num_points = len(path) - len(path.lstrip("."))
     if not num_points:
         return path
@@ -148,8 +156,9 @@ def _make_absolute_key(name: str, path: str) -> str:
 
 
 def normalize_key(written_key: str) -> str:
-    """The name in today's layout: actor_rollout_ref.actor.x is actor.x,
-    custom_reward_function.x reward....x.
+    """Return a setting's name in verl's present layout with our section names:
+    actor_rollout_ref.actor.x becomes actor.x, custom_reward_function.x becomes
+    reward.custom_reward_function.x.
     """
     path = rename_to_current_key(written_key)
     for old, new in ALIASES:
@@ -159,11 +168,14 @@ def normalize_key(written_key: str) -> str:
 
 
 class VerlSettings:
-    """`use_value` and its likes mark a setting as dealt with. What cannot be read is noted
-    in `problems`.
+    """The settings of a file under one name each. Methods named `use_...` mark a setting as dealt
+    with. Values that cannot be read are noted in `problems`.
     """
 
     def __init__(self, written_settings: WrittenSettings, environment: Mapping[str, str]) -> None:
+        """Resolve the references of all settings, and keep each under its present name. A reference
+        that leads nowhere is noted, and verl's default counts then.
+        """
         self.problems = list(written_settings.problems)
         self.notes = list(written_settings.notes)
         self._settings: dict[str, VerlSetting] = {}
@@ -179,6 +191,9 @@ class VerlSettings:
                 self._add_setting(normalize_key(name), VerlSetting(name, value, setting.location))
 
     def _add_setting(self, key: str, setting: VerlSetting) -> None:
+        """Keep a setting under `key`; note a problem, and keep the first, if another one with a
+        different value is there.
+        """
         other = self._settings.get(key)
         if other is not None and other.value != setting.value:
             self.problems.append(
@@ -189,28 +204,36 @@ class VerlSettings:
         self._settings.setdefault(key, setting)
 
     def assume_value(self, key: str, value: Any, source: str) -> None:
-        """`key` follows from the setting `source`, whatever stands there. From now on it is as if
-        it was written.
+        """Set `key` to a value that follows from the setting `source`, in place of any value in the
+        file. From then on the setting counts as written.
         """
         where = self._settings[source].location if source in self._settings else "verl's default"
         self._settings[key] = VerlSetting(self.get_written_name(source), value, where)
 
     def is_written(self, key: str) -> bool:
-        """Whether somebody wrote it."""
+        """Return whether the file or an override sets this setting."""
         return key in self._settings
 
     def is_written_below(self, section: str) -> bool:
+        """Return whether the file or an override sets any setting below this section."""
         return any(key.startswith(section + ".") for key in self._settings)
 
     def peek_value(self, key: str) -> Any:
-        """The value, or verl's default, or None; not marked as dealt with."""
+        """Return the value of a setting, else verl's default, else None; do not mark the setting as
+        dealt with.
+        """
         return self._settings[key].value if key in self._settings else DEFAULTS.get(key)
 
     def is_true(self, key: str) -> bool:
-        """Whether it is true; not marked as dealt with."""
+        """Return whether the setting, or verl's default of it, is true; do not mark the setting as
+        dealt with.
+        """
         return str(self.peek_value(key)).lower() in ("true", "yes", "on")
 
     def use_value(self, key: str) -> Any:
+        """Return the value of a setting, else verl's default, else None, and mark the setting as
+        dealt with.
+        """
         self._used_keys.add(key)
         return self.peek_value(key)
 
@@ -223,10 +246,13 @@ class VerlSettings:
         return f"{old[section]}.{rest}" if section in old else key
 
     def get_location(self, key: str) -> str:
+        """Return the file and line where a setting was written. Raise KeyError if
+        nobody wrote it.
+        """
         return self._settings[key].location
 
     def mark_used(self, *keys: str) -> None:
-        """They have been dealt with; one that ends in ".*" stands for all below."""
+        """Mark settings as dealt with; a key that ends in ".*" means all settings below."""
         for key in keys:
             if key.endswith(".*"):
                 self._used_keys.update(
@@ -239,12 +265,16 @@ class VerlSettings:
         return [key for key in self._settings if key not in self._used_keys]
 
     def use_values_below(self, section: str) -> dict[str, Any]:
-        """Name below the section -> value, all marked."""
+        """Return name below the section -> value for all settings that were written there, and mark
+        them as dealt with.
+        """
         keys = [key for key in self._settings if key.startswith(section + ".")]
         return {key[len(section) + 1 :]: self.use_value(key) for key in keys}
 
     def use_whole_number(self, key: str, minimum: int = 1) -> int | None:
-        """A whole number from `minimum`, or None where there is none or it is something else."""
+        """Return a setting as a whole number of at least `minimum`, and mark it as dealt with.
+        Return None where there is no value, and, with a noted problem, for any other value.
+        """
         value = self.use_value(key)
         if isinstance(value, str) and value.strip().lstrip("-").isdecimal():
             value = int(value)
@@ -256,6 +286,9 @@ class VerlSettings:
         return None
 
     def use_number(self, key: str) -> float | None:
+        """Return a setting as a finite number, and mark it as dealt with. Return None where there
+        is no value, and, with a noted problem, for any other value.
+        """
         value = self.use_value(key)
         if isinstance(value, str):
             with suppress(ValueError):
@@ -266,7 +299,9 @@ class VerlSettings:
         return None
 
     def use_flag(self, key: str) -> bool:
-        """False also where there is none or it is something else."""
+        """Return a setting as true or false, and mark it as dealt with. Return False where there is
+        no value, and, with a noted problem, for any other value.
+        """
         value = self.use_value(key)
         words = {"true": True, "yes": True, "on": True, "false": False, "no": False, "off": False}
         if isinstance(value, str) and value.lower() in words:
@@ -277,6 +312,9 @@ class VerlSettings:
         return False
 
     def use_text(self, key: str) -> str | None:
+        """Return a setting as text, and mark it as dealt with. Return None where there is no value,
+        and, with a noted problem, for a value that is no text or number.
+        """
         value = self.use_value(key)
         if isinstance(value, str | int | float):
             return str(value)
@@ -284,6 +322,7 @@ class VerlSettings:
         return None
 
     def _report_wrong_value(self, key: str, value: Any, rule: str) -> None:
+        """Note once in `problems` that the value must follow `rule`; do nothing for None."""
         if value is not None:
             problem = (
                 f"{self.get_written_name(key)} ({value!r}) must be {rule}; correct"

@@ -83,7 +83,7 @@ NO_MATTER = (
 
 
 def translate_supervised_job(draft: ConfigDraft) -> None:
-    """All sections of a supervised job."""
+    """Translate all settings of a supervised job."""
     g = draft.verl_settings
     draft.set_value("job", "sft", (), "rlhf-megatron sft runs it")
     if g.is_written("model.partial_pretrain"):
@@ -112,12 +112,17 @@ def translate_supervised_job(draft: ConfigDraft) -> None:
 
 
 def use_written_value(draft: ConfigDraft, key: str, default: Any) -> Any:
-    """Return the value in the file, else `default`: verl's RL defaults do not apply to SFT."""
+    """Return the value that the file sets, else `default`, and mark the setting as dealt with.
+    verl's RL defaults are not used: they do not apply to these jobs.
+    """
     draft.verl_settings.mark_used(key)
     return draft.verl_settings.peek_value(key) if draft.verl_settings.is_written(key) else default
 
 
 def _translate_sft_data(draft: ConfigDraft) -> None:
+    """Translate the files, the keys of messages or of prompt and answer, batch size, lengths and
+    token budget of a supervised job.
+    """
     g = draft.verl_settings
     for name in ("train_files", "val_files"):
         value = use_written_value(draft, f"data.{name}", None)
@@ -184,6 +189,9 @@ def _translate_sft_data(draft: ConfigDraft) -> None:
 
 
 def _translate_sft_layout(draft: ConfigDraft) -> None:
+    """Translate the backend and the parallel sizes of a supervised job: fsdp for LoRA, and for FSDP
+    that splits no sample; else megatron.
+    """
     g = draft.verl_settings
     splits = (
         "ulysses_sequence_parallel_size",
@@ -229,6 +237,9 @@ def _translate_sft_layout(draft: ConfigDraft) -> None:
 
 
 def _translate_sft_optimizer(draft: ConfigDraft) -> None:
+    """Translate learning rate, decay, warm-up and other settings of the optimizer; a warm-up ratio
+    becomes steps where their number is known.
+    """
     g = draft.verl_settings
     steps = _compute_sft_steps(draft)
     draft.set_value("actor.optim.lr", use_written_value(draft, "optim.lr", 1e-5), ("optim.lr",))
@@ -279,7 +290,9 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
 
 
 def _compute_sft_steps(draft: ConfigDraft) -> int | None:
-    """Optimizer steps: as written, or epochs over so many rows as the user told."""
+    """Return the number of optimizer steps: as written, or from the epochs and the number of rows
+    that the user has given; None where these are not known.
+    """
     g = draft.verl_settings
     rows = draft.user_facts.num_train_rows
     steps = use_written_value(draft, "trainer.total_training_steps", None)
@@ -294,6 +307,9 @@ def _compute_sft_steps(draft: ConfigDraft) -> int | None:
 
 
 def _translate_sft_trainer(draft: ConfigDraft) -> None:
+    """Translate steps, names, loggers, ranks, and saving and testing of a supervised job. Request
+    the steps where they cannot be computed.
+    """
     g = draft.verl_settings
     steps = _compute_sft_steps(draft)
     g.mark_used("trainer.total_epochs")

@@ -20,8 +20,8 @@ UNIT = "optimizer steps here, steps of the loop there"
 
 
 def compute_total_steps(draft: ConfigDraft) -> int | None:
-    """Return the steps of verl's loop: the number in the file, or epochs over the rows that
-    the user named.
+    """Return the steps of verl's loop: the number in the file, or epochs over the number of rows
+    that the user has given. Return None where neither is known or valid.
     """
     g = draft.verl_settings
     steps = g.peek_value("trainer.total_training_steps")
@@ -36,6 +36,9 @@ def compute_total_steps(draft: ConfigDraft) -> int | None:
 
 
 def translate_trainer(draft: ConfigDraft) -> None:
+    """Translate the section trainer: length, nodes, saving and testing, resuming, names, loggers,
+    and the dumps of batches.
+    """
     g = draft.verl_settings
     _translate_run_length(draft)
     for name in ("nnodes", "n_gpus_per_node", "val_before_train", "resume_mode"):
@@ -90,6 +93,9 @@ def translate_trainer(draft: ConfigDraft) -> None:
 
 
 def _translate_run_length(draft: ConfigDraft) -> None:
+    """Translate the number of training steps, or of epochs if the number of training rows is known;
+    request it otherwise.
+    """
     g = draft.verl_settings
     key = "trainer.total_training_steps"
     g.mark_used(key, "trainer.total_epochs")
@@ -116,7 +122,9 @@ def _translate_run_length(draft: ConfigDraft) -> None:
 
 
 def translate_run_names(draft: ConfigDraft) -> None:
-    """Translate the names of the run, its project and its directory."""
+    """Translate the names of the run, its project and its directory; a slash in the run's name
+    becomes an underscore.
+    """
     g = draft.verl_settings
     name = (
         g.use_text("trainer.experiment_name")
@@ -149,7 +157,9 @@ def translate_run_names(draft: ConfigDraft) -> None:
 
 
 def translate_loggers(draft: ConfigDraft) -> None:
-    """Keep the loggers that exist here, and always jsonl."""
+    """Translate the loggers that exist here, leave the others untranslated, and always add jsonl,
+    which reports and resumed runs read. Do nothing where the file has none.
+    """
     key = "trainer.logger"
     value = draft.verl_settings.use_value(key)
     if value is None:
@@ -173,6 +183,9 @@ def translate_loggers(draft: ConfigDraft) -> None:
 
 
 def _translate_checkpoint_settings(draft: ConfigDraft) -> None:
+    """Translate the settings of checkpoints: asynchronous saving, and weights in Hugging Face
+    layout at the end. Mark all others as dealt with.
+    """
     g = draft.verl_settings
     is_async = "actor.checkpoint.async_save"
     draft.convert_setting(is_async, "trainer.async_save", lambda _: g.use_flag(is_async))
@@ -193,6 +206,7 @@ def _translate_checkpoint_settings(draft: ConfigDraft) -> None:
 
 
 def translate_actor_batches(draft: ConfigDraft) -> None:
+    """Translate the actor's mini-batch size, epochs, shuffling and token budget."""
     _translate_mini_batch_size(draft, "actor")
     draft.copy_setting("actor.ppo_epochs")
     draft.copy_setting("actor.shuffle")
@@ -209,7 +223,9 @@ def translate_actor_batches(draft: ConfigDraft) -> None:
 
 
 def translate_critic_batches(draft: ConfigDraft) -> None:
-    """Translate the critic's batches. A size that is not given is the actor's, in verl as here."""
+    """Translate the critic's mini-batch size, epochs and token budget. A size that the file does
+    not give is the actor's, in verl as here.
+    """
     g = draft.verl_settings
     if (
         g.is_written("critic.ppo_mini_batch_size")
@@ -228,11 +244,14 @@ def translate_critic_batches(draft: ConfigDraft) -> None:
 
 
 def translate_reference_token_budget(draft: ConfigDraft) -> None:
+    """Translate the token budget of the reference's log-prob pass."""
     _translate_token_budget(draft, "reference", "log_prob", "reference.max_token_len_per_gpu")
 
 
 def count_optimizer_steps_per_step(verl_settings: VerlSettings, role: str) -> int | None:
-    """mini-batches x passes of a step of verl's loop; None where the batches do not say it."""
+    """Return the number of optimizer steps of a role in a step of verl's loop, mini-batches x
+    epochs; None where the batch sizes are not valid numbers.
+    """
     size = verl_settings.peek_value("data.train_batch_size")
     mini = verl_settings.peek_value(f"{role}.ppo_mini_batch_size") or verl_settings.peek_value(
         "actor.ppo_mini_batch_size"
@@ -245,7 +264,9 @@ def count_optimizer_steps_per_step(verl_settings: VerlSettings, role: str) -> in
 
 
 def count_actor_replicas(verl_settings: VerlSettings) -> int | None:
-    """Data-parallel size of the actor."""
+    """Return the data-parallel size of the actor; None where ranks or parallel sizes are not valid
+    numbers.
+    """
     ranks = [verl_settings.peek_value(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")]
     sizes = [verl_settings.peek_value(f"actor.megatron.{name}") for name in SIZES]
     if not all(isinstance(value, int) and value > 0 for value in (*ranks, *sizes)):
@@ -254,6 +275,7 @@ def count_actor_replicas(verl_settings: VerlSettings) -> int | None:
 
 
 def _translate_mini_batch_size(draft: ConfigDraft, role: str) -> None:
+    """Translate a role's mini-batch size from prompts to samples, by rollout.n."""
     source = f"{role}.ppo_mini_batch_size"
     size = draft.verl_settings.use_whole_number(source)
     n = draft.verl_settings.use_whole_number("rollout.n")
@@ -263,8 +285,9 @@ def _translate_mini_batch_size(draft: ConfigDraft, role: str) -> None:
 
 
 def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key: str) -> None:
-    """Tokens of a micro-batch on one rank. Sizes in samples are for the longest ones, which
-    pack to fewer.
+    """Set `key` to a role's tokens per micro-batch on one rank. A size in samples becomes that
+    number of longest samples, of which a budget can pack more. `verl_prefix` is the prefix of
+    verl's names, "ppo" or "log_prob".
     """
     g = draft.verl_settings
     is_actor = verl_prefix == "ppo"
@@ -304,6 +327,9 @@ def _translate_token_budget(draft: ConfigDraft, role: str, verl_prefix: str, key
 
 
 def translate_optimizer(draft: ConfigDraft, role: str) -> None:
+    """Translate a role's optimizer settings and learning rate schedule; leave an optimizer other
+    than AdamW untranslated.
+    """
     g = draft.verl_settings
     section = f"{role}.optim"
     for name in ("lr", "weight_decay"):
@@ -327,6 +353,9 @@ def translate_optimizer(draft: ConfigDraft, role: str) -> None:
 
 
 def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
+    """Translate a role's learning rate schedule: style, warm-up, decay and the lowest rate. verl
+    counts in steps of its loop, ours in optimizer steps.
+    """
     g = draft.verl_settings
     per = count_optimizer_steps_per_step(draft.verl_settings, role)
     former = next(
@@ -375,6 +404,9 @@ def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
 def _translate_lr_warmup(
     draft: ConfigDraft, role: str, section: str, optimizer_steps_per_step: int | None
 ) -> None:
+    """Set the warm-up in optimizer steps, from verl's steps or from a share of the run or of the
+    decay. Leave a share of an unknown number of steps untranslated.
+    """
     g = draft.verl_settings
     source = f"{section}.lr_warmup_steps"
     ratio_source = f"{section}.lr_warmup_steps_ratio"

@@ -25,13 +25,16 @@ PARQUET_SUFFIX = ".parquet"
 
 
 class AnswerFile:
-    """A context manager. `answered_indices`: numbers of the prompts that are answered."""
+    """The file of answers of a job, open for appending; a context manager that closes it.
+    `answered_indices` holds the numbers of the prompts that have an answer.
+    """
 
     def __init__(
         self, path: Path, fingerprint: Mapping[str, Any], num_prompts: int, overwrite: bool = False
     ) -> None:
-        """`fingerprint`: what answers depend on. Raises ValueError where the file holds answers
-        of another job.
+        """Open or create the file and the folder beside it. `fingerprint` holds everything that the
+        answers depend on; `overwrite` removes former answers first. Raise ValueError where the file
+        holds answers of another job, or for parquet without pyarrow.
         """
         if path.suffix == PARQUET_SUFFIX:
             _import_pyarrow()
@@ -63,18 +66,21 @@ class AnswerFile:
 
     @property
     def is_complete(self) -> bool:
+        """Return whether every prompt has an answer."""
         return len(self.answered_indices) == self.num_prompts
 
     def append(self, row: Mapping[str, Any]) -> None:
-        """The row is with the operating system when this returns. A prompt that has an answer
-        keeps the first.
+        """Append the row of a prompt; the operating system has the row when this returns. Do
+        nothing for a prompt that has an answer already.
         """
         if row["index"] not in self.answered_indices:
             self._line_file.write_row(row)
             self.answered_indices.add(row["index"])
 
     def write_ordered_rows(self) -> None:
-        """Put the rows into the order of the prompts; the file is replaced at once."""
+        """Write the rows in the order of the prompts, also as parquet if the name asks for that;
+        the file is replaced in one step.
+        """
         rows = sorted(read_answer_rows(self._rows_path), key=lambda row: row["index"])
         if self.path.suffix == PARQUET_SUFFIX:
             write_file_atomically(self.path, _encode_parquet(rows))
@@ -84,16 +90,18 @@ class AnswerFile:
             )
 
     def __enter__(self) -> AnswerFile:
+        """Return this file, which is open already."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the file."""
         self._line_file.close()
 
 
 def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dict[str, Any]]:
-    """The rows of a file of answers, in the order of the file. `data`: also those that others
-    wrote, which have the list `responses` beside what rows of prompts have. Raises ValueError
-    naming file and row.
+    """Yield the rows of a file of answers, in the order of the file. With `data`, also accept rows
+    that other programs wrote: the columns of a row of prompts and the list `responses`. Raise
+    ValueError, with file and line, for a missing file or any other row.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file.")
@@ -117,7 +125,10 @@ def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dic
 def _convert_foreign_row(
     path: Path, line_number: int, row: dict[str, Any], data: DataConfig
 ) -> dict[str, Any]:
-    """Such a row as ours: it says nothing of ends and tokens. Raises ValueError."""
+    """Return a row that another program wrote as a row of ours. Finish reasons and numbers of
+    tokens, which such a row lacks, become "stop" and 0. Raise ValueError for a row without prompt,
+    label or texts.
+    """
     place = f"{path}:{line_number}"
     responses = row["responses"]
     rest = {name: value for name, value in row.items() if name != "responses"}
@@ -151,11 +162,14 @@ def _convert_foreign_row(
 def make_sampling_fingerprint(
     sampling: SamplingConfig, max_response_length: int, seed: int
 ) -> dict[str, Any]:
-    """Return the settings that answers of every kind of job depend on."""
+    """Return the settings that the answers of every kind of job depend on."""
     return {"sampling": asdict(sampling), "max_response_length": max_response_length, "seed": seed}
 
 
 def _import_pyarrow() -> Any:
+    """Return the module pyarrow, with pyarrow.parquet imported. Raise ValueError if it is not
+    installed.
+    """
     try:
         import pyarrow
         import pyarrow.parquet
@@ -167,6 +181,7 @@ def _import_pyarrow() -> Any:
 
 
 def _encode_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
+    """Return the rows as the bytes of a parquet file."""
     arrow = _import_pyarrow()
     out = arrow.BufferOutputStream()
     arrow.parquet.write_table(arrow.Table.from_pylist(list(rows)), out)
@@ -176,7 +191,7 @@ def _encode_parquet(rows: Sequence[Mapping[str, Any]]) -> bytes:
 def list_fingerprint_differences(
     stored_fingerprint: Mapping[str, Any], new_fingerprint: Mapping[str, Any]
 ) -> list[str]:
-    """List what two jobs were asked for differently, a phrase each."""
+    """Return a phrase for each entry in which two fingerprints differ, with both values."""
     names = sorted(stored_fingerprint.keys() | new_fingerprint.keys())
     return [
         f"{n}: {stored_fingerprint.get(n)} there, {new_fingerprint.get(n)} here"
@@ -186,7 +201,7 @@ def list_fingerprint_differences(
 
 
 def digest_texts(texts: Iterable[str]) -> str:
-    """16 hexadecimal digits of the texts in order."""
+    """Return a digest of the texts in their order, 16 hexadecimal digits."""
     found = hashlib.sha256()
     for text in texts:
         found.update(text.encode(errors="surrogatepass") + b"\0")

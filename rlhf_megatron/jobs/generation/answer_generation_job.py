@@ -48,7 +48,7 @@ ServeEngines = Callable[
 
 @dataclass(frozen=True)
 class AnswerGenerationJob:
-    """A checked job: `run` does it."""
+    """A checked job that answers prompts with engines; `run` does the work."""
 
     setup: EngineSetup  # of the engines that it starts
     max_response_length: int
@@ -72,9 +72,9 @@ class AnswerGenerationJob:
         writes_tokens: bool = False,
         overwrite: bool = False,
     ) -> AnswerGenerationJob:
-        """Read prompts, as `load_questions` does, and tokenizer. `split`: val, train or all.
-
-        Raises ValueError for what a user can fix; starts nothing.
+        """Return a job with the prompts of a configuration, read as by `load_questions`, and the
+        tokenizer. `split` is "val", "train" or "all". Nothing is started. Raise ValueError for
+        errors that a user can fix, such as a split without prompts.
         """
         setup.check_servers()
         tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
@@ -97,7 +97,7 @@ class AnswerGenerationJob:
         )
 
     def make_fingerprint(self) -> dict[str, Any]:
-        """Return what the answers depend on, beside the weights' own bytes."""
+        """Return everything that the answers depend on, besides the bytes of the weights."""
         sampling = self.setup.rollout.val_kwargs
         seed = self.setup.trainer.seed
         return (
@@ -110,7 +110,9 @@ class AnswerGenerationJob:
         }
 
     def make_weights_fingerprint(self) -> dict[str, Any]:
-        """Return what tells the job's weights from others."""
+        """Return the values that distinguish the job's weights from others: path, identity of the
+        files, and dtype.
+        """
         return {
             "model": os.path.abspath(self.served_weights.path_name),
             "weights": self.served_weights.identity,
@@ -119,11 +121,15 @@ class AnswerGenerationJob:
 
     @property
     def num_rows(self) -> int:
-        """The rows of the file when it is done."""
+        """Return the number of rows of the complete file: one for each prompt, whatever the number
+        of samples a prompt.
+        """
         return len(self.items)
 
     def make_requests(self, start: int, num_rows: int) -> list[GenerateRequest]:
-        """Make the engines' requests for these rows."""
+        """Return the engines' requests for the prompts from number `start` on, at most
+        `num_rows`.
+        """
         sampling = self.setup.rollout.val_kwargs
         stops = self.tokenizer.make_stop_token_ids(self.setup.rollout.stop)
         params = make_sampling_params(sampling, self.max_response_length, stops)
@@ -136,12 +142,12 @@ class AnswerGenerationJob:
         report: Callable[[str], None],
         serve_engines: ServeEngines | None = None,
     ) -> dict[str, float]:
-        """Answer what has no answer yet; the file is in order when this returns. `serve_engines`:
-        that serve its weights; None: it starts some.
+        """Answer all prompts that have no answer yet; the file is in order when this returns.
+        `serve_engines` opens engines that serve the job's weights; None starts some for this call.
 
-        Returns figures: prompts, samples and tokens of this call, and its seconds. Raises
-        EngineError when retries or engines run out, and RunStopped where `stop` asks for it: a call
-        with the same arguments then goes on.
+        Return the figures of this call: prompts, samples, tokens and seconds. Raise EngineError
+        when retries or engines run out, and RunStopped when `stop` is requested; a call with the
+        same arguments then continues.
         """
         with AnswerFile(
             self.output_path, self.make_fingerprint(), self.num_rows, self.overwrite
@@ -163,11 +169,17 @@ class AnswerGenerationJob:
     def _serve_own_engines(
         self, folder: Path, stop: StopRequest, report: Callable[[str], None]
     ) -> AbstractContextManager[WeightSync]:
+        """Return a context manager that starts engines for the job's weights, as `serve_weights`
+        does.
+        """
         return serve_weights(self.setup, self.served_weights, folder, stop, report)
 
     def _generate_missing_answers(
         self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]
     ) -> dict[str, float]:
+        """Generate the answers that the file lacks, window by window, and append each as it comes.
+        Return the figures of this call.
+        """
         there = GeneratedSample(
             (), (), "stop", sync.policy_version
         )  # stands for a sample that is in the file
@@ -185,6 +197,9 @@ class AnswerGenerationJob:
             def append_groups(
                 first_row: int, groups: Sequence[Sequence[GeneratedSample]], start: int = start
             ) -> None:
+                """Append the rows of answered prompts, which begin at `first_row` of the window,
+                and count them.
+                """
                 for number, group in enumerate(groups, start + first_row):
                     answers.append(self.make_answer_row(number, group))
                     pace.count_prompt([len(sample.token_ids) for sample in group])
@@ -196,7 +211,7 @@ class AnswerGenerationJob:
     def make_answer_row(
         self, prompt_number: int, group: Sequence[GeneratedSample]
     ) -> dict[str, Any]:
-        """The file's row of a prompt."""
+        """Return the row of the file for a prompt and its samples."""
         item = self.items[prompt_number]
         row: dict[str, Any] = {
             "index": prompt_number,
@@ -219,10 +234,12 @@ class AnswerGenerationJob:
 def load_questions(
     data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
 ) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
-    """Return the training and the held-out prompts. Rows of a supervised job that are no prompts
-    with labels are asked for what they train: every turn of a conversation, the better answer of a
-    pair. Its text, without thoughts, is the label. `sft`: of such a job; None: of another. Raises
-    ValueError as `load_prompt_sets` and `load_documents`.
+    """Return the training and the held-out prompts.
+
+    Rows of a supervised job that are no prompts with labels become prompts for the texts that they
+    train: every turn of a conversation, the better answer of a pair. That text, without thoughts,
+    is the label. `sft` is the section of such a job, or None for other jobs. Raise ValueError as
+    `load_prompt_sets` and `load_documents` do.
     """
     if sft is None or not (is_pairs or sft.messages_key is not None) or first_row_has_label(data):
         sets = load_prompt_sets(data, tokenizer)
@@ -230,6 +247,9 @@ def load_questions(
     found = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
 
     def iterate_items(sources: Sequence[SampleSource]) -> Iterator[PromptItem]:
+        """Yield a prompt for each stretch of a document that trains, with the text of the stretch
+        as its label.
+        """
         for sample in (one.items[index] for one in sources for index in range(len(one.items))):
             document = sample.documents[0]
             for begin, end in document.trained_spans:
@@ -250,8 +270,8 @@ def load_questions(
 def answer_with_checkpoints(
     jobs: Sequence[AnswerGenerationJob], stop: StopRequest, report: Callable[[str], None]
 ) -> None:
-    """Do the jobs of several checkpoints, in the order of their steps, with engines that are
-    started once. Raises as `AnswerGenerationJob.run`.
+    """Run the jobs of several checkpoints, in the order of their steps, with engines that are
+    started once and get the weights of each. Raise the errors of `AnswerGenerationJob.run`.
     """
     with ExitStack() as stack:
         started: list[WeightSync] = []
@@ -267,6 +287,9 @@ def answer_with_checkpoints(
                 step: int = step,
                 job: AnswerGenerationJob = job,
             ) -> Iterator[WeightSync]:
+                """Yield the engines with the weights of this job's checkpoint: start them for the
+                first job, and sync the weights for later ones.
+                """
                 if started:
                     sync_file_weights(started[0], served_weights.model, step)
                 else:
@@ -281,8 +304,8 @@ def answer_with_checkpoints(
 
 
 def make_standalone_engine_setup(setup: EngineSetup) -> EngineSetup:
-    """Return the engines of a run as those of a job that trains nothing: all GPUs of the
-    machine are theirs.
+    """Return the engine setup of a run for a job that trains nothing: the engines have all GPUs of
+    the machine.
     """
     rollout = replace(setup.rollout, colocated=False)
     trainer = replace(setup.trainer, n_gpus_per_node=0)
@@ -298,8 +321,8 @@ def serve_weights(
     report: Callable[[str], None],
     version: int = ONLY_VERSION,
 ) -> Iterator[WeightSync]:
-    """Engines that serve those weights, verified, under that version; they end with the block. Logs
-    are in `folder`/engines.
+    """Start engines that serve these weights, verified, under this version, and yield their weight
+    sync; stop the engines at the end of the block. Logs go to `folder`/engines.
     """
     with ExitStack() as stack:
         transfer = stack.enter_context(

@@ -33,13 +33,12 @@ def score_answer_file(
     data: DataConfig | None = None,
     reward_model: RewardTermConfig | None = None,
 ) -> list[ScoredEvaluationSet]:
-    """The answers of a file with their scores, a set a data source. `log_path`: of what rewards in
-    processes print. `data`:
-    also of a file that others wrote, with these keys. `reward_model`: the servers of
-    a reward model.
+    """Score every response in a file of answers, and return one set for each data source.
 
-    Raises ConfigError and ValueError for a wrong reward or file, RewardError where too
-    many rewards fail.
+    `log_path` is the file for the output of rewards that run in processes. With `data`, files of
+    other programs with these keys are read too. `reward_model` is a reward term that asks the
+    servers of a reward model. Raise ConfigError and ValueError for a wrong reward or file,
+    RewardErrorRateError where too many rewards fail.
     """
     rows = list(read_answer_rows(answers_path, data))
     if not rows:
@@ -60,6 +59,7 @@ def score_answer_file(
 
 
 def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:
+    """Return the samples to score for a row, one for each response."""
     columns = zip(row["responses"], row["finish_reasons"], row["num_tokens"], strict=True)
     of_prompt = {
         "prompt": row["prompt"],
@@ -76,6 +76,7 @@ def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:
 def _make_scored_set(
     source_name: str, scored_rows: Sequence[tuple[dict[str, Any], tuple[RewardResult, ...]]]
 ) -> ScoredEvaluationSet:
+    """Return the set of a source from its rows and the results of their responses."""
     rows = [row for row, _ in scored_rows]
     prompts = PromptBatch(
         prompt_ids=tuple(() for _ in rows),
@@ -95,7 +96,9 @@ def _make_scored_set(
 
 
 def format_evaluation_table(result: EvaluationResult) -> list[str]:
-    """Lines for a terminal: one a set, its figures of several samples below."""
+    """Return the lines of a table for a terminal: one for each set, with figures of several samples
+    below, and one over all sets.
+    """
     width = max(len(s.name) for s in result.sets)
     lines = [f"{'set':<{width}}  items    N    mean  95 % interval     tokens  left out"]
     for s in result.sets:
@@ -122,7 +125,9 @@ def format_evaluation_table(result: EvaluationResult) -> list[str]:
 
 
 def convert_evaluation_to_json(scored_sets: Sequence[ScoredEvaluationSet]) -> dict[str, Any]:
-    """All figures, and the score of each response in the order of the file's rows of that set."""
+    """Return all figures, and for each set the scores of its responses in the order of the file's
+    rows; a masked score is None.
+    """
     result = summarize_evaluation(scored_sets)
     sets = [
         asdict(s) | {"scores": [[_extract_valid_score(r) for r in item] for item in a.results]}
@@ -132,17 +137,18 @@ def convert_evaluation_to_json(scored_sets: Sequence[ScoredEvaluationSet]) -> di
 
 
 def _extract_valid_score(result: RewardResult) -> float | None:
+    """Return the score of a result, or None if it is masked."""
     return None if is_masked(result.status) else result.score
 
 
 def compare_answers(
     first_sets: Sequence[ScoredEvaluationSet], second_sets: Sequence[ScoredEvaluationSet]
 ) -> tuple[int, float, tuple[float, float] | None]:
-    """(items, mean difference, 95 % interval) of the second minus the first, over the prompts that
-    both answered.
+    """Return (number of items, mean difference, its 95 % interval or None) of the second file minus
+    the first, over the prompts that both answered.
 
     Paired: an item's difference is that of its two mean scores, and the interval is Student's over
-    items. Raises ValueError where they share no prompt.
+    items. Raise ValueError where the two share no prompt.
     """
     means = [
         {

@@ -45,7 +45,7 @@ class EndpointChoice:
 
 @dataclass(frozen=True)
 class EndpointJob:
-    """A checked job: `run` does it."""
+    """A checked job that asks an OpenAI-compatible server; `run` does the work."""
 
     data: DataConfig
     rollout: RolloutConfig  # how answers are sampled, and how long they are waited for
@@ -73,7 +73,9 @@ class EndpointJob:
         is_chat: bool,
         overwrite: bool,
     ) -> EndpointJob:
-        """Read the prompts. Raises ValueError for what a user can fix; asks nothing."""
+        """Return a job with the prompts of data.val_files. The server is not asked yet. Raise
+        ValueError for errors that a user can fix, such as settings that an endpoint would ignore.
+        """
         if not data.val_files:
             raise ValueError(
                 f"generate {url} needs files of prompts: name them behind the address."
@@ -103,8 +105,9 @@ class EndpointJob:
         )
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
-        """Write the answers, as
-        `jobs.generation.answer_generation_job.AnswerGenerationJob.run` does.
+        """Ask for all answers that the file lacks, and return the figures of this call, as
+        `AnswerGenerationJob.run` does. Raise EngineError where the server refuses or does not
+        answer, RunStopped when `stop` is requested.
         """
         asked = make_sampling_fingerprint(
             self.rollout.val_kwargs, self.data.max_response_length, self.seed
@@ -128,6 +131,9 @@ class EndpointJob:
     async def _answer_all(
         self, answers: AnswerFile, pace: ProgressReporter, stop: StopRequest
     ) -> None:
+        """Ask for all missing answers, a number of prompts at a time, and append each as it comes.
+        Cancel the open requests on a stop or an error.
+        """
         waiting = iter(
             [number for number in range(len(self.rows)) if number not in answers.answered_indices]
         )
@@ -135,6 +141,7 @@ class EndpointJob:
         limits = aiohttp.ClientTimeout(self.rollout.request_timeout_s)
 
         async def answer_waiting_prompts(session: aiohttp.ClientSession) -> None:
+            """Answer one waiting prompt after another until none is left."""
             for number in waiting:
                 samples = range(self.rollout.val_kwargs.n)
                 choices = await asyncio.gather(
@@ -167,8 +174,9 @@ class EndpointJob:
     async def _request_choice(
         self, session: aiohttp.ClientSession, prompt_number: int, sample_number: int
     ) -> EndpointChoice:
-        """Raises EngineRequestError where the server refuses the request, EngineError
-        where time is over.
+        """Return the server's answer for one sample of a prompt; ask again, less and less often,
+        after failures that may pass. Raise EngineRequestError where the server refuses the request,
+        EngineError when the time is over.
         """
         body = self._make_request_body(prompt_number, sample_number)
         where = self.rows[prompt_number].origin
@@ -204,7 +212,9 @@ class EndpointJob:
             pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
 
     def _make_request_body(self, prompt_number: int, sample_number: int) -> dict[str, Any]:
-        """Only what differs from OpenAI's own defaults is said beside temperature and top_p."""
+        """Return the request for a sample, with a seed of its own. top_k and min_p are sent only if
+        they are on, since OpenAI does not know them.
+        """
         sampling = self.rollout.val_kwargs
         body: dict[str, Any] = {
             "model": self.model,
@@ -221,6 +231,9 @@ class EndpointJob:
         return body | {"prompt": messages[-1].content}
 
     def _make_messages(self, row: PromptRow) -> tuple[ChatMessage, ...]:
+        """Return the chat of a row: its messages, or its text in the prompt template, after the
+        system prompt if there is one.
+        """
         data = self.data
         prompt = row.prompt
         if isinstance(prompt, str):
@@ -232,6 +245,7 @@ class EndpointJob:
         )
 
     def _make_answer_row(self, prompt_number: int, choices: list[EndpointChoice]) -> dict[str, Any]:
+        """Return the row of the file for a prompt and its choices."""
         row = self.rows[prompt_number]
         found: dict[str, Any] = {
             "index": prompt_number,
@@ -246,7 +260,9 @@ class EndpointJob:
 
 
 async def fetch_model_name(url: str, api_key: str | None, timeout_s: float) -> str:
-    """The first model that the server names. Raises ValueError."""
+    """Return the name of the first model that the server lists. Raise ValueError if it lists none
+    or does not answer.
+    """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:
         limits = aiohttp.ClientTimeout(timeout_s)
@@ -269,7 +285,9 @@ async def fetch_model_name(url: str, api_key: str | None, timeout_s: float) -> s
 
 
 def _parse_choice(answer: Any) -> EndpointChoice:
-    """Raises KeyError, IndexError or TypeError for what is no answer of OpenAI's form."""
+    """Return the choice in a server's answer. Raise KeyError, IndexError, TypeError or ValueError
+    for an answer that does not have OpenAI's form.
+    """
     choice = answer["choices"][0]
     text = choice["text"] if "text" in choice else choice["message"].get("content") or ""
     return EndpointChoice(

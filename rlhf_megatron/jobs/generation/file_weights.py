@@ -32,13 +32,14 @@ class FileWeightSender(SingleRankWorld):
     """
 
     def __init__(self, source: WeightSource, hf_config: HFConfig) -> None:
+        """Prepare to send the tensors of a source; `hf_config` is the config of its model."""
         super().__init__(torch.device("cpu"))
         self._source = source
         self._table = make_weight_table(hf_config)
 
     def send_weights(self, *, dtype: str, **delivery_options: Any) -> Future[list[SendReport]]:
-        """Send all tensors, in this thread; `how`: as of `deliver_weights`. Raises ValueError
-        for a broken one.
+        """Send all tensors as `dtype`, in this thread, and return a future that is done.
+        `delivery_options` are those of `deliver_weights`. Raise ValueError for a broken tensor.
         """
         sent: Future[list[SendReport]] = Future()
         with closing(EngineProcessGroups()) as groups:
@@ -56,6 +57,9 @@ class FileWeightSender(SingleRankWorld):
         return sent
 
     def _iterate_megatron_tensors(self, dtype: torch.dtype) -> Iterator[tuple[WeightRule, Tensor]]:
+        """Yield each rule with its tensor in Megatron's layout, one at a time, as `dtype` except
+        for buffers.
+        """
         for rule in self._table:
             full = rule.to_megatron(*self._source.read_hf_tensors(rule))
             yield (
@@ -65,11 +69,11 @@ class FileWeightSender(SingleRankWorld):
 
 
 def sync_file_weights(sync: WeightSync, model: StoredModel, version: int) -> float:
-    """Other weights to the engines of `sync`, under a version above that of theirs;
-    returns the seconds.
+    """Send the weights of a model to the engines of `sync`, under a version above their present
+    one. Return the seconds.
 
-    Raises EngineError, ValueError and OSError: the engines are then brought back to what they
-    served, by their fleet.
+    Raise EngineError, ValueError or OSError; the fleet then brings the engines back to the weights
+    that they served.
     """
     before = sync.weight_sender, sync.policy_version
     with sync.fleet.hold_exclusively():

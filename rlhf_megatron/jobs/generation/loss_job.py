@@ -30,7 +30,9 @@ from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
 
 @dataclass(frozen=True)
 class LossJob(AnswerGenerationJob):
-    """A checked job: `run` writes a row a document, with the same promises as for answers."""
+    """A checked job that scores documents: `run` writes a row for each document, and continues
+    after a stop as for answers.
+    """
 
     documents: tuple[DocumentSample, ...] = ()
 
@@ -45,8 +47,8 @@ class LossJob(AnswerGenerationJob):
         output_path: Path,
         overwrite: bool = False,
     ) -> LossJob:
-        """Read the held-out documents of a configuration. Raises ValueError for what
-        a user can fix.
+        """Return a job with the held-out documents of a configuration. Nothing is started. Raise
+        ValueError for errors that a user can fix, such as no documents.
         """
         setup.check_servers()
         tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
@@ -71,16 +73,19 @@ class LossJob(AnswerGenerationJob):
         )
 
     def make_fingerprint(self) -> dict[str, Any]:
-        """Return what the losses depend on, beside the weights' own bytes."""
+        """Return everything that the losses depend on, besides the bytes of the weights."""
         documents = digest_texts(map(_format_sample, self.documents))
         return self.make_weights_fingerprint() | {"documents": documents}
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows of the complete file: one for each document."""
         return len(self.documents)
 
     def make_requests(self, start: int, num_rows: int) -> list[GenerateRequest]:
-        """One a document: the tokens from the first one that counts are scored."""
+        """Return a request for each document from number `start` on, at most `num_rows`. The engine
+        generates nothing, and scores the tokens from the first one that counts.
+        """
         params = SamplingParams(0)
         found = []
         for sample in self.documents[start : start + num_rows]:
@@ -92,7 +97,9 @@ class LossJob(AnswerGenerationJob):
     def make_answer_row(
         self, prompt_number: int, group: Sequence[GeneratedSample]
     ) -> dict[str, Any]:
-        """The sum of a document's losses, nats, and the tokens that it is of."""
+        """Return the row of a document: the sum of its losses in nats, and the number of tokens in
+        the sum.
+        """
         sample = self.documents[prompt_number]
         log_probs = group[0].log_probs
         spans = sample.documents[0].trained_spans
@@ -123,9 +130,8 @@ class SourceLoss:
 
 
 def _format_sample(sample: DocumentSample) -> str:
-    """Return the text of a sample that the fingerprint of a file of losses is made of.
-
-    It keeps the names that it began with, so that a job which was stopped goes on.
+    """Return the text of a sample from which the fingerprint of a file of losses is made. It keeps
+    the class names that it began with, so that a job which was stopped can continue.
     """
     documents = ", ".join(
         f"Document(token_ids={document.token_ids!r}, trained={document.trained_spans!r})"
@@ -136,8 +142,8 @@ def _format_sample(sample: DocumentSample) -> str:
 
 
 def compute_source_losses(path: Path) -> list[SourceLoss]:
-    """Figures of a file that `LossJob` wrote, a source each, then "all" where there are several.
-    Raises ValueError.
+    """Return the figures of a file that `LossJob` wrote: one for each source, and then "all" if
+    there are several. Raise ValueError for a file without losses.
     """
     rows = list(read_answer_rows(path))
     if not rows or any("loss" not in row for row in rows):
@@ -153,6 +159,9 @@ def compute_source_losses(path: Path) -> list[SourceLoss]:
 
 
 def _compute_source_loss(name: str, pairs_N2: np.ndarray) -> SourceLoss:
+    """Return the figures of a source from (sum of losses, number of tokens) of each document; the
+    interval is over resampled documents.
+    """
     sums_N, counts_N = pairs_N2.T
     drawn = bootstrap_intervals(
         (sums_N / counts_N)[:, None], np.random.default_rng(SEED), weights_IK=counts_N[:, None]
@@ -162,7 +171,7 @@ def _compute_source_loss(name: str, pairs_N2: np.ndarray) -> SourceLoss:
 
 
 def format_loss_table(sets: Sequence[SourceLoss]) -> list[str]:
-    """Lines for a terminal: one a set."""
+    """Return the lines of a table for a terminal, one for each source."""
     width = max(3, *(len(s.name) for s in sets))
     lines = [f"{'set':<{width}}  documents     tokens      loss  95 % interval       perplexity"]
     for s in sets:
@@ -177,7 +186,9 @@ def format_loss_table(sets: Sequence[SourceLoss]) -> list[str]:
 
 
 def convert_losses_to_json(sets: Sequence[SourceLoss]) -> dict[str, Any]:
-    """All figures; those of all documents at the top."""
+    """Return all figures: those of all documents at the top, and those of each source
+    under "sets".
+    """
     return {name: value for name, value in asdict(sets[-1]).items() if name != "name"} | {
         "sets": [*map(asdict, sets)]
     }

@@ -28,7 +28,7 @@ from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 
 @dataclass(frozen=True)
 class ServedWeights:
-    """The weights of a job, and what tells them from others."""
+    """The weights of a job, and the values that distinguish them from others."""
 
     model: StoredModel
     path_name: str  # a path, for messages
@@ -39,14 +39,13 @@ class ServedWeights:
 def find_served_weights(
     job_source: Path, model_path: Path, step: int | None = None, is_best: bool = False
 ) -> ServedWeights:
-    """Find the weights that `job_source`, as in `load_job_config`, serves. `model_path` is that of
-    its configuration.
+    """Return the weights that a job with this source serves; `job_source` is as in
+    `load_job_config`, and `model_path` is that of its configuration.
 
-    Of a run: the checkpoint of `step` or the best one (as
+    For a run, these are the checkpoint of `step` or the best one (as
     `controller.recovery.checkpoint_export.find_exportable_weights` says), else its folder `hf`,
-    else its newest checkpoint.
-
-    Reads headers only. Raises ValueError.
+    else its newest checkpoint. Only headers are read. Raise ValueError where there are no such
+    weights, and for --step or --best without a run.
     """
     is_run = (job_source / "config.yaml").is_file()
     if (step is not None or is_best) and not is_run:
@@ -74,11 +73,14 @@ def find_served_weights(
 
 
 def _has_hf_export(run_dir: Path) -> bool:
+    """Return whether a run has written its weights in Hugging Face layout."""
     return (run_dir / HF / "config.json").is_file()
 
 
 def _digest_file_stats(directory: Path) -> str:
-    """A digest of names, sizes and times of the files: bytes would take minutes to read."""
+    """Return a digest of the names, sizes and times of a directory's files, since reading the bytes
+    would take minutes.
+    """
     files = [(path, path.stat()) for path in sorted(directory.glob("*")) if path.is_file()]
     return digest_texts([f"{path.name} {stat.st_size} {stat.st_mtime_ns}" for path, stat in files])
 
@@ -86,10 +88,12 @@ def _digest_file_stats(directory: Path) -> str:
 def load_job_config(
     job_source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
-    """`job_source`: RUN.yaml; a run's directory; a model in Hugging Face layout, or its name on a
-    hub; None: the defaults.
+    """Return the configuration for a job that trains nothing. `job_source` is RUN.yaml, a run's
+    directory, a model in Hugging Face layout or its name on a hub (downloaded if there is no copy),
+    or None for the defaults.
 
-    `prompt_files` take the place of the prompts that it names. Raises ConfigError and ValueError.
+    `prompt_files` replace the prompts that the source names; `overrides` count last. Plugins are
+    loaded. Raise ConfigError or ValueError for a source or settings that are wrong.
     """
     words: list[str] = []
     path: Path | None = None
@@ -139,7 +143,9 @@ def load_job_config(
 
 
 def _make_default_overrides(model: Path) -> list[str]:
-    """Settings that fit a model and this machine, where no configuration says otherwise."""
+    """Return settings that fit a model and this machine, for a model that comes without a
+    configuration.
+    """
     reader = HFReader(model)
     found = reader.get_dtype_name(make_weight_table(read_hf_config(model))[0])
     dtype = found if found in ("float32", "bfloat16") else "bfloat16"
@@ -151,6 +157,8 @@ def _make_default_overrides(model: Path) -> list[str]:
 
 
 def _make_engine_overrides() -> list[str]:
-    """Choose engines for this machine, since a model, or a job without rewards, names none."""
+    """Return settings of engines for this machine, since a model, or a job without rollouts, names
+    none: SGLang on GPUs, else the local engine, one for each device.
+    """
     engine = "sglang" if has_accelerator() else "local"
     return [f"rollout.engine={engine}", f"rollout.num_engines={max(1, count_devices())}"]

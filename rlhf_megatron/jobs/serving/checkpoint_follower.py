@@ -26,18 +26,25 @@ EVERY_S = 1.0
 
 
 class PinnedCheckpoint:
-    """The newest checkpoint of a run, kept in `pin_dir` by links."""
+    """The newest checkpoint of a run, kept in `pin_dir` by links, so that the run may remove its
+    own copy.
+    """
 
     def __init__(self, run_dir: Path, pin_dir: Path) -> None:
+        """Remember the run and the folder for links; nothing is linked yet."""
         self.checkpoint_store = CheckpointStore(run_dir / CHECKPOINTS)
         self.pin_dir = pin_dir
 
     def find_newest_step(self) -> int | None:
-        """The step of the newest checkpoint, intact or not."""
+        """Return the step of the run's newest checkpoint, intact or not; None if there is no
+        checkpoint.
+        """
         return next(iter(self.checkpoint_store.list_steps()), None)
 
     def pin_checkpoint(self, step: int) -> ExportableWeights:
-        """Link and verify it. Raises ValueError and OSError; nothing of it stays then."""
+        """Link the checkpoint of a step into `pin_dir`, verify it, and return its weights. Raise
+        ValueError or OSError for a broken or removed one, of which no link is left.
+        """
         target = self.pin_dir / self.checkpoint_store.get_checkpoint_path(step).name
         shutil.rmtree(target, ignore_errors=True)
         try:
@@ -50,12 +57,14 @@ class PinnedCheckpoint:
             raise
 
     def remove_others(self, checkpoint: Path) -> None:
+        """Remove all checkpoints in `pin_dir` but this one."""
         for other in self.pin_dir.iterdir():
             if other != checkpoint:
                 shutil.rmtree(other, ignore_errors=True)
 
 
 def _link_or_copy(source: str, target: str) -> None:
+    """Link a file, or copy it to another file system."""
     try:
         os.link(source, target)
     except OSError:  # another file system
@@ -63,7 +72,9 @@ def _link_or_copy(source: str, target: str) -> None:
 
 
 class CheckpointFollower:
-    """Callable, now and then, by the thread that may sync."""
+    """Syncs newer checkpoints of a run to engines. The thread that may sync calls this object now
+    and then.
+    """
 
     def __init__(
         self,
@@ -71,6 +82,9 @@ class CheckpointFollower:
         weight_sync: WeightSync,
         report: Callable[[str], None],
     ) -> None:
+        """Begin with the version that the engines serve; `report` gets a line for each sync and for
+        each checkpoint that is refused.
+        """
         self._pinned_checkpoint = pinned_checkpoint
         self._weight_sync = weight_sync
         self._report = report
@@ -78,8 +92,9 @@ class CheckpointFollower:
         self._next_look_at = 0.0
 
     def __call__(self) -> None:
-        """Sync a newer checkpoint where there is one; one that is broken is told of and left out.
-        The version of the weights is the checkpoint's step.
+        """Sync a newer checkpoint to the engines if there is one; report and skip a broken one. Do
+        nothing if the last look was less than a second ago. The version of the weights is the
+        checkpoint's step.
         """
         if time.monotonic() < self._next_look_at:
             return

@@ -34,8 +34,8 @@ _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
 
 @dataclass(frozen=True)
 class ChoicePart:
-    """The new part of a choice. `text` leaves out what may still become a stop or
-    a call of a tool.
+    """The new part of a choice. `text` leaves out characters that may still become a stop text or a
+    tool call.
     """
 
     text: str
@@ -48,12 +48,14 @@ class ChoicePart:
 
 
 class GrowingText:
-    """The text of a choice, given out as far as it is certain."""
+    """The text of a choice as its tokens come, released as far as it is certain."""
 
     def __init__(
         self, tokenizer: Tokenizer, stop_texts: Sequence[str], withheld_mark: str = ""
     ) -> None:
-        """`withheld_mark`: what begins with it is given out at the end alone."""
+        """Begin without text. Text from `withheld_mark` on, if that is not "", is released only at
+        the end.
+        """
         self._tokenizer = tokenizer
         self._stop_texts = stop_texts
         self._withheld_mark = withheld_mark
@@ -61,7 +63,10 @@ class GrowingText:
         self._num_released_chars = 0  # characters
 
     def append_tokens(self, token_ids: Sequence[int], is_last: bool) -> tuple[str, int | None]:
-        """New text, and how many of all tokens the answer has where a stop ends it."""
+        """Append tokens, and return (the text that is now certain, None). Where a stop text ends
+        the choice, return (the rest of the text before the stop, the number of all tokens that the
+        choice keeps). `is_last` releases all text.
+        """
         start = len(self._token_ids)
         self._token_ids += token_ids
         whole = self._tokenizer.decode(self._token_ids)
@@ -76,6 +81,9 @@ class GrowingText:
         ), None
 
     def _find_certain_end(self, text: str) -> int:
+        """Return the number of characters that can be released: without incomplete characters, the
+        beginning of a stop text, and text from the withheld mark on.
+        """
         end = len(
             text.rstrip(UNKNOWN_TOKEN_TEXT)
         )  # a character of which bytes are missing shows so
@@ -87,19 +95,27 @@ class GrowingText:
         return end if hidden < 0 else min(end, hidden)
 
     def _release_text(self, text: str, end_char: int) -> str:
+        """Return the text that was not released before, up to `end_char`, and count it
+        as released.
+        """
         new = text[self._num_released_chars : end_char]
         self._num_released_chars = max(self._num_released_chars, end_char)
         return new
 
 
 def derive_choice_seed(request: CheckedRequest, prompt_index: int, choice_index: int) -> int:
+    """Return the seed of a choice, derived from the request's seed, the prompt and the number of
+    the choice.
+    """
     return derive_seed(request.seed, prompt_index, choice_index)
 
 
 async def generate_whole_choices(
     backend: ServingBackend, tokenizer: Tokenizer, request: CheckedRequest, prompt_index: int
 ) -> list[ChoicePart]:
-    """All choices of a prompt, drawn at once: nothing can end one but the engine."""
+    """Return all choices of a prompt, generated in one request: use this where only the engine can
+    end a choice.
+    """
     seeds = tuple(
         derive_choice_seed(request, prompt_index, choice) for choice in range(request.num_choices)
     )
@@ -123,7 +139,9 @@ async def generate_choice_parts(
     prompt_index: int,
     choice_index: int,
 ) -> AsyncIterator[ChoicePart]:
-    """One choice, a part at a time; the last one has a finish reason."""
+    """Yield one choice part by part, in order; the last part has a finish reason. Each part is a
+    request that continues the tokens before, so a stop text can end the choice.
+    """
     sizes = STREAMED if checked_request.is_stream else UNTIL_STOP
     text = GrowingText(
         tokenizer, checked_request.stop_texts, TOOL_CALL if checked_request.has_tools else ""
@@ -161,7 +179,9 @@ async def generate_choice_parts(
 
 
 def join_choice_parts(parts: Sequence[ChoicePart]) -> ChoicePart:
-    """The parts of a choice as one."""
+    """Return the parts of a choice as one part, with neighbouring spans of the same
+    version joined.
+    """
     spans: list[tuple[int, int, int]] = []
     for version, start, end in (span for part in parts for span in part.version_spans):
         if spans and spans[-1][0] == version:
@@ -177,8 +197,8 @@ def join_choice_parts(parts: Sequence[ChoicePart]) -> ChoicePart:
 
 
 def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
-    """The text before calls of tools, and these in OpenAI's form; the text as it is where
-    there is none.
+    """Return the text before the tool calls in a text, and the calls in OpenAI's form; the whole
+    text and [] where there is no call or one is malformed.
     """
     calls = []
     for found in _CALLS.finditer(text):
@@ -194,12 +214,15 @@ def split_tool_calls(text: str) -> tuple[str, list[dict[str, Any]]]:
 
 
 def _drop_stop_token(sample: GeneratedSample, stop_token_ids: Sequence[int]) -> Sequence[int]:
-    """Return a sample's tokens without the one that stopped it."""
+    """Return a sample's tokens without the token that stopped it."""
     ids = sample.token_ids
     return ids[:-1] if sample.finish_reason == "stop" and ids and ids[-1] in stop_token_ids else ids
 
 
 def _make_choice_part(sample: GeneratedSample, first_token: int) -> ChoicePart:
+    """Return a sample as a part without text and finish reason, whose version spans count from the
+    start of the choice; `first_token` is the number of the sample's first token there.
+    """
     spans = tuple(
         (span.version, first_token + span.start, first_token + span.end)
         for span in get_version_spans(sample)
@@ -208,6 +231,7 @@ def _make_choice_part(sample: GeneratedSample, first_token: int) -> ChoicePart:
 
 
 def _truncate_sample(sample: GeneratedSample, num_tokens: int) -> GeneratedSample:
+    """Return the first `num_tokens` tokens of a sample, with their log-probs and version spans."""
     spans = tuple(
         replace(s, end=min(s.end, num_tokens))
         for s in get_version_spans(sample)

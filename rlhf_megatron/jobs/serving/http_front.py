@@ -37,13 +37,13 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def make_error_response(status: int, message: str, code: str | None = None) -> web.Response:
-    """Answer with an error in OpenAI's form."""
+    """Return a response with an error in OpenAI's form."""
     return web.json_response(make_error_body(status, message, code), status=status)
 
 
 class ServingFront:
-    """The application of a server. `is_stopping`: set, new requests are refused, those
-    under way end.
+    """The HTTP application of a server. While `is_stopping` is set, new requests are refused and
+    open ones may end.
     """
 
     def __init__(
@@ -53,6 +53,9 @@ class ServingFront:
         api_key: str | None,
         is_loopback: bool,
     ) -> None:
+        """Begin without requests. Without an `api_key`, no key is asked for; `is_loopback` says
+        whether the server listens only on this machine.
+        """
         self.backend = backend
         self.served_model = served_model
         self.metrics = ServerMetrics(backend)
@@ -63,8 +66,11 @@ class ServingFront:
         self._started_at = int(time.time())
 
     def make_application(self) -> web.Application:
+        """Return the aiohttp application with all routes."""
+
         @web.middleware
         async def guard_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+            """Handle a request through the checks and counts of the server."""
             return await self._count_and_handle(request, handler)
 
         app = web.Application(middlewares=[guard_request], client_max_size=_MAX_BODY_BYTES)
@@ -82,6 +88,9 @@ class ServingFront:
         return app
 
     async def _count_and_handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Handle a request, and count its status and, for an answer, its duration in
+        the metrics.
+        """
         start = time.monotonic()
         self.num_open_requests += 1
         try:
@@ -96,6 +105,10 @@ class ServingFront:
         return response
 
     async def _check_and_handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Handle a request from a permitted client, and return errors as responses: 403 to web
+        pages, 401 without the key, 503 while stopping, 429 with too many answers under way, and
+        errors of the handler with a status that fits.
+        """
         if is_from_web_page(request, self._is_loopback):
             return make_error_response(
                 403, "web pages are not served; call this server by its own address."
@@ -130,6 +143,9 @@ class ServingFront:
             return make_error_response(500, f"{type(error).__name__}: {error}")
 
     async def handle_health(self, request: web.Request) -> web.Response:
+        """Answer with the status, the version and the number of engines: status 200 if an engine
+        serves, else 503.
+        """
         live, count = self.backend.engine_counts
         is_well = live > 0 and not self.is_stopping and not self.backend.end_future.done()
         if is_well:
@@ -145,14 +161,17 @@ class ServingFront:
         return web.json_response(body, status=200 if is_well else 503)
 
     async def handle_metrics(self, request: web.Request) -> web.Response:
+        """Answer with the metrics in Prometheus' text format."""
         return web.Response(
             body=self.metrics.format_metrics().encode(), headers={"Content-Type": CONTENT_TYPE}
         )
 
     async def handle_models(self, request: web.Request) -> web.Response:
+        """Answer with the list of the only model."""
         return web.json_response({"object": "list", "data": [self._describe_model()]})
 
     async def handle_model(self, request: web.Request) -> web.Response:
+        """Answer with the model of this name. Raise RequestError (404) for another name."""
         if request.match_info["name"] != self.served_model.name:
             raise RequestError(
                 f"there is no model {request.match_info['name']!r} here.", 404, "model_not_found"
@@ -160,6 +179,7 @@ class ServingFront:
         return web.json_response(self._describe_model())
 
     def _describe_model(self) -> dict[str, Any]:
+        """Return the model in OpenAI's form, with its longest text and version."""
         return {
             "id": self.served_model.name,
             "object": "model",
@@ -170,8 +190,8 @@ class ServingFront:
         }
 
     async def handle_generate(self, request: web.Request) -> web.Response:
-        """Token ids in, token ids, log-probs and versions out: the wire format of the
-        bundled engine.
+        """Answer a request of token ids with token ids, log-probs and versions, in the wire format
+        of the bundled engine.
         """
         body = local_bodies.parse_verb_body(await request.read(), local_bodies.GenerateBody)
         if body.name:
@@ -187,6 +207,9 @@ class ServingFront:
         )
 
     async def handle_completions(self, request: web.Request) -> web.StreamResponse:
+        """Answer a chat or completion request in OpenAI's form, as a stream if it asks for one.
+        Raise RequestError for a request that is wrong.
+        """
         is_chat = request.path.endswith("/chat/completions")
         data = await request.read()
         body: ChatRequest | CompletionRequest = (

@@ -46,7 +46,7 @@ class LoadTestPlan:
 
 @dataclass(frozen=True)
 class RequestOutcome:
-    """One request."""
+    """The result of one request of a load test; `error` is "" for a success."""
 
     seconds: float
     first_text_s: float | None = None  # to the first text of a stream
@@ -73,7 +73,9 @@ class LoadLevel:
 
 
 async def run_load_test(plan: LoadTestPlan, print_line: Callable[[str], None]) -> list[LoadLevel]:
-    """Ask, level by level. A request that fails is counted; nothing is asked twice."""
+    """Ask the server at one number of clients after another, print a row for each, and return the
+    figures. A request that fails is counted and not asked again.
+    """
     limits = aiohttp.ClientTimeout(plan.timeout_s)
     headers = {"Authorization": f"Bearer {plan.key}"} if plan.key else {}
     connector = aiohttp.TCPConnector(limit=0)
@@ -92,11 +94,15 @@ async def run_load_test(plan: LoadTestPlan, print_line: Callable[[str], None]) -
 async def _run_load_level(
     session: aiohttp.ClientSession, plan: LoadTestPlan, num_clients: int
 ) -> LoadLevel:
+    """Let `num_clients` clients ask, each again as soon as it has its answer, until all requests of
+    the level are made. Return the figures of the level.
+    """
     numbers = iter(range(plan.num_requests or 10 * num_clients))
     prompts = itertools.cycle(plan.prompts)
     outcomes: list[RequestOutcome] = []
 
     async def run_client() -> None:
+        """Send one request after another until all requests of the level are made."""
         for _ in numbers:
             outcomes.append(await _send_request(session, plan, next(prompts)))
 
@@ -109,7 +115,9 @@ async def _run_load_level(
 def summarize_load_level(
     num_clients: int, outcomes: Sequence[RequestOutcome], seconds: float
 ) -> LoadLevel:
-    """Compute the figures of all outcomes of a level that took so long."""
+    """Return the figures of a level from the outcomes of its requests and its whole duration in
+    seconds.
+    """
     good = [outcome for outcome in outcomes if not outcome.error]
     paces = [
         (o.seconds - o.first_text_s) / (o.num_tokens - 1)
@@ -131,7 +139,9 @@ def summarize_load_level(
 
 
 def compute_quantiles(values: Sequence[float]) -> dict[str, float]:
-    """p50, p90 and p99 with linear interpolation, and the mean."""
+    """Return p50, p90 and p99, with linear interpolation, and the mean by name; {}
+    without values.
+    """
     if not values:
         return {}
     return {f"p{q}": float(np.quantile(values, q / 100)) for q in QUANTILES} | {
@@ -142,6 +152,7 @@ def compute_quantiles(values: Sequence[float]) -> dict[str, float]:
 async def _send_request(
     session: aiohttp.ClientSession, plan: LoadTestPlan, prompt: Any
 ) -> RequestOutcome:
+    """Send one request and return its outcome, also for a failure; only cancellation is raised."""
     body: dict[str, Any] = {"model": plan.model, "max_tokens": plan.max_tokens}
     if plan.is_chat:
         body["messages"] = (
@@ -180,15 +191,17 @@ async def _send_request(
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
+    """Return whether a chunk of a stream brings text."""
     return any(
         c.get("text") or (c.get("delta") or {}).get("content") for c in chunk.get("choices", ())
     )
 
 
 def format_level_row(level: LoadLevel) -> str:
-    """A row under HEADER."""
+    """Return the row of a level, in the columns of HEADER."""
 
     def format_quantiles(values: dict[str, float], scale: float = 1.0) -> str:
+        """Return the three quantiles in columns, multiplied by `scale`; dashes without values."""
         found = [f"{values[f'p{q}'] * scale:6.3f}" if values else "     -" for q in QUANTILES]
         return " ".join(found)
 
@@ -201,7 +214,7 @@ def format_level_row(level: LoadLevel) -> str:
 
 
 def load_test_to_json(plan: LoadTestPlan, load_levels: Sequence[LoadLevel]) -> dict[str, Any]:
-    """All figures and what was asked, without the key."""
+    """Return all figures and the plan of the test, without the key and the prompts."""
     asked = {name: value for name, value in asdict(plan).items() if name not in ("key", "prompts")}
     return {
         "plan": asked | {"num_prompts": len(plan.prompts)},
@@ -210,8 +223,8 @@ def load_test_to_json(plan: LoadTestPlan, load_levels: Sequence[LoadLevel]) -> d
 
 
 def plot_load_levels(load_levels: Sequence[LoadLevel], path: Path) -> None:
-    """Tokens a second, latency and first token over the number of clients. Raises ValueError
-    without matplotlib.
+    """Draw tokens a second, latency and time to the first token over the number of clients, into
+    the file `path`. Raise ValueError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg

@@ -27,6 +27,7 @@ from rlhf_megatron.rollout.engine_interface import EngineError
 
 
 def make_error_body(status: int, message: str, code: str | None = None) -> dict[str, Any]:
+    """Return the body of an error in OpenAI's form; the message is cut at 2000 characters."""
     kinds = {
         401: "authentication_error",
         403: "permission_error",
@@ -38,7 +39,7 @@ def make_error_body(status: int, message: str, code: str | None = None) -> dict[
 
 
 class OpenAIReply:
-    """One answer of OpenAI's form, whole or as a stream of server-sent events."""
+    """The answer to one request in OpenAI's form, whole or as a stream of server-sent events."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class OpenAIReply:
         request: CheckedRequest,
         is_chat: bool,
     ) -> None:
+        """Begin the reply to a checked request under a new id; nothing is generated yet."""
         self._backend = backend
         self._served_model = served_model
         self._metrics = metrics
@@ -59,6 +61,9 @@ class OpenAIReply:
         self._num_generated = 0
 
     async def generate_body(self) -> dict[str, Any]:
+        """Generate all choices, and return the whole body of the answer. Where a stop text may end
+        a choice, choices are generated in parts.
+        """
         ask = self._request
         if ask.stop_texts:
             places = [(p, c) for p in range(len(ask.prompts)) for c in range(ask.num_choices)]
@@ -77,12 +82,16 @@ class OpenAIReply:
         return body | {"usage": self._format_usage()}
 
     async def _generate_choice(self, prompt_index: int, choice_index: int) -> ChoicePart:
+        """Generate a choice in parts, and return the parts as one."""
         parts = generate_choice_parts(
             self._backend, self._tokenizer, self._request, prompt_index, choice_index
         )
         return join_choice_parts([part async for part in parts])
 
     def _format_choice(self, choice_index: int, part: ChoicePart) -> dict[str, Any]:
+        """Return the entry of a whole choice in the answer, with tool calls if the request has
+        tools.
+        """
         entry: dict[str, Any] = {
             "index": choice_index,
             "finish_reason": part.finish_reason,
@@ -104,8 +113,9 @@ class OpenAIReply:
         return entry | {"message": message}
 
     async def stream_response(self, http_request: web.Request) -> web.StreamResponse:
-        """Stream the answer. Nothing is sent before the first part has come, so that a request that
-        fails gets an error status.
+        """Stream the answer, and return the finished response. Nothing is sent before the first
+        part has come, so that a request that fails gets an error status; a later failure becomes an
+        event with the error.
         """
         start = time.monotonic()
         async with aclosing(self._generate_parts()) as pieces:
@@ -129,6 +139,9 @@ class OpenAIReply:
         return response
 
     async def _begin_stream(self, http_request: web.Request, seconds: float) -> web.StreamResponse:
+        """Send the headers of a stream, and for a chat the role of each choice. Count `seconds` as
+        the time to the first text.
+        """
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -150,11 +163,16 @@ class OpenAIReply:
         return response
 
     async def _generate_parts(self) -> AsyncGenerator[tuple[int, ChoicePart], None]:
-        """Parts of all choices as they come, with the choice's index."""
+        """Yield (index of the choice, part) for all choices as their parts come. Raise the first
+        error of a choice; cancel all others at the end.
+        """
         ask = self._request
         queue = asyncio.Queue[tuple[int, ChoicePart | Exception | None]]()
 
         async def queue_choice_parts(choice_index: int) -> None:
+            """Put the parts of a choice into the queue as they come, and then None, or the
+            exception that ended the choice.
+            """
             prompt, choice = divmod(choice_index, ask.num_choices)
             try:
                 async for part in generate_choice_parts(
@@ -187,6 +205,9 @@ class OpenAIReply:
     async def _send_part(
         self, response: web.StreamResponse, choice_index: int, part: ChoicePart
     ) -> None:
+        """Send a part of a choice as a chunk; tool calls, which come in the last part, are sent
+        whole.
+        """
         if not self._is_chat:
             await self._send_chunk(response, choice_index, part, {})
             return
@@ -211,6 +232,9 @@ class OpenAIReply:
         delta: dict[str, Any],
         finish_reason: str | None = None,
     ) -> None:
+        """Write one event with a part of a choice. `delta` and `finish_reason` are for a chat; a
+        completion takes both from the part.
+        """
         entry: dict[str, Any] = {"index": choice_index, "version_spans": part.version_spans}
         entry["logprobs"] = (
             self._format_log_probs(part)
@@ -227,9 +251,13 @@ class OpenAIReply:
 
     @property
     def _chunk_name(self) -> str:
+        """Return OpenAI's name for the object of a stream's chunk."""
         return "chat.completion.chunk" if self._is_chat else "text_completion"
 
     def _make_head(self, object_name: str, parts: list[ChoicePart]) -> dict[str, Any]:
+        """Return the fields that every body begins with: id, object, time, model, and the newest
+        version of the parts' weights.
+        """
         versions = [part.version_spans[-1][0] for part in parts if part.version_spans]
         version = max(versions, default=self._backend.policy_version)
         return {
@@ -242,6 +270,9 @@ class OpenAIReply:
         }
 
     def _format_log_probs(self, part: ChoicePart) -> dict[str, Any]:
+        """Return the tokens of a part with their log-probs, in the form for chats or for
+        completions.
+        """
         tokens = [self._tokenizer.decode_with_special_tokens([token]) for token in part.token_ids]
         if self._is_chat:
             entries = [
@@ -263,10 +294,12 @@ class OpenAIReply:
         }
 
     def _count_generated(self, num_tokens: int) -> None:
+        """Count generated tokens for this answer's usage and for the server's metrics."""
         self._num_generated += num_tokens
         self._metrics.token_counts["generated"] += num_tokens
 
     def _format_usage(self) -> dict[str, int]:
+        """Return the numbers of prompt tokens, generated tokens and their sum."""
         num_prompt = sum(map(len, self._request.prompts))
         return {
             "prompt_tokens": num_prompt,
@@ -276,7 +309,9 @@ class OpenAIReply:
 
 
 async def gather_or_cancel(awaitables: list[Any]) -> list[Any]:
-    """Their results, in order; where one fails the others are cancelled."""
+    """Await all, and return their results in order; where one fails, cancel the others and raise
+    its error.
+    """
     tasks = [asyncio.ensure_future(each) for each in awaitables]
     try:
         return list(await asyncio.gather(*tasks))
@@ -286,4 +321,5 @@ async def gather_or_cancel(awaitables: list[Any]) -> list[Any]:
 
 
 def _encode_event(body: dict[str, Any]) -> bytes:
+    """Return a body as a server-sent event."""
     return b"data: " + json.dumps(body).encode() + b"\n\n"

@@ -51,7 +51,9 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True):
     logit_bias: dict[str, float] = {}
 
     def find_refusal(self) -> str:
-        """Say what this server cannot do of the request, with the reason; "" for nothing."""
+        """Return what this server cannot do of the request, with the reason; "" if it can do
+        everything.
+        """
         if self.frequency_penalty or self.presence_penalty or self.logit_bias:
             return (
                 "frequency_penalty, presence_penalty and logit_bias change the distribution, and"
@@ -69,6 +71,9 @@ class CompletionRequest(CommonRequest, forbid_unknown_fields=True):
     best_of: int | None = None
 
     def find_refusal(self) -> str:
+        """Return what this server cannot do of the completion request, with the reason; "" if it
+        can do everything.
+        """
         if self.logprobs:
             return (
                 f"logprobs is {self.logprobs}: engines tell the log-prob of the drawn token"
@@ -91,6 +96,9 @@ class ChatRequest(CommonRequest, forbid_unknown_fields=True, kw_only=True):
     chat_template_kwargs: dict[str, Any] = {}
 
     def find_refusal(self) -> str:
+        """Return what this server cannot do of the chat request, with the reason; "" if it can do
+        everything.
+        """
         if self.top_logprobs:
             return (
                 f"top_logprobs is {self.top_logprobs}: engines tell the log-prob of the drawn"
@@ -137,16 +145,22 @@ class ServedModel:
 
 
 class RequestError(ValueError):
-    """A request that is wrong: the message says why. `status`: of the answer."""
+    """A request that is wrong: the message says why, and `status` is the HTTP status of
+    the answer.
+    """
 
     def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        """Keep the HTTP status and OpenAI's error code beside the message."""
         super().__init__(message)
         self.status = status
         self.code = code
 
 
 def parse_request(data: bytes, request_type: type[T], served_model: ServedModel) -> T:
-    """The body; null stands for a field left out. Raises RequestError."""
+    """Return the body as a request of this type; a null counts as a field left out. Raise
+    RequestError for a malformed body, another model (404), and fields that this server cannot
+    honour.
+    """
     try:
         raw = msgspec.json.decode(data or b"{}")
         given = (
@@ -172,7 +186,10 @@ def parse_request(data: bytes, request_type: type[T], served_model: ServedModel)
 def check_request(
     body: ChatRequest | CompletionRequest, served_model: ServedModel
 ) -> CheckedRequest:
-    """Raises RequestError: a prompt that cannot be spelled or is too long."""
+    """Return the request with its prompts as token ids, and its sampling parameters. Raise
+    RequestError for a prompt that cannot be tokenized or is too long, too many answers, and
+    impossible values. Without a seed, draw one.
+    """
     if isinstance(body, ChatRequest):
         prompts: Sequence[tuple[int, ...]] = (
             _encode_text(render_chat_prompt(body, served_model), served_model),
@@ -220,7 +237,9 @@ def check_request(
 
 
 def render_chat_prompt(body: ChatRequest, served_model: ServedModel) -> str:
-    """The chat in the model's template. Raises RequestError with the template's own words."""
+    """Return the messages in the model's chat template, with tools if they may be called. Raise
+    RequestError without a template, and with the template's own message where it refuses them.
+    """
     if served_model.chat_format is None:
         raise RequestError("the model's tokenizer has no chat template; use /v1/completions.")
     messages = [_convert_message(message) for message in body.messages]
@@ -236,8 +255,8 @@ def render_chat_prompt(body: ChatRequest, served_model: ServedModel) -> str:
 
 
 def _convert_message(message: dict[str, Any]) -> dict[str, Any]:
-    """Convert a message to what templates read: text as the content, an object as the
-    arguments of a call.
+    """Return a message in the form that templates read: its content as text, and the arguments of
+    tool calls as objects. Raise RequestError for another form.
     """
     if not isinstance(message.get("role"), str):
         raise RequestError('each message needs a "role".')
@@ -258,7 +277,9 @@ def _convert_message(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _join_text_content(content: Any) -> str:
-    """Text; parts of text are joined."""
+    """Return the text of a message's content, joined from its parts if it is a list; None gives "".
+    Raise RequestError for content that is no text.
+    """
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise RequestError("a part of a message is no text; this server reads text alone.")
@@ -271,6 +292,9 @@ def _join_text_content(content: Any) -> str:
 def _make_sampling_params(
     body: CommonRequest, max_new_tokens: int, served_model: ServedModel
 ) -> SamplingParams:
+    """Return the sampling parameters of a request, with the model's stop tokens added to its own.
+    Raise RequestError for values out of range.
+    """
     if not 0 <= body.temperature <= 100 or not 0 < body.top_p <= 1 or not 0 <= body.min_p <= 1:
         raise RequestError(
             "temperature must be from 0 to 100, top_p above 0 and at most 1, min_p from 0 to 1."
@@ -284,7 +308,9 @@ def _make_sampling_params(
 
 
 def _encode_prompts(prompt: str | list[Any], served_model: ServedModel) -> list[tuple[int, ...]]:
-    """A text or the ids of one, or a list of either."""
+    """Return the token ids of each prompt; `prompt` is a text, a list of token ids, or a list of
+    these. Raise RequestError for anything else.
+    """
     if isinstance(prompt, str):
         return [_encode_text(prompt, served_model)]
     if prompt and all(isinstance(item, int) for item in prompt):
@@ -298,6 +324,7 @@ def _encode_prompts(prompt: str | list[Any], served_model: ServedModel) -> list[
 
 
 def _encode_text(text: str, served_model: ServedModel) -> tuple[int, ...]:
+    """Return the token ids of a text. Raise RequestError where the tokenizer refuses it."""
     try:
         return served_model.tokenizer.encode(text)
     except ValueError as error:

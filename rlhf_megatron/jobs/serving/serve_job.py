@@ -40,7 +40,7 @@ WEIGHTS = "weights"  # folder of the checkpoint that is served
 
 @dataclass(frozen=True)
 class ServeJob:
-    """A checked job: `run_server` does it."""
+    """A checked job that serves a model over HTTP; `run_server` does the work."""
 
     setup: EngineSetup  # of its engines
     data: DataConfig
@@ -53,7 +53,9 @@ class ServeJob:
     api_key: str | None
 
     def __post_init__(self) -> None:
-        """Raises ValueError; starts nothing."""
+        """Check the job, and start nothing. Raise ValueError for an address that other machines
+        reach without an API key, and for engines that cannot be started here.
+        """
         if self.host not in LOOPBACK_NAMES and not self.api_key:
             raise ValueError(
                 f"--host {self.host} is reached from other machines: give an API key"
@@ -62,8 +64,9 @@ class ServeJob:
         self.setup.check_servers()
 
     def run_server(self, stop_request: StopRequest, report: Callable[[str], None]) -> None:
-        """Serve until `stop_request` asks for the end; requests under way have 30 seconds then.
-        Raises EngineError where no engine is left, RunStopped where it is asked before it serves.
+        """Serve until `stop_request` is made; open requests then have 30 seconds to end. Raise
+        EngineError where no engine is left, RunStopped where the stop is requested before serving
+        begins.
         """
         self.server_dir.mkdir(parents=True, exist_ok=True)
         run_dir = self.followed_run_dir or (
@@ -96,6 +99,10 @@ class ServeJob:
         stop_request: StopRequest,
         report: Callable[[str], None],
     ) -> Weights:
+        """Return the weights to begin with: the newest checkpoint of the run, which is pinned, or
+        else the weights of the model. For a followed run without a checkpoint, wait for the first
+        one.
+        """
         step = pinned_checkpoint.find_newest_step() if pinned_checkpoint is not None else None
         if pinned_checkpoint is not None and step is None and self.followed_run_dir is not None:
             report(
@@ -117,6 +124,9 @@ class ServeJob:
         )
 
     def _make_served_model(self, weights: Weights) -> ServedModel:
+        """Return the name, tokenizer, chat format and limits of the model that answers. The longest
+        text is the smallest limit of the model and its engines.
+        """
         model = self.setup.model
         rollout = self.setup.rollout
         tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
@@ -146,6 +156,9 @@ class ServeJob:
         stop_request: StopRequest,
         report: Callable[[str], None],
     ) -> None:
+        """Run the HTTP server until a stop is requested or the backend ends. Then refuse new
+        requests, and wait up to 30 seconds for open ones. Raise the error that ended the backend.
+        """
         front = ServingFront(backend, served_model, self.api_key, self.host in LOOPBACK_NAMES)
         runner = web.AppRunner(
             front.make_application(),

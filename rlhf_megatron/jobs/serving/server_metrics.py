@@ -15,17 +15,22 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 class DurationHistogram:
-    """Durations, counted by upper borders."""
+    """A histogram of durations in seconds, with the upper borders BORDERS_S."""
 
     def __init__(self) -> None:
+        """Begin without durations."""
         self._counts = [0] * (len(BORDERS_S) + 1)
         self._sum_s = 0.0
 
     def add_duration(self, seconds: float) -> None:
+        """Count a duration, in seconds."""
         self._counts[bisect_left(BORDERS_S, seconds)] += 1
         self._sum_s += seconds
 
     def format_lines(self, metric_name: str, label: str) -> Iterator[str]:
+        """Yield the lines of the histogram in Prometheus' format: cumulative buckets, sum and
+        count. `label` is the text of a further label, such as endpoint="/health".
+        """
         total = 0
         for border, count in zip((*map(str, BORDERS_S), "+Inf"), self._counts, strict=True):
             total += count
@@ -35,9 +40,10 @@ class DurationHistogram:
 
 
 class ServerMetrics:
-    """Written and read in the event loop."""
+    """The counts and durations of a server. They are written and read in the event loop only."""
 
     def __init__(self, backend: ServingBackend) -> None:
+        """Begin with all counts at 0; the figures of engines are read from `backend`."""
         self._backend = backend
         self.request_counts: Counter[tuple[str, int]] = Counter()  # endpoint, status
         self.token_counts: Counter[str] = Counter()  # prompt, generated
@@ -49,9 +55,13 @@ class ServerMetrics:
         )  # of streams, to their first text
 
     def format_metrics(self) -> str:
+        """Return all metrics in Prometheus' text format."""
         return "\n".join(self._iterate_lines()) + "\n"
 
     def _iterate_lines(self) -> Iterator[str]:
+        """Yield the lines of all metrics: requests, tokens, durations, engines, and the fleet's
+        counters.
+        """
         backend = self._backend
         live, num_engines = backend.engine_counts
         yield from _format_metric_header("requests_total", "counter", "answered requests")
@@ -92,5 +102,6 @@ class ServerMetrics:
 
 
 def _format_metric_header(name: str, kind: str, help_text: str) -> Iterator[str]:
+    """Yield the HELP and TYPE lines of a metric; `name` is without the common prefix."""
     yield f"# HELP {PREFIX}{name} {help_text}"
     yield f"# TYPE {PREFIX}{name} {kind}"

@@ -23,15 +23,15 @@ Answer = list[GeneratedSample]
 
 
 class ServingBackend:
-    """A context manager. One thread drives the session; another one mends engines and
-    calls `follow`.
+    """The engines behind a server; a context manager that starts and ends its two threads. One
+    thread drives the session of requests; the other one mends engines and calls `follow_run`.
     """
 
     def __init__(
         self, weight_sync: WeightSync, follow_run: Callable[[], None] | None = None
     ) -> None:
-        """`weight_sync`: of engines that serve. `follow_run` may sync other weights; it is called a
-        few times a second.
+        """Prepare the threads, which `__enter__` starts. `weight_sync` has engines that serve
+        already. `follow_run` may sync other weights, and is called a few times a second.
         """
         self.weight_sync = weight_sync
         self.end_future: Future[None] = (
@@ -54,11 +54,13 @@ class ServingBackend:
         ]
 
     def __enter__(self) -> ServingBackend:
+        """Start both threads, and return this backend."""
         for thread in self._threads:
             thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """End the threads and the session; requests that are still open fail with EngineError."""
         self._closing.set()
         self._session.wake_poll()
         for thread in self._threads:
@@ -68,21 +70,23 @@ class ServingBackend:
 
     @property
     def policy_version(self) -> int:
-        """The version of the weights that are served."""
+        """Return the version of the weights that are served."""
         return self.weight_sync.policy_version
 
     @property
     def num_running(self) -> int:
+        """Return the number of requests that wait or are being generated."""
         return len(self._running_futures)
 
     @property
     def engine_counts(self) -> tuple[int, int]:
-        """The engines that serve or are getting weights, and all engines."""
+        """Return (number of engines that serve or are getting weights, number of all engines)."""
         return len(self.weight_sync.fleet.live_engines), len(self.weight_sync.fleet.engines)
 
     async def generate_samples(self, request: GenerateRequest) -> Answer:
-        """The samples of a request, in order. Cancelled, engines end it. Raises EngineRequestError
-        where it is wrong itself, EngineError where retries or engines have run out.
+        """Return the samples of a request, in order; await this in the event loop. If the task is
+        cancelled, the engines abort the request. Raise EngineRequestError for a request that no
+        engine accepts, EngineError when retries or engines have run out.
         """
         future: Future[Answer] = Future()
         with self._lock:
@@ -101,6 +105,9 @@ class ServingBackend:
             raise
 
     def _run_thread(self, name: str, run_loop: Callable[[], None]) -> None:
+        """Run a loop in its thread; an exception becomes the result of `end_future` and fails all
+        open requests.
+        """
         try:
             run_loop()
         except BaseException as error:
@@ -109,6 +116,9 @@ class ServingBackend:
             self._fail_all_requests(EngineError(f"the server ends ({error})"))
 
     def _drive_session(self) -> None:
+        """Until the backend closes, submit new requests, abort cancelled ones, and pass results and
+        failures to the waiting futures.
+        """
         while not self._closing.is_set():
             with self._lock:
                 new = self._new_requests
@@ -128,6 +138,9 @@ class ServingBackend:
                 self._fail_request(key, error)
 
     def _mend_engines(self) -> None:
+        """Until the backend closes, restart dead engines, call `follow_run`, and collect the
+        fleet's counters, a few times a second.
+        """
         while not self._closing.wait(_MEND_S):
             self._session.mend_engines()
             if self._follow_run is not None:
@@ -137,15 +150,20 @@ class ServingBackend:
             )
 
     def _pop_future(self, request_key: int) -> Future[Answer] | None:
+        """Remove the future of a request and return it; None if the request is cancelled or
+        answered.
+        """
         with self._lock:
             return self._running_futures.pop(request_key, None)
 
     def _fail_request(self, request_key: int, error: Exception) -> None:
+        """Fail a request that is still open with this error."""
         future = self._pop_future(request_key)
         if future is not None:
             with suppress(InvalidStateError):
                 future.set_exception(error)
 
     def _fail_all_requests(self, error: Exception) -> None:
+        """Fail all open requests with this error."""
         for key in list(self._running_futures):
             self._fail_request(key, error)

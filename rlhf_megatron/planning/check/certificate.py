@@ -55,17 +55,19 @@ class LayoutCertificate:
 
     @property
     def verdict(self) -> str:
+        """Return "passed" or "failed", or "not run" where there is no proof."""
         if self.proof is None:
             return "not run"
         return "passed" if self.proof.is_ok else "failed"
 
 
 def list_rows_over_bar(layout_result: LayoutProofResult) -> list[run_comparison.ComparisonRow]:
+    """Return the figures of a layout whose error is over the bar."""
     return [row for row in layout_result.rows if not row.is_ok]
 
 
 def write_certificate(certificate: LayoutCertificate, directory: Path) -> Path:
-    """certificate.json and certificate.md; returns the latter."""
+    """Write certificate.json and certificate.md, and return the path of certificate.md."""
     write_json_atomically(directory / "certificate.json", certificate_to_json(certificate))
     path = directory / "certificate.md"
     path.write_text(certificate_to_markdown(certificate), encoding="utf-8")
@@ -73,7 +75,7 @@ def write_certificate(certificate: LayoutCertificate, directory: Path) -> Path:
 
 
 def certificate_to_json(certificate: LayoutCertificate) -> dict[str, Any]:
-    """Plain values; a bar or error that is not finite is text."""
+    """Return the certificate as plain values; a bar or error that is not finite is text."""
     c = certificate
     as_they_are = ("command", "config", "overrides", "layout", "num_ranks", "has_files", "notes")
     return {
@@ -101,6 +103,7 @@ def certificate_to_json(certificate: LayoutCertificate) -> dict[str, Any]:
 
 
 def certificate_to_markdown(certificate: LayoutCertificate) -> str:
+    """Return the certificate as Markdown."""
     c = certificate
     lines = [f"# Check of {c.config}: {c.verdict}", "", f"    {c.command}", ""]
     lines += [
@@ -136,6 +139,7 @@ def certificate_to_markdown(certificate: LayoutCertificate) -> str:
 
 
 def _proof_to_markdown(proof: LayoutProof) -> list[str]:
+    """Return the lines on the proof and each of its layouts."""
     lines = [
         (
             f"{NUM_STEPS} steps of the real loop: launcher, controller, hosts, engine, weight"
@@ -160,6 +164,9 @@ def _proof_to_markdown(proof: LayoutProof) -> list[str]:
 
 
 def _layout_to_markdown(layout_result: LayoutProofResult) -> list[str]:
+    """Return the lines on one layout: its differences, problems, worst figures, and figures over
+    the bar.
+    """
     lines = [f"### {layout_result.folded_run}: {'passed' if layout_result.is_ok else 'FAILED'}", ""]
     lines.append(
         f"{layout_result.folded_run.num_ranks} processes, {layout_result.seconds:.0f} s. Other"
@@ -203,12 +210,13 @@ def _layout_to_markdown(layout_result: LayoutProofResult) -> list[str]:
 
 
 def _make_row_cells(row: run_comparison.ComparisonRow) -> Sequence[str]:
+    """Return the table cells of a figure."""
     figures = (f"{row.value:.6g}", f"{row.one_rank:.6g}", f"{row.error:.2g}", f"{row.bar:.2g}")
     return (row.quantity, row.where, *figures, "" if row.is_ok else "OVER THE BAR")
 
 
 def _traffic_to_json(traffic: StageTraffic) -> dict[str, int]:
-    """Bytes and buckets under the keys that certificates have had from the first on."""
+    """Return bytes and buckets under the keys that certificates have had from the first on."""
     return {
         "stage": traffic.stage,
         "num_buckets": traffic.num_buckets,
@@ -219,7 +227,7 @@ def _traffic_to_json(traffic: StageTraffic) -> dict[str, int]:
 
 
 def _head_to_json(head: HeadMemoryBound) -> dict[str, int]:
-    """Bytes under the keys that certificates have had from the first on."""
+    """Return bytes under the keys that certificates have had from the first on."""
     return {
         "tile": head.tile_bytes,
         "hidden_gradient": head.hidden_gradient_bytes,
@@ -229,6 +237,7 @@ def _head_to_json(head: HeadMemoryBound) -> dict[str, int]:
 
 
 def _proof_to_json(proof: LayoutProof) -> dict[str, Any]:
+    """Return the proof as plain values."""
     return {
         "changed": list(CHANGES_IN_EVERY_FOLD),
         "model": dict(proof.model),
@@ -255,7 +264,9 @@ def _proof_to_json(proof: LayoutProof) -> dict[str, Any]:
 
 
 def _row_to_json(row: run_comparison.ComparisonRow) -> dict[str, Any]:
-    """JSON has no NaN and no infinity."""
+    """Return a figure as plain values; NaN and infinity become text, which JSON does not have as
+    numbers.
+    """
     values = {
         key: str(v) if isinstance(v, float) and not math.isfinite(v) else v
         for key, v in asdict(row).items()
@@ -264,13 +275,16 @@ def _row_to_json(row: run_comparison.ComparisonRow) -> dict[str, Any]:
 
 
 def _join_key_values(values: dict[str, Any]) -> str:
+    """Return the entries as text, such as "torch 2.4, numpy 2.0"."""
     return ", ".join(f"{key} {value}" for key, value in values.items())
 
 
 def _make_bullet_lines(sentences: Sequence[str]) -> list[str]:
+    """Return each sentence as a Markdown bullet with a full stop."""
     return [f"- {item}." for item in sentences]
 
 
 def _make_markdown_table(header: Sequence[str], body_rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return the lines of a Markdown table."""
     rows = [header, ["---"] * len(header), *body_rows]
     return ["| " + " | ".join(row) + " |" for row in rows]

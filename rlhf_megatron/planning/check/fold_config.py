@@ -88,7 +88,9 @@ def fold_run_config(
     true_samples = config.data.train_batch_size * config.rollout.n
 
     def fold_mini_batch_size(run_mini_batch_size: int) -> int:
-        """Two a step where the run has several, else one."""
+        """Return a mini-batch size that makes two mini-batches a step where the run has several,
+        else one.
+        """
         return num_samples // 2 if true_samples > run_mini_batch_size else num_samples
 
     # The run's own bound is one on float32.
@@ -158,6 +160,7 @@ def _fold_actor(
     megatron: schema.MegatronConfig,
     fold_mini_batch_size: Callable[[int], int],
 ) -> schema.ActorConfig:
+    """Return the actor's settings at the tiny size, with the folded layout."""
     return replace(
         actor,
         megatron=megatron,
@@ -175,6 +178,7 @@ def _fold_critic(
     directory: Path,
     fold_mini_batch_size: Callable[[int], int],
 ) -> schema.CriticConfig:
+    """Return the critic's settings at the tiny size, with the folded layout."""
     return replace(
         critic,
         path=None if critic.path is None else str(directory / "critic"),
@@ -195,6 +199,7 @@ def _fold_critic(
 
 
 def _fold_reference(reference: schema.ReferenceConfig, directory: Path) -> schema.ReferenceConfig:
+    """Return the reference's settings at the tiny size, on the actor's ranks."""
     return replace(
         reference,
         path=None if reference.path is None else str(directory / "reference"),
@@ -205,14 +210,15 @@ def _fold_reference(reference: schema.ReferenceConfig, directory: Path) -> schem
 
 
 def _fold_algorithm(algorithm: schema.AlgorithmConfig, num_samples: int) -> schema.AlgorithmConfig:
-    """The adaptive KL controller needs a horizon far longer than a step. No group is left out: a
-    replay has no engine to generate others.
+    """Return the algorithm with a KL horizon far longer than a step, which the adaptive KL
+    controller needs, and without group filter: a replay has no engine to generate other groups.
     """
     control = replace(algorithm.kl_ctrl, horizon=max(algorithm.kl_ctrl.horizon, 10 * num_samples))
     return replace(algorithm, kl_ctrl=control, filter_groups=schema.FilterGroupsConfig())
 
 
 def _fold_optim(optim: schema.OptimConfig) -> schema.OptimConfig:
+    """Return the optimizer's settings with the learning rate and epsilon of folded runs."""
     return replace(
         optim,
         lr=LEARNING_RATE,
@@ -224,6 +230,7 @@ def _fold_optim(optim: schema.OptimConfig) -> schema.OptimConfig:
 
 
 def _fold_warmup(warmup: schema.WarmupConfig) -> schema.WarmupConfig:
+    """Return a warm-up of two steps, or none where the run has none."""
     if warmup.max_steps == 0:
         return schema.WarmupConfig()
     return schema.WarmupConfig(
@@ -242,10 +249,10 @@ def fold_model_config(
     quantization: str | None = None,
 ) -> dict[str, Any]:
     """Return config.json of a tiny model that fits all layouts `tiny_layouts`. `run_layouts`: the
-    run's own layouts, one a pool. Under a `quantization` a rank's parts of matrices
-    are whole blocks.
+    run's own layouts, one for each pool. With `quantization` each rank's parts of matrices are
+    whole FP8 blocks.
 
-    Raises ValueError for a model that has no family here.
+    Raise ValueError for a model that has no family here.
     """
     head_dim, unit = (HEAD_DIM, 4) if quantization is None else FP8_BLOCK
     sizes = find_model_family(hf_config).make_transformer_arguments(hf_config)
@@ -304,6 +311,9 @@ def fold_model_config(
 
 
 def _expert_tensor_parallel_size(megatron: schema.MegatronConfig) -> int:
+    """Return the tensor-parallel size of experts, which is that of the other layers where it is not
+    set.
+    """
     return megatron.expert_tensor_parallel_size or megatron.tensor_model_parallel_size
 
 
@@ -314,8 +324,9 @@ def _fold_experts(
     min_width: int,
     width_multiple: int,
 ) -> dict[str, Any]:
-    """Two experts a rank or more, in two groups at most, and one or two a token; where not all
-    layers have experts, the first has none.
+    """Return the settings of the experts of a tiny model: at least two experts a rank, in at most
+    two groups, and one or two experts a token; where not all layers have experts, the first has
+    none.
     """
     per_token = min(model_arguments["moe_router_topk"], 2)
     num = 2 * math.lcm(
@@ -343,8 +354,8 @@ def _fold_experts(
 def fold_recompute(
     tiny_layout: schema.MegatronConfig, run_layout: schema.MegatronConfig, num_layers: int
 ) -> schema.MegatronConfig:
-    """`tiny_layout` with a recompute_num_layers that fits the tiny model. `num_layers`: of
-    the true model.
+    """Return `tiny_layout` with a recompute_num_layers that fits the tiny model. `num_layers`: the
+    layers of the run's own model.
     """
     count = run_layout.recompute_num_layers
     if run_layout.recompute_granularity != "full" or count is None:
@@ -362,8 +373,8 @@ def fold_recompute(
 def choose_layers_per_chunk(
     run_layout: schema.MegatronConfig, num_layers: int, num_tiny_chunks: int
 ) -> int:
-    """Layers of a chunk of the tiny model: two where the large one has several and they matter
-    or cost little.
+    """Return the number of layers of a chunk of the tiny model: two where the large model has
+    several and they matter or cost little, else one.
     """
     are_grouped = (
         run_layout.recompute_granularity == "full" and (run_layout.recompute_num_layers or 1) > 1
@@ -378,6 +389,9 @@ def choose_layers_per_chunk(
 
 
 def _fold_queries_per_group(run_queries_per_group: int) -> int:
+    """Return the run's number of query heads a group where it is small, else 2 or 3, even or odd as
+    the run's.
+    """
     return (
         run_queries_per_group
         if run_queries_per_group <= MAX_QUERIES_PER_GROUP
@@ -386,10 +400,14 @@ def _fold_queries_per_group(run_queries_per_group: int) -> int:
 
 
 def _choose_vocab_size(is_divisible: bool, tp_size: int) -> int:
+    """Return the vocabulary size of the tiny model: a multiple of `tp_size` where that of the run
+    is one, else one more.
+    """
     if is_divisible or tp_size == 1:
         return _round_up_to_multiple(MIN_VOCAB_SIZE, tp_size)
     return _round_up_to_multiple(MIN_VOCAB_SIZE, tp_size) + 1
 
 
 def _round_up_to_multiple(value: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `value`."""
     return -(-value // multiple) * multiple

@@ -38,10 +38,11 @@ class FoldedPool:
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks of the pool."""
         return self.dp * count_replica_ranks(self.megatron)
 
     def __str__(self) -> str:
-        """ "tp2 pp2 dp1"."""
+        """Return the layout as text, such as "tp2 pp2 dp1"."""
         return str(make_parallel_layout(self.megatron, self.num_ranks))
 
 
@@ -56,20 +57,24 @@ class FoldedRun:
 
     @property
     def pools(self) -> tuple[FoldedPool, ...]:
+        """Return the actor's pool, and the critic's where it has one."""
         return (self.actor,) if self.critic is None else (self.actor, self.critic)
 
     @property
     def num_ranks(self) -> int:
+        """Return the number of ranks of all pools."""
         return sum(pool.num_ranks for pool in self.pools)
 
     def __str__(self) -> str:
-        """ "tp2 pp2 dp1", or "tp2 pp2 dp1, critic tp2 pp1 dp1"."""
+        """Return the layouts as text, such as "tp2 pp2 dp1" or "tp2 pp2 dp1, critic tp2 pp1
+        dp1".
+        """
         return ", critic ".join(map(str, self.pools))
 
 
 def make_unsharded_layout(megatron: MegatronConfig) -> MegatronConfig:
-    """One rank, megatron-core's own layers, nothing computed again, and the loss terms of
-    `megatron`: what that layout must equal.
+    """Return the layout that `megatron` must equal in its results: one rank, megatron-core's own
+    layers, no recomputation, and the loss terms of `megatron`.
     """
     return MegatronConfig(
         transformer_impl="local", **{key: getattr(megatron, key) for key in TERMS}
@@ -77,15 +82,17 @@ def make_unsharded_layout(megatron: MegatronConfig) -> MegatronConfig:
 
 
 def count_replica_ranks(megatron: MegatronConfig) -> int:
-    """Ranks that hold one copy of the model."""
+    """Return the number of ranks that hold one copy of the model."""
     m = megatron
     return m.tensor_model_parallel_size * m.pipeline_model_parallel_size * m.context_parallel_size
 
 
 def fold_layouts(pools: Sequence[RunPool], max_processes: int) -> tuple[FoldedRun, ...]:
-    """One run, or two where the first has no room for the replicas of a pool that has several.
+    """Return one folded run, or two where the first has no room for the replicas of a pool that has
+    several.
 
-    `pools`: the run's, the actor's first. Raises ValueError when `max_processes` is below 1.
+    `pools`: the pools of the run, the actor's first. Raise ValueError when `max_processes` is below
+    1.
     """
     if max_processes < 1:
         raise ValueError(f"--max-processes is {max_processes}; it must be at least 1.")
@@ -127,7 +134,9 @@ def fold_layouts(pools: Sequence[RunPool], max_processes: int) -> tuple[FoldedRu
 
 
 def _share_processes(pool_sizes: Sequence[int], max_processes: int) -> list[int]:
-    """Processes of each pool, of which there are one or two; at least 1 each."""
+    """Return the number of processes of each pool, of which there are one or two; at least 1
+    each.
+    """
     if len(pool_sizes) == 1:
         return [max_processes]
     if sum(pool_sizes) <= max_processes:
@@ -139,6 +148,9 @@ def _share_processes(pool_sizes: Sequence[int], max_processes: int) -> list[int]
 
 
 def _shrink_layout(megatron: MegatronConfig, max_ranks: int) -> MegatronConfig:
+    """Return the layout with axes made smaller, in the order of AXIS_KEYS, until a replica fits
+    into `max_ranks`: first down to 2, then to 1.
+    """
     for floor in (2, 1):
         for name in AXIS_KEYS.values():
             size = getattr(megatron, name)
@@ -156,6 +168,9 @@ def _make_folded_run(
     dp_sizes: Sequence[int],
     differences: tuple[str, ...],
 ) -> FoldedRun:
+    """Return the folded run of these layouts and data-parallel sizes, with its differences from the
+    run's own layouts added to `differences`.
+    """
     folded = []
     for (section, true, num_ranks), megatron, dp in zip(
         pools, shrunk_layouts, dp_sizes, strict=True
@@ -170,8 +185,8 @@ def _make_folded_run(
 def _fold_pool(
     megatron: MegatronConfig, dp_size: int, run_layout: MegatronConfig, run_dp_size: int
 ) -> tuple[MegatronConfig, list[str]]:
-    """Return a pool's folded layout, without settings that it cannot have, and how it differs from
-    the pool's own.
+    """Return (a pool's folded layout, without settings that it cannot have; sentences on how it
+    differs from the pool's own layout).
     """
     megatron = _fold_expert_axes(megatron, dp_size, run_layout)
     axes = {**AXIS_KEYS, "ep": "expert_model_parallel_size", "etp": "expert_tensor_parallel_size"}
@@ -203,8 +218,8 @@ def _fold_pool(
 def _fold_expert_axes(
     megatron: MegatronConfig, dp_size: int, run_layout: MegatronConfig
 ) -> MegatronConfig:
-    """Choose the largest etp and ep that divide the ranks of a stage, or of a replica where
-    tokens are gathered.
+    """Return the layout with the largest etp and ep that divide the ranks of a stage, or of a
+    replica where tokens are gathered.
     """
     tp = megatron.tensor_model_parallel_size
     true_ep = run_layout.expert_model_parallel_size
@@ -232,7 +247,9 @@ def _fold_expert_axes(
 def _list_impossible_settings(
     megatron: MegatronConfig, dp_size: int
 ) -> list[tuple[tuple[str, ...], Any, str]]:
-    """(settings, their value when off, what they need) of what a smaller layout cannot have."""
+    """Return (settings, their value when off, what they need) of the settings that this smaller
+    layout cannot have.
+    """
     needs: dict[str, tuple[Any, Any, str]] = {  # key -> (on, off, what it needs)
         "moe_token_dispatcher_type": ("flex", "alltoall", "a GPU"),
         "moe_permute_fusion": (True, False, "a GPU"),
@@ -256,5 +273,6 @@ def _list_impossible_settings(
 
 
 def _replace_setting(megatron: MegatronConfig, setting_name: str, value: Any) -> MegatronConfig:
+    """Return the layout with one setting changed."""
     changes: dict[str, Any] = {setting_name: value}
     return replace(megatron, **changes)

@@ -88,6 +88,7 @@ class LayoutProofResult:
 
     @property
     def is_ok(self) -> bool:
+        """Return whether there are figures, all within their bars, and no problems."""
         return not self.problems and bool(self.rows) and all(row.is_ok for row in self.rows)
 
 
@@ -102,6 +103,7 @@ class LayoutProof:
 
     @property
     def is_ok(self) -> bool:
+        """Return whether all layouts are within their bars."""
         return all(layout.is_ok for layout in self.layouts)
 
 
@@ -112,11 +114,11 @@ def prove_layouts(
     directory: Path,
     report_progress: ReportProgress,
 ) -> LayoutProof:
-    """Run every layout below `directory`, which is absolute. `model_configs`: those of
-    the run itself.
+    """Run every layout and one unsharded rank below `directory`, which must be absolute, and
+    compare them. `model_configs`: the configurations of the run's own models.
 
-    A run that fails is a problem of its layout; when the run on one rank fails, the first layout
-    has the problem.
+    A run that fails is a problem of its layout; when the recorded run or the run on one rank fails,
+    the proof has only the first layout, with that problem.
     """
     trues = [megatron for _, megatron, _ in list_learning_pool_layouts(config)]
     has_other = has_critic(config) and config.critic.path is not None
@@ -157,10 +159,10 @@ def fold_model_configs(
     has_critic_path: bool,
     quantization: str | None = None,
 ) -> ModelConfigs:
-    """Make tiny models that fit the folded layouts. A critic from a directory of its own reads the
-    policy's tokens.
+    """Return config.json of tiny models that fit the folded layouts. A critic with a directory of
+    its own has the vocabulary size of the policy.
 
-    `run_layouts`: the run's own layouts, one a pool.
+    `run_layouts`: the run's own layouts, one for each pool.
     """
     of_actor = [folded.actor.megatron for folded in folded_runs]
     of_critic = [folded.pools[-1].megatron for folded in folded_runs]
@@ -177,9 +179,12 @@ def fold_model_configs(
 def _fold_recompute_settings(
     folded_run: FoldedRun, run_layouts: Sequence[MegatronConfig], model_configs: ModelConfigs
 ) -> FoldedRun:
+    """Return the folded run with recompute settings that fit the tiny models."""
+
     def fold_pool(
         pool: FoldedPool, run_layout: MegatronConfig, hf_config: Mapping[str, Any]
     ) -> FoldedPool:
+        """Return the pool with recompute settings that fit its tiny model."""
         return replace(
             pool,
             megatron=fold_recompute(pool.megatron, run_layout, int(hf_config["num_hidden_layers"])),
@@ -205,6 +210,7 @@ class _ProofRuns:
     recorded_run_dir: Path | None = None
 
     def __post_init__(self) -> None:
+        """Write the tiny models and the prompts into the directory."""
         config = self.config
         models = self.model_configs
         seed = self.config.trainer.seed
@@ -224,7 +230,9 @@ class _ProofRuns:
         write_addition_prompts(self.directory, seed)
 
     def record_run(self, folded_run: FoldedRun) -> FinishedRun:
-        """The run that the others replay. Raises ProgramError."""
+        """Run training with an engine, and record the run for the others to replay. Raise
+        ProofRunError.
+        """
         finished = self._run_folded_training(
             folded_run, ["--record"], self.directory / folded_run.name
         )
@@ -232,7 +240,7 @@ class _ProofRuns:
         return finished
 
     def replay_recorded_run(self, folded_run: FoldedRun) -> FinishedRun:
-        """The recorded steps in another layout. Raises ProgramError."""
+        """Train on the recorded steps in another layout. Raise ProofRunError."""
         assert self.recorded_run_dir is not None
         words = ["--replay", str(NUM_STEPS), "--replay-from", str(self.recorded_run_dir)]
         return self._run_folded_training(
@@ -242,6 +250,9 @@ class _ProofRuns:
     def compare_with_one_rank(
         self, folded_run: FoldedRun, finished_run: FinishedRun, one_rank_run: FinishedRun
     ) -> LayoutProofResult:
+        """Compare metrics, trained weights and bytes of weight syncs of a finished run with the run
+        on one rank.
+        """
         steps, baseline = (
             run_comparison.read_training_metrics(run.run_dir)
             for run in (finished_run, one_rank_run)
@@ -267,7 +278,9 @@ class _ProofRuns:
     def _compare_sync_bytes(
         self, metric_rows: Sequence[Mapping[str, Any]]
     ) -> list[run_comparison.ComparisonRow]:
-        """Bytes of each weight sync, where the run had an engine, against what the table says."""
+        """Return the bytes of each weight sync against those of the weight table; [] for a run
+        without an engine.
+        """
         table = make_engine_table(
             make_weight_table(self.model_configs.policy),
             "float32",
@@ -293,8 +306,8 @@ class _ProofRuns:
         ]
 
     def _make_start_weight_getters(self) -> dict[str, Callable[[str], Tensor]]:
-        """Directory of trained weights in a run -> the weights before the first step,
-        by their name.
+        """Return, by directory of trained weights in a run, a function from a tensor's name to its
+        value before the first step.
         """
         seed = self.config.model.init_seed
         source = make_random_source(self.model_configs.policy, 1 if seed is None else seed)
@@ -318,6 +331,9 @@ class _ProofRuns:
     def _run_folded_training(
         self, folded_run: FoldedRun, arguments: Sequence[str], run_dir: Path
     ) -> FinishedRun:
+        """Write the folded configuration, and run training with it until it ends. Raise
+        ProofRunError.
+        """
         config = self.directory / f"{folded_run.name}.yaml"
         config.touch(0o600)
         text = render_config_yaml(
@@ -341,13 +357,16 @@ class _ProofRuns:
 def make_tensor_getter(
     weight_source: WeightSource, hf_config: Mapping[str, Any], head: HeadKind
 ) -> Callable[[str], Tensor]:
-    """A source's tensors by the names that files have for them."""
+    """Return a function that reads a tensor of the source by the name that weight files have for
+    it.
+    """
     places: dict[str, list[tuple[WeightRule, int]]] = {}
     for rule in make_weight_table(hf_config, head=head):
         for index, hf in enumerate(rule.hf_tensors):
             places.setdefault(hf.stored_name, []).append((rule, index))
 
     def get_tensor(stored_name: str) -> Tensor:
+        """Return the tensor of this name, stacked where the file has several tensors in one."""
         parts = [weight_source.read_hf_tensors(rule)[index] for rule, index in places[stored_name]]
         first, at = places[stored_name][0]
         return parts[0] if first.hf_tensors[at].entry is None else torch.stack(parts)
@@ -372,10 +391,11 @@ class FinishedRun:
 def run_train_command(
     config: Path, arguments: Sequence[str], run_dir: Path, timeout_s: float
 ) -> FinishedRun:
-    """`rlhf-megatron train config arguments` until it ends; its output goes to `run_dir` + ".log".
+    """Run `rlhf-megatron train config arguments` until it ends; its output goes to `run_dir` +
+    ".log".
 
-    Raises ProgramError. The processes are gone when this returns or raises,
-    KeyboardInterrupt included.
+    Raise ProofRunError where it fails or takes longer than `timeout_s`. Its processes are gone when
+    this function returns or raises, KeyboardInterrupt included.
     """
     log = run_dir.with_name(run_dir.name + ".log")
     start = time.monotonic()
@@ -396,7 +416,9 @@ def run_train_command(
 
 
 def write_tiny_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
-    """config.json and tokenizer; weights come from a seed."""
+    """Write config.json and a character tokenizer, and return the directory. There are no weight
+    files: the weights come from a seed.
+    """
     write_character_tokenizer(directory, int(hf_config["vocab_size"]))
     (directory / "config.json").write_text(
         json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8"
@@ -411,6 +433,9 @@ def _write_random_weights(
     seed: int,
     tokenizer_dir: Path,
 ) -> None:
+    """Write a model directory with random weights of this seed, and the tokenizer of
+    `tokenizer_dir`.
+    """
     tensors = [hf for rule in weight_table for hf in rule.hf_tensors]
     source = make_random_source(hf_config, seed)
     specs = [
@@ -426,7 +451,7 @@ def _write_random_weights(
 
 
 def write_addition_prompts(directory: Path, seed: int) -> None:
-    """train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have
+    """Write train.jsonl and val.jsonl: additions of one, two and three digits, so that samples have
     different lengths.
     """
     draw = random.Random(seed)
@@ -439,7 +464,7 @@ def write_addition_prompts(directory: Path, seed: int) -> None:
 
 
 def _make_addition_problem(generator: random.Random, num_digits: int) -> dict[str, str]:
-    """A problem as those of the addition task: "07+45=" -> "052"."""
+    """Return a problem like those of the addition task: "07+45=" with the answer "052"."""
     a, b = (generator.randrange(10**num_digits) for _ in range(2))
     return {
         "prompt": f"{a:0{num_digits}d}+{b:0{num_digits}d}=",

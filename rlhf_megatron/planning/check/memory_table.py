@@ -86,8 +86,8 @@ class RunMemory:
     )
 
     def compute_peak_bytes(self, stage: int) -> int:
-        """Bytes of an actor's rank in an update: all of its models' states, and what the update
-        needs beside them.
+        """Return the bytes of a rank of this stage of the actor in an update: the states of all its
+        models, and what the update needs beside them.
         """
         has_critic = bool(self.critic_stages) and not self.has_critic_pool
         states = max(self.stages[stage].totals) + (
@@ -111,7 +111,7 @@ class RunMemory:
 
     @property
     def total_bytes(self) -> int:
-        """All ranks: parameters, gradients and optimizer."""
+        """Return the bytes of parameters, gradients and optimizer on all ranks together."""
         return sum(
             sum(s.totals) * (s.num_ranks // len(s.totals))
             for s in (*self.stages, *self.critic_stages)
@@ -121,10 +121,10 @@ class RunMemory:
 def plan_run_memory(
     config: RunConfig, hf_config: Mapping[str, Any], critic_hf_config: Mapping[str, Any]
 ) -> RunMemory:
-    """Plan the memory of all models. `hf_config`: of model.path; `critic_hf_config`:
-    of critic.path.
+    """Plan the memory of all models of a run. `hf_config`: config.json of model.path;
+    `critic_hf_config`: of critic.path.
 
-    A reference that cannot be read is assumed to be like the policy. Raises ValueError for a model
+    A reference that cannot be read is assumed to be like the policy. Raise ValueError for a model
     or layout that is not supported.
     """
     megatron = config.actor.megatron
@@ -213,14 +213,14 @@ def plan_run_memory(
 def _choose_layout_and_ranks(
     model_layout: MegatronConfig, num_ranks: int, actor_layout: MegatronConfig, num_actor_ranks: int
 ) -> tuple[MegatronConfig, int]:
-    """Return the layout and the ranks of a model: its own where it has ranks, else the actor's."""
+    """Return (layout, number of ranks) of a model: its own where it has ranks, else the actor's."""
     return (model_layout, num_ranks) if num_ranks else (actor_layout, num_actor_ranks)
 
 
 def _estimate_reward_model_bytes(
     model_path: str | None, megatron: MegatronConfig, num_ranks: int, dtype: torch.dtype
 ) -> tuple[int, ...]:
-    """Return its bytes a rank by stage; () where it cannot be read."""
+    """Return the reward model's bytes a rank, by stage; () where its config.json cannot be read."""
     if model_path is None or not (Path(model_path) / "config.json").is_file():
         return ()
     stages = plan_layout_memory(
@@ -232,6 +232,7 @@ def _estimate_reward_model_bytes(
 def _estimate_activations_by_stage(
     model: TrainedModelSpec, megatron: MegatronConfig, num_ranks: int
 ) -> tuple[int, ...]:
+    """Return the bytes of activations of a rank in an update, by stage."""
     impl: LayerImpl = (
         "transformer_engine" if megatron.transformer_impl == "transformer_engine" else "local"
     )
@@ -245,7 +246,9 @@ def _estimate_activations_by_stage(
 def estimate_actor_head_memory(
     actor: ActorConfig, hf_config: Mapping[str, Any], dtype: torch.dtype, is_cpu: bool
 ) -> HeadMemoryBound | None:
-    """Memory of a micro-batch that fills the token budget with response tokens."""
+    """Return the LM head's memory for a micro-batch that fills the token budget with response
+    tokens; None for the reference backend, which has no bound.
+    """
     tp = actor.megatron.tensor_model_parallel_size
     backend = actor.kernels.backend
     if backend == "reference":
@@ -271,8 +274,8 @@ def estimate_actor_head_memory(
 
 
 def make_memory_rows(memory: RunMemory) -> list[Sequence[str]]:
-    """Return one row a model and stage, under HEADER. Optimizer shards of several sizes are
-    shown as a range.
+    """Return one table row for each model and stage, under HEADER. Optimizer shards of several
+    sizes are shown as a range.
     """
     found: list[Sequence[str]] = []
     unit = _choose_unit(memory)
@@ -306,6 +309,7 @@ def make_memory_rows(memory: RunMemory) -> list[Sequence[str]]:
 
 
 def _make_stage_cells(model_name: str, stage: StageMemory, unit: str) -> Sequence[str]:
+    """Return the first cells of a row: model, stage, ranks and bytes of the states."""
     main, moments, total = (
         _format_byte_range(column, unit)
         for column in (stage.main_parameters, stage.moments, stage.totals)
@@ -320,7 +324,7 @@ def _make_stage_cells(model_name: str, stage: StageMemory, unit: str) -> Sequenc
 
 
 def make_memory_notes(memory: RunMemory) -> list[str]:
-    """Explain the columns."""
+    """Return sentences that explain the columns of the table."""
     unit = _choose_unit(memory)
     lines = [
         f"{unit} on each rank of a pipeline stage. `a rank`: parameters, gradients, main"
@@ -385,7 +389,7 @@ def make_memory_notes(memory: RunMemory) -> list[str]:
 
 
 def _list_rank_totals(memory: RunMemory) -> list[tuple[str, list[int]]]:
-    """(which ranks, bytes on each kind of them), all models of a rank together."""
+    """Return (which ranks, bytes on each kind of these ranks), all models of a rank together."""
     actor = [total for stage in memory.stages for total in stage.totals]
     critic = [total for stage in memory.critic_stages for total in stage.totals]
     if not critic:
@@ -398,14 +402,19 @@ def _list_rank_totals(memory: RunMemory) -> list[tuple[str, list[int]]]:
 
 
 def _choose_unit(memory: RunMemory) -> str:
+    """Return "GiB" where a rank has at least one GiB, else "MiB"."""
     return "GiB" if max(max(stage.totals) for stage in memory.stages) >= UNITS["GiB"] else "MiB"
 
 
 def _format_bytes(num_bytes: int, unit: str) -> str:
+    """Return the bytes as a number in this unit."""
     return f"{num_bytes / UNITS[unit]:.3f}"
 
 
 def _format_byte_range(values: Sequence[int], unit: str) -> str:
+    """Return the smallest and the largest value as "low to high", or one number where they are
+    equal.
+    """
     low = _format_bytes(min(values), unit)
     high = _format_bytes(max(values), unit)
     return low if low == high else f"{low} to {high}"

@@ -69,11 +69,12 @@ class ComparisonRow:
 
     @property
     def is_ok(self) -> bool:
+        """Return whether the error is within the bar; False for a NaN."""
         return self.error <= self.bar  # not so for a NaN
 
 
 def read_training_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The rows of a run's metrics.jsonl that training wrote: warm-up and steps."""
+    """Return the rows of a run's metrics.jsonl that training wrote: warm-up and steps."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [row for row in rows if row["kind"] in ("warmup", "step")]
 
@@ -83,7 +84,9 @@ def compare_metrics(
     one_rank_rows: Sequence[Mapping[str, Any]],
     log_prob_bar: float,
 ) -> list[ComparisonRow]:
-    """Rows of every metric that both runs have. `log_prob_bar`: checks.log_prob_max_abs_diff."""
+    """Return a row for every metric that both runs have, of every step, except IGNORED_METRICS, and
+    a row for engine against trainer. `log_prob_bar`: checks.log_prob_max_abs_diff.
+    """
     rows = []
     for mine, theirs in zip(layout_rows, one_rank_rows, strict=True):
         assert (mine["kind"], mine["step"]) == (theirs["kind"], theirs["step"])
@@ -110,10 +113,10 @@ def compare_weights(
     get_start_tensor: Callable[[str], Tensor],
     name_prefix: str = "",
 ) -> list[ComparisonRow]:
-    """The update of every tensor. `get_start_tensor`: its value before the first step;
-    `name_prefix`: of the names in the rows.
+    """Return a row for the update of every tensor, from its value before the first step
+    (`get_start_tensor`). `name_prefix` is put before the names in the rows.
 
-    Raises ValueError for other tensors.
+    Raise ValueError where the runs have different tensors.
     """
     if layout_weights.keys() != one_rank_weights.keys():
         raise ValueError(
@@ -137,7 +140,7 @@ def compare_weights(
 
 
 def read_hf_weights(directory: Path) -> dict[str, Tensor]:
-    """All tensors of a directory in Hugging Face layout."""
+    """Return all tensors of a directory in Hugging Face layout, by name."""
     from safetensors.torch import load_file
 
     return {
@@ -150,7 +153,9 @@ def read_hf_weights(directory: Path) -> dict[str, Tensor]:
 def find_reasons_for_no_training(
     metric_rows: Sequence[Mapping[str, Any]], comparison_rows: Sequence[ComparisonRow]
 ) -> Iterator[str]:
-    """Reasons why an agreement would mean nothing."""
+    """Yield reasons why an agreement would mean nothing: no advantages, no gradient, or tensors
+    that did not move.
+    """
     for step in metric_rows:
         if step["kind"] != "step":
             continue
@@ -172,15 +177,15 @@ def find_reasons_for_no_training(
 
 
 def _is_router_bias(row: ComparisonRow) -> bool:
-    """Whether it is a bias by which routers pick: `moe_router_bias_update_rate` alone moves it, and
-    is 0 unless set.
+    """Return whether the row is of a bias by which routers pick: `moe_router_bias_update_rate`
+    alone moves it, and is 0 unless set.
     """
     return row.where.endswith(".e_score_correction_bias")
 
 
 def select_worst_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
-    """The row of each quantity that is nearest to its bar, or farthest over it; in order
-    of appearance.
+    """Return for each quantity the row that is nearest to its bar, or farthest over it, in order of
+    appearance.
     """
     found: dict[str, ComparisonRow] = {}
     for row in rows:
@@ -190,14 +195,14 @@ def select_worst_rows(rows: Sequence[ComparisonRow]) -> list[ComparisonRow]:
 
 
 def _error_over_bar(row: ComparisonRow) -> float:
-    """Error over bar; a NaN is infinitely far over it."""
+    """Return error / bar; infinity for a NaN."""
     if math.isnan(row.error):
         return math.inf
     return _divide_or_inf(row.error, row.bar)
 
 
 def _divide_or_inf(numerator: float, denominator: float) -> float:
-    """The quotient; by 0 infinite, and 0 for 0 by 0."""
+    """Return the quotient; dividing by 0 gives infinity, and 0 by 0 gives 0."""
     if denominator:
         return numerator / denominator
     return math.inf if numerator else 0.0
@@ -209,6 +214,7 @@ def _compare_metric(
     layout_metrics: Mapping[str, Any],
     one_rank_metrics: Mapping[str, Any],
 ) -> ComparisonRow:
+    """Return the row of one metric, with the error and the bar of its kind."""
     x = float(layout_metrics[metric_name])
     y = float(one_rank_metrics[metric_name])
     error = abs(x - y)
@@ -234,10 +240,12 @@ def _compare_metric(
 
 
 def _is_mean_in_nats(metric_name: str) -> bool:
+    """Return whether the metric is a mean in nats, by its name."""
     return metric_name.startswith(NATS_METRIC_PREFIXES) and not metric_name.startswith(
         _NOT_MEAN_PREFIXES
     )
 
 
 def _find_largest_advantage(metrics: Mapping[str, Any]) -> float:
+    """Return the largest absolute advantage of the step."""
     return max(abs(metrics["critic/advantages/max"]), abs(metrics["critic/advantages/min"]))

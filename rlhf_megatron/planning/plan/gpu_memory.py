@@ -40,7 +40,7 @@ class EngineGpuMemory:
 
     @property
     def num_cache_tokens(self) -> int:
-        """The tokens that the cache of an engine holds."""
+        """Return the number of tokens that the cache of an engine holds."""
         return max(0, self.cache_bytes) // self.bytes_per_token
 
 
@@ -51,9 +51,9 @@ def plan_engine_memory(
     rollout: RolloutConfig,
     gpu_bytes: int,
 ) -> EngineGpuMemory:
-    """Split the memory of an engine's first GPU, which has most, as `rollout.sglang.args` do.
-    Latent vectors are on all ranks of a group that serves its own requests (DP attention); else
-    there is one group.
+    """Divide the memory of an engine's first GPU, which holds most, into weights and cache, as
+    `rollout.sglang.args` say. Latent vectors are on all ranks of a group that serves its own
+    requests (DP attention); without DP attention there is one group.
     """
     given = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
     engine = EngineLayout.from_rollout_config(rollout)
@@ -73,7 +73,9 @@ def plan_engine_memory(
 
 
 def count_cache_elements_per_token(hf_config: Mapping[str, Any], num_ranks: int) -> int:
-    """Elements that a token has in the caches of all layers, on one of so many ranks."""
+    """Return the number of elements that a token has in the caches of all layers, on one of
+    `num_ranks` ranks.
+    """
     num_layers = int(hf_config["num_hidden_layers"])
     if hf_config.get("kv_lora_rank"):
         return num_layers * (int(hf_config["kv_lora_rank"]) + int(hf_config["qk_rope_head_dim"]))

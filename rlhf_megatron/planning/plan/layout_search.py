@@ -49,11 +49,12 @@ class LayoutPlan:
 
     @property
     def peak_bytes(self) -> int:
+        """Return the bytes of the fullest rank: states, activations and head."""
         return self.state_bytes + self.activation_bytes + self.head_bytes
 
     @property
     def ranks_per_copy(self) -> int:
-        """Ranks that share one copy of what is not an expert."""
+        """Return the number of ranks that share one copy of the weights outside of experts."""
         return self.layout.replica_size
 
 
@@ -69,19 +70,22 @@ class LayoutRequest:
 
     @property
     def max_rank_bytes(self) -> int:
+        """Return the bytes of a GPU that a rank may use."""
         return int(USABLE_MEMORY_SHARE * self.gpu_bytes)
 
 
 def iterate_layout_plans(request: LayoutRequest) -> Iterator[LayoutPlan]:
-    """Yield every layout that the model allows, without recomputation and with it."""
+    """Yield a plan for every layout that the model allows, without recomputation and with it,
+    whether it fits or not.
+    """
     for layout in _iterate_layouts(request):
         for is_recomputed in (False, True):
             yield _plan_one_layout(request, layout, is_recomputed)
 
 
 def select_fitting_plans(plans: Sequence[LayoutPlan], max_rank_bytes: int) -> list[LayoutPlan]:
-    """Return the plans that fit, one a layout (the one that recomputes least), fewest
-    ranks a copy first.
+    """Return the plans that fit, one for each layout (the one that recomputes least), fewest ranks
+    a copy first.
     """
     fits: dict[str, LayoutPlan] = {}
     for plan in plans:
@@ -99,7 +103,7 @@ def select_fitting_plans(plans: Sequence[LayoutPlan], max_rank_bytes: int) -> li
 
 
 def explain_no_fit(request: LayoutRequest, plans: Sequence[LayoutPlan]) -> str:
-    """Why nothing fits, and what is nearest."""
+    """Return a message that says why nothing fits, and which plan is nearest."""
     if not plans:
         return f"no layout divides this model over {request.num_gpus} GPUs; try a power of two."
     least = min(plans, key=lambda plan: plan.peak_bytes)
@@ -112,6 +116,7 @@ def explain_no_fit(request: LayoutRequest, plans: Sequence[LayoutPlan]) -> str:
 
 
 def _iterate_layouts(request: LayoutRequest) -> Iterator[ParallelLayout]:
+    """Yield every layout that divides the model and its samples over the GPUs."""
     arguments = find_model_family(request.model.hf_config).make_transformer_arguments(
         request.model.hf_config
     )
@@ -139,8 +144,8 @@ def _iterate_layouts(request: LayoutRequest) -> Iterator[ParallelLayout]:
 
 
 def _split_end_stages(num_layers: int, num_stages: int) -> tuple[int, int] | None:
-    """Layers of the first and the last stage where the others have as many as can be; (0,
-    0): all alike.
+    """Return the layers of the first and the last stage where the other stages have as many as
+    possible; (0, 0): all stages have the same number; None: there is no such split.
     """
     if num_layers % num_stages == 0:
         return 0, 0
@@ -152,6 +157,7 @@ def _split_end_stages(num_layers: int, num_stages: int) -> tuple[int, int] | Non
 def _plan_one_layout(
     request: LayoutRequest, layout: ParallelLayout, is_recomputed: bool
 ) -> LayoutPlan:
+    """Return the memory and traffic of one layout."""
     model = request.model
     megatron = MegatronConfig(
         use_distributed_optimizer=True,
@@ -188,6 +194,7 @@ def _plan_one_layout(
 
 
 def _estimate_head_bytes(model: TrainedModelSpec, layout: ParallelLayout) -> int:
+    """Return the most bytes that the LM head needs in an update, on one rank."""
     vocabulary = int(model.hf_config["vocab_size"])
     shape = HeadCallShape(
         num_tokens=model.num_tokens,
@@ -207,8 +214,8 @@ def _estimate_head_bytes(model: TrainedModelSpec, layout: ParallelLayout) -> int
 def _estimate_traffic_bytes(
     request: LayoutRequest, layout: ParallelLayout, is_recomputed: bool
 ) -> tuple[int, int, int, int]:
-    """Bytes that the busiest rank sends: (tp, ep, pp) for one sample,
-    forward and backward, and dp.
+    """Return the bytes that the busiest rank sends: (tp, ep, pp) for one sample, forward and
+    backward, and dp for an optimizer step.
     """
     model = request.model
     sizes = request.element_counts
@@ -242,4 +249,5 @@ def _estimate_traffic_bytes(
 def _count_elements_by_stage(
     element_counts: ModelElementCounts, layout: ParallelLayout
 ) -> list[tuple[int, int]]:
+    """Return (elements of experts, other elements) of a rank of each stage."""
     return [element_counts.count_stage_elements(layout, stage) for stage in range(layout.pp)]

@@ -31,14 +31,15 @@ class MemoryPhase:
 
     @property
     def total_bytes(self) -> int:
+        """Return the bytes of all uses together."""
         return sum(self.bytes_by_use.values())
 
 
 def plan_run_engine_memory(
     rollout: RolloutConfig, default_dtype: str, hf_config: Mapping[str, Any], gpu_bytes: int
 ) -> EngineGpuMemory | None:
-    """Return an engine's memory; None for an engine that is not SGLang: those run on CPUs or are
-    small. `default_dtype`: where `rollout` has none.
+    """Return the memory of one GPU of an engine; None for an engine that is not SGLang, which runs
+    on CPUs or is small. `default_dtype` is used where `rollout` has no dtype.
     """
     if rollout.engine != "sglang":
         return None
@@ -50,8 +51,8 @@ def plan_run_engine_memory(
 def list_step_phases(
     memory: RunMemory, stage: int, engine: EngineGpuMemory | None, is_colocated: bool
 ) -> list[MemoryPhase]:
-    """Return the phases of a rank of an actor's stage. Colocated engines and trainer take
-    turns (docs/colocated.md).
+    """Return what a rank of this stage of the actor holds in each phase of a step. Colocated
+    engines and trainer take turns (docs/colocated.md).
     """
     own = memory.stages[stage]
     traffic = memory.sync_traffic[stage]
@@ -110,7 +111,7 @@ def list_step_phases(
 def iterate_other_pool_phases(
     memory: RunMemory, has_reward_model_pool: bool
 ) -> Iterator[tuple[str, MemoryPhase]]:
-    """Return (model and stage, what a rank holds at most) of a critic, a reference or teacher, and
+    """Yield (model and stage, the most that a rank holds) of a critic, a reference or teacher, and
     a reward model with ranks of their own.
     """
     if memory.has_critic_pool:
@@ -126,8 +127,8 @@ def iterate_other_pool_phases(
 def estimate_host_bytes(
     rollout: RolloutConfig, num_ranks: int, memory: RunMemory
 ) -> dict[str, int]:
-    """Bound a machine's host memory: state that leaves the GPUs, copies of what a checkpoint
-    writes, weight buckets. `num_ranks`: of the machine.
+    """Return upper bounds of a machine's host memory, in bytes by use: state that leaves the GPUs,
+    copies of what a checkpoint writes, weight buckets. `num_ranks`: the ranks of the machine.
     """
     optimizer = max(max(s.main_parameters) + max(s.moments) for s in memory.stages)
     parameters = max(s.parameters for s in memory.stages)
@@ -152,7 +153,7 @@ def estimate_host_bytes(
 def draw_memory_chart(
     labelled_phases: Sequence[tuple[str, MemoryPhase]], gpu_bytes: int, title: str
 ) -> str:
-    """Stacked bars as an SVG, with the GPU's memory as a line."""
+    """Return an SVG with a stacked bar for each phase, and the GPU's memory as a line."""
     names = list(dict.fromkeys(name for _, phase in labelled_phases for name in phase.bytes_by_use))
     colour = {name: _COLOURS[number % len(_COLOURS)] for number, name in enumerate(names)}
     widest = max(gpu_bytes, *(phase.total_bytes for _, phase in labelled_phases))

@@ -51,6 +51,9 @@ class DurationsSection:
     """
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a rate, time or count out of range; the field's name says which of
+        these it is.
+        """
         for item in fields(self):
             name = item.name
             value = getattr(self, item.name)
@@ -79,6 +82,9 @@ class DecodeConfig(DurationsSection):
     per_response_s: float | None = None
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless either valid `points` or both of `fixed_s` and `per_response_s`
+        are given.
+        """
         is_line = self.fixed_s is not None and self.per_response_s is not None
         if is_line == bool(self.points) or (self.fixed_s is None) != (self.per_response_s is None):
             raise ValueError(
@@ -99,7 +105,9 @@ class DecodeConfig(DurationsSection):
             )
 
     def interpolate_token_seconds(self, num_responses: int) -> float:
-        """A token of each of `num_responses` responses that run."""
+        """Return the seconds that an engine takes for one token of each of `num_responses` running
+        responses.
+        """
         if self.fixed_s is not None and self.per_response_s is not None:
             return self.fixed_s + self.per_response_s * num_responses
         points = self.points
@@ -133,7 +141,9 @@ class ScoreDurations(DurationsSection):
 
 @dataclass(frozen=True)
 class TrainerDurations(DurationsSection):
-    """Rates of the whole pool of `gpus`; `simulation_plan.compute_slowdown` scales them to the GPUs of the run."""
+    """Rates of the whole pool of `gpus`; `simulation_plan.compute_slowdown` scales them to the GPUs
+    of the run.
+    """
 
     update_tokens_per_s: (
         float  # tokens of prompts and responses that an epoch of the update goes through
@@ -149,6 +159,7 @@ class TrainerDurations(DurationsSection):
     doubling_efficiency: float = 1.0  # twice the GPUs do so many times twice the tokens a second
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of range."""
         super().__post_init__()
         if not 0.5 <= self.doubling_efficiency <= 1:
             raise ValueError(
@@ -183,6 +194,7 @@ class RunDurations:
     assumed: tuple[str, ...] = ()  # what was not measured: text for readers
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of range, and for `within_prompt` of prompts."""
         if self.prompts.within_prompt:
             raise ValueError(
                 f"prompts.within_prompt ({self.prompts.within_prompt:g}) is of responses; give it"
@@ -195,7 +207,9 @@ class RunDurations:
 
 
 def read_durations(path: Path) -> RunDurations:
-    """Raises ConfigError with everything that is wrong with the file, with lines."""
+    """Read a durations file. Raise ConfigError with everything that is wrong with the file, with
+    lines.
+    """
     source = format_relative_path(path)
     subject = f"durations {source}"
     try:
@@ -243,6 +257,9 @@ class LengthsConfig:
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a key that `kind` does not have or lacks, and for values out of
+        range.
+        """
         own = _KEYS_BY_KIND[self.kind]
         for item in fields(self)[1:]:
             name = item.name
@@ -277,7 +294,9 @@ class LengthsConfig:
 
 
 def make_quantile_function(lengths_config: LengthsConfig) -> Callable[[float], float]:
-    """z of a standard normal -> the length at its quantile, in tokens, not yet cut or rounded."""
+    """Return a function from z of a standard normal to the length at its quantile, in tokens, not
+    yet cut or rounded. Not for kind "cycle".
+    """
     if lengths_config.kind == "constant":
         assert lengths_config.median is not None
         constant = lengths_config.median
@@ -298,6 +317,7 @@ def make_quantile_function(lengths_config: LengthsConfig) -> Callable[[float], f
     begin = math.exp(mu + sigma * z_tail)
 
     def compute_pareto_length(z: float) -> float:
+        """Return the length at z: lognormal below the tail, Pareto within it."""
         if z < z_tail:
             return math.exp(mu + sigma * z)
         above = max(_MIN_TAIL_PROBABILITY, 0.5 * math.erfc(z / math.sqrt(2)))
@@ -323,6 +343,7 @@ class SimulatedWorkload:
     no_signal_share: float = 0.0  # share of the groups whose samples all have the same reward
 
     def __post_init__(self) -> None:
+        """Make the quantile functions of the lengths."""
         self._response_quantile = (
             make_quantile_function(self.response_lengths_config)
             if self.response_lengths_config.kind != "cycle"
@@ -336,7 +357,9 @@ class SimulatedWorkload:
         self._drawn_lengths: dict[tuple[int, int], tuple[int, ...]] = {}
 
     def draw_response_lengths(self, group_number: int, attempt: int = 0) -> tuple[int, ...]:
-        """Return the tokens of each response of a group."""
+        """Return the tokens of each response of a group. The same group and attempt always get the
+        same lengths.
+        """
         found = self._drawn_lengths.get((group_number, attempt))
         if found is None:
             found = self._drawn_lengths[(group_number, attempt)] = self._draw_lengths(
@@ -345,6 +368,7 @@ class SimulatedWorkload:
         return found
 
     def draw_prompt_length(self, group_number: int) -> int:
+        """Return the tokens of a group's prompt; the same group always gets the same length."""
         if self._prompt_quantile is None:
             return _round_up_and_cap(
                 self.prompt_lengths_config.values[
@@ -358,6 +382,9 @@ class SimulatedWorkload:
         )
 
     def has_signal(self, group_number: int, attempt: int = 0) -> bool:
+        """Return whether the rewards of a group differ, drawn by `no_signal_share`; the same group
+        and attempt always get the same answer.
+        """
         return (
             not self.no_signal_share
             or self._make_generator(group_number, (1 << 21) + attempt).random()
@@ -365,6 +392,9 @@ class SimulatedWorkload:
         )
 
     def _draw_lengths(self, group_number: int, attempt: int) -> tuple[int, ...]:
+        """Draw the lengths of a group's responses, correlated by `within_prompt`, or take them in
+        order for kind "cycle".
+        """
         if self._response_quantile is None:
             values = self.response_lengths_config.values
             first = group_number * self.group_size
@@ -384,8 +414,10 @@ class SimulatedWorkload:
         )
 
     def _make_generator(self, group_number: int, purpose: int) -> random.Random:
+        """Return a random generator that depends on the seed, the group and the purpose only."""
         return random.Random((self.seed << 64) + (group_number << 24) + purpose)
 
 
 def _round_up_and_cap(length: float, max_length: int) -> int:
+    """Return the length rounded up, at least 1 and at most `max_length`."""
     return max(1, min(max_length, math.ceil(length)))

@@ -78,13 +78,16 @@ class MedianSample:
 
     @property
     def num_tokens(self) -> int:
+        """Return the tokens of prompt and response together."""
         return self.num_prompt_tokens + self.num_response_tokens
 
 
 def plan_durations(config: RunConfig, gpu_name: str, median_length: int | None) -> RunDurations:
-    """Plans them for a run on GPUs of that name (`planning.plan.gpu_memory`). `median_length`: of
-    the responses' lengths; None: a quarter of `data.max_response_length`. Raises
-    ConfigError, ValueError.
+    """Return planned durations for a run on GPUs of this name (`planning.plan.gpu_memory`).
+    `median_length`: the median tokens of responses; None: a quarter of `data.max_response_length`.
+
+    Raise ConfigError where the engine is not sglang, and ValueError for a model whose FLOPs are not
+    known.
     """
     if config.rollout.engine != "sglang":
         raise ConfigError(
@@ -170,7 +173,9 @@ def _count_token_flops(
     num_forward_passes: int,
     head_size: int | None = None,
 ) -> float:
-    """Returns those of a token in a sample of so many."""
+    """Return the FLOPs of one token in a sample of `num_tokens` tokens. Raise ValueError for an
+    unknown model.
+    """
     found = count_model_flops(
         hf_config, torch.tensor([num_tokens]), num_tokens, num_forward_passes, head_size
     )
@@ -189,8 +194,8 @@ def _plan_decode_points(
     sample: MedianSample,
     num_slots: int,
 ) -> tuple[tuple[int, float], ...]:
-    """Returns (responses, seconds a token): a GPU reads weights and cache, or computes where
-    that takes longer.
+    """Return (responses, seconds a token) at growing numbers of responses: a GPU reads weights and
+    cache, or computes where that takes longer.
     """
     bytes_s = MEMORY_SHARE * 2 * network.memory_bytes_per_s  # reading alone
     context = sample.num_prompt_tokens + sample.num_response_tokens // 2
@@ -212,8 +217,8 @@ class _DecodedModel:
     engine: EngineLayout
 
     def count_bytes_read(self, num_responses: int, num_context_tokens: int) -> float:
-        """Returns what one GPU reads for a token of each of `num_responses` responses: of experts
-        those met, drawn evenly.
+        """Return the bytes that one GPU reads for a token of each of `num_responses` responses; of
+        experts only those that tokens meet, which are drawn evenly.
         """
         experts = self._expert_bytes / self.engine.tp
         chosen = int(self.hf_config.get("num_experts_per_tok") or 0) / max(
@@ -228,6 +233,7 @@ class _DecodedModel:
 
     @cached_property
     def _expert_bytes(self) -> int:
+        """Return the bytes of all experts."""
         rules = (rule for rule in self.table if rule.expert is not None)
         return sum(
             prod(hf.shape) * DTYPE_BYTES[rule.get_sent_dtype(hf, self.dtype)]
@@ -244,8 +250,9 @@ def _plan_trainer_durations(
     num_tokens: int,
     flops_per_s: float,
 ) -> TrainerDurations:
-    """All ranks compute, but for the bubble of a mini-batch; what is computed again is a further
-    forward pass. `critic_path_and_ranks`: its path and own ranks.
+    """Return the rates of the trainer: all ranks compute, except in the bubble of a mini-batch, and
+    full recomputation costs a further forward pass. `critic_path_and_ranks`: the critic's path and
+    number of own ranks; None: no critic.
     """
     micro_batches = max(
         1,
@@ -282,8 +289,8 @@ def _plan_trainer_durations(
 def _plan_turn_seconds(
     megatron: MegatronConfig, dtype: str, hf_config: Mapping[str, Any], layout: ParallelLayout
 ) -> float:
-    """The trainer's states go to the machine's memory and come back; engines' weights
-    come by the sync.
+    """Return the seconds in which the trainer's states go to the machine's memory and come back;
+    the engines' weights come by the sync.
     """
     model = TrainedModelSpec(hf_config, getattr(torch, dtype), 1)
     sizes = ModelElementCounts.from_model(model)

@@ -40,7 +40,9 @@ MetricsLine = Mapping[str, Any]
 
 
 def read_recorded_durations(run_dir: Path) -> RunDurations:
-    """Raises ValueError, ConfigError where the run does not tell enough."""
+    """Return the durations of a finished run, read from its files, with all assumptions. Raise
+    ValueError or ConfigError where the files do not have enough.
+    """
     rows = _read_step_rows_after_first(run_dir)
     try:
         config = read_run_config(run_dir / CONFIG_FILE).config
@@ -78,6 +80,9 @@ def read_recorded_durations(run_dir: Path) -> RunDurations:
 
 
 def _read_step_rows_after_first(run_dir: Path) -> list[MetricsLine]:
+    """Return the metrics of all steps but the first, or of the first where it is alone. Raise
+    ValueError where there is none.
+    """
     path = run_dir / METRICS_FILE
     try:
         found = _read_json_lines(path)
@@ -97,6 +102,9 @@ def _read_step_rows_after_first(run_dir: Path) -> list[MetricsLine]:
 
 
 def _read_json_lines(path: Path) -> list[MetricsLine]:
+    """Return the objects of a file of JSON lines, without an unfinished last line. Raise ValueError
+    for a line that is not JSON.
+    """
     rows = []
     for number, line in enumerate(
         path.read_text().split("\n")[:-1], 1
@@ -113,8 +121,8 @@ def _read_json_lines(path: Path) -> list[MetricsLine]:
 def _derive_lengths(
     run_dir: Path, rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> LengthsConfig:
-    """Use the lengths of all recorded samples, else those of the random samples shown, else
-    the mean of all.
+    """Return the distribution of response lengths: the lengths of all recorded samples, else of the
+    random samples in samples.jsonl, else the mean of all. Append what is assumed to `assumptions`.
     """
     values = _read_recorded_lengths(
         run_dir / RECORD_DIR, [row["step"] for row in rows]
@@ -137,6 +145,9 @@ def _derive_lengths(
 
 
 def _read_recorded_lengths(directory: Path, steps: Sequence[int]) -> list[int]:
+    """Return the response lengths of the recorded samples of these steps; [] where the run was not
+    recorded.
+    """
     if not directory.is_dir():
         return []
     # The only place of the simulator that needs torch: recorded batches are tensors.
@@ -154,6 +165,9 @@ def _read_recorded_lengths(directory: Path, steps: Sequence[int]) -> list[int]:
 
 
 def _read_sampled_lengths(path: Path) -> list[int]:
+    """Return the response lengths of the random samples in samples.jsonl; [] where it does not
+    exist.
+    """
     if not path.exists():
         return []
     return [
@@ -166,7 +180,9 @@ def _read_sampled_lengths(path: Path) -> list[int]:
 def _derive_token_seconds(
     schedule_name: str, rollout: RolloutConfig, rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> float:
-    """Return the seconds of a token of each response.
+    """Return the seconds that an engine takes for a token of each response, the median over steps.
+    Append what is assumed to `assumptions`. Raise ValueError where the run has no time of
+    generation.
 
     A generate call takes as long as its longest response, or as the slots allow.
     """
@@ -181,6 +197,7 @@ def _derive_token_seconds(
     slots = rollout.max_num_seqs if has_engine_setting(rollout, "rollout.max_num_seqs") else None
 
     def count_sequential_tokens(row: MetricsLine) -> float:
+        """Return the tokens that an engine decodes one after the other in a step."""
         total = (
             row["response_length/mean"]
             * row["rollout/num_samples"]
@@ -194,8 +211,8 @@ def _derive_token_seconds(
 def _derive_num_slots(
     batch_size: int, rollout: RolloutConfig, assumptions: list[str]
 ) -> int | None:
-    """Return the responses that an engine decodes at once;
-    None where the run's settings have them.
+    """Return the number of responses that an engine decodes at once, assumed to be its share of a
+    step; None where the run's settings have the number.
     """
     if (
         has_engine_setting(rollout, "rollout.max_num_seqs")
@@ -212,9 +229,12 @@ def _derive_num_slots(
 def _derive_trainer_durations(
     rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> TrainerDurations:
-    """Use the time of calls to the hosts; where a run did not write it, the time of the stages."""
+    """Return the trainer's rates from the times of calls to the hosts, or from the times of stages
+    where the run did not write these.
+    """
 
     def measure_call_rate(call_name: str) -> float | None:
+        """Return the tokens a second of a call, None where the run has no time of it."""
         found = [
             row[f"timing_per_token_ms/{call_name}"]
             for row in rows
@@ -223,6 +243,7 @@ def _derive_trainer_durations(
         return 1e3 / median(found) if found else None
 
     def measure_stage_rate(stage_name: str) -> float:
+        """Return the tokens a second of a stage, infinity where the run has no time of it."""
         found = [
             row[f"timing_s/{stage_name}"] / row["perf/total_num_tokens"]
             for row in rows
@@ -255,6 +276,7 @@ def _derive_trainer_durations(
 def _derive_score_seconds(
     num_workers: int, rows: Sequence[MetricsLine], assumptions: list[str]
 ) -> float:
+    """Return the seconds of one worker for the reward of a sample."""
     assumptions.append(
         f"all reward.num_workers ({num_workers}) workers take the same time for the reward"
         " of a sample"
@@ -264,6 +286,7 @@ def _derive_score_seconds(
 
 
 def _derive_no_signal_share(rows: Sequence[MetricsLine], assumptions: list[str]) -> float:
+    """Return the mean share of groups without signal; 0 where no group of the run had signal."""
     share = mean(row.get("reward/uniform_groups", 0.0) for row in rows)
     if share < 1:
         return share
@@ -272,17 +295,19 @@ def _derive_no_signal_share(rows: Sequence[MetricsLine], assumptions: list[str])
 
 
 def _compute_median_stage_seconds(rows: Sequence[MetricsLine], stage_name: str) -> float:
+    """Return the median seconds of a stage; rows without the stage count as 0."""
     return median(row.get(f"timing_s/{stage_name}", 0.0) for row in rows)
 
 
 def format_durations_yaml(durations: RunDurations) -> str:
-    """Write what is not a default, in the form that `read_durations` reads."""
+    """Return the values that are not defaults as YAML, in the form that `read_durations` reads."""
     return yaml.safe_dump(
         _collect_changed_fields(durations), sort_keys=False, allow_unicode=True, width=100
     )
 
 
 def _collect_changed_fields(section: Any) -> dict[str, Any]:
+    """Return the fields of a section that are not defaults, by name."""
     found: dict[str, Any] = {}
     for item in fields(section):
         value = getattr(section, item.name)

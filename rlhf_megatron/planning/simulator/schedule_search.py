@@ -52,9 +52,11 @@ class StudyCase:
 
     @property
     def name(self) -> str:
+        """Return the schedule's name with its parameters."""
         return format_schedule_name(self.schedule)
 
     def make_json_record(self) -> dict[str, Any]:
+        """Return the case as plain values for JSON."""
         found = {"schedule": asdict(self.schedule), "split": asdict(self.split)}
         return found | {
             "figures": asdict(self.figures) if self.figures else None,
@@ -63,7 +65,7 @@ class StudyCase:
 
 
 def format_schedule_name(schedule: ScheduleConfig) -> str:
-    """ "asynchronous max_lag 2" """
+    """Return the schedule's name with its parameters, such as "asynchronous max_lag 2"."""
     values = {
         key: str(value).lower() if value in (True, False) else value
         for key, value in schedule.params.items()
@@ -83,7 +85,9 @@ class ScheduleStudy:
     def simulate_history(
         self, schedule: ScheduleConfig, split: GpuSplit, keeps_details: bool = False
     ) -> SimulationHistory:
-        """Raises ConfigError, Stuck."""
+        """Simulate one schedule and split, and return all that happened. Raise ConfigError, and
+        ScheduleStuckError where the schedule waits for ever.
+        """
         return simulate_run(
             self.setup.make_plan(split, self.num_steps),
             load_schedule(schedule),
@@ -92,7 +96,9 @@ class ScheduleStudy:
         )
 
     def simulate_case(self, schedule: ScheduleConfig, split: GpuSplit) -> StudyCase:
-        """Raises ConfigError."""
+        """Simulate one schedule and split, and return the figures, or why there are none. Raise
+        ConfigError.
+        """
         if split.is_colocated and not does_schedule_take_turns(schedule):
             return StudyCase(
                 schedule, split, None, "trainer and engines take turns with the same GPUs"
@@ -108,8 +114,8 @@ class ScheduleStudy:
     def search_splits(
         self, schedule: ScheduleConfig, num_gpus: int, max_cases: int
     ) -> list[StudyCase]:
-        """A coarse choice of splits, then those around the best of them, at most `max_cases` in
-        all; the best first.
+        """Simulate a coarse choice of splits, then splits around the best of them, at most
+        `max_cases` in all. Return the cases, the best first.
         """
         every = self.setup.list_splits(num_gpus, 1 << 20)
         coarse = self.setup.list_splits(num_gpus, max(2, max_cases - max_cases // 3))
@@ -129,8 +135,8 @@ class ScheduleStudy:
     def _find_untried_splits_near_best(
         self, disjoint_splits: list[GpuSplit], cases: dict[GpuSplit, StudyCase]
     ) -> list[GpuSplit]:
-        """Between the best split that is known and its neighbours, where there are
-        others between them.
+        """Return the splits halfway between the best simulated split and its simulated neighbours,
+        where there are splits between them.
         """
         known = [i for i, split in enumerate(disjoint_splits) if split in cases]
         place = min(
@@ -142,7 +148,7 @@ class ScheduleStudy:
 
 
 def _make_case_sort_key(case: StudyCase) -> tuple[float, int]:
-    """Shorter steps first; of equal ones the one that needs fewer GPUs for generation."""
+    """Return the key that sorts cases with shorter steps first, and equal ones by fewer engines."""
     return (case.figures.step_s if case.figures else float("inf"), case.split.num_engines)
 
 
@@ -154,11 +160,12 @@ def rank_cases(cases: Sequence[StudyCase]) -> list[StudyCase]:
 def choose_best_case(
     cases: Sequence[StudyCase], tolerance: float, max_lost_share: float
 ) -> StudyCase:
-    """The one to choose: with the smallest largest lag of those within `tolerance` of the
+    """Return the case with the smallest largest lag among those within `tolerance` (a share) of the
     shortest steps.
 
-    Of those that lose more than `max_lost_share` of their groups none is chosen where there are
-    others: they lose the long ones first, so their steps are short because what they train on is.
+    Cases that lose more than `max_lost_share` of their groups are not chosen where there are
+    others: they lose the long groups first, so their steps are short because they train on short
+    responses.
     """
     rows = [
         case for case in rank_cases(cases) if _get_lost_share(case) <= max_lost_share
@@ -177,6 +184,7 @@ def choose_best_case(
 
 
 def _get_lost_share(case: StudyCase) -> float:
+    """Return the share of groups that a case loses; 1 where it has no figures."""
     return case.figures.lost_share if case.figures else 1.0
 
 
@@ -195,7 +203,7 @@ TABLE_COLUMNS: dict[str, Callable[[StudyCase, SimulationFigures], str]] = {
 
 
 def format_run_lines(study: ScheduleStudy) -> Iterator[str]:
-    """Say what is simulated, and what it rests on."""
+    """Yield lines that say what is simulated, and on which durations and assumptions."""
     config = study.setup.config
     durations = study.setup.durations
     samples = config.data.train_batch_size * config.rollout.n
@@ -220,6 +228,7 @@ def format_run_lines(study: ScheduleStudy) -> Iterator[str]:
 
 
 def describe_lengths(lengths: LengthsConfig) -> str:
+    """Return a text on a distribution of lengths."""
     if lengths.kind == "constant":
         return f"{lengths.median:g} tokens"
     if lengths.values:
@@ -236,8 +245,9 @@ def describe_lengths(lengths: LengthsConfig) -> str:
 
 
 def format_table_lines(cases: Sequence[StudyCase]) -> Iterator[str]:
-    """Rows in the order of their step time; `lost`: see `SimulationFigures.lost`; `trained`: mean
-    tokens of a response that trains, which are fewer where long ones are lost.
+    """Yield the lines of the table of cases, in the order of their step time, and a line for each
+    case that was not simulated. `lost`: see `SimulationFigures.lost_share`; `trained`: mean tokens
+    of a response that trains, which are fewer where long responses are lost.
     """
     rows = [list(TABLE_COLUMNS)]
     rows += [
@@ -261,7 +271,7 @@ def format_table_lines(cases: Sequence[StudyCase]) -> Iterator[str]:
 
 
 def format_case_lines(case: StudyCase) -> Iterator[str]:
-    """Everything that is known of one case."""
+    """Yield lines with all figures of one case, which must have figures."""
     found = case.figures
     assert found is not None
     yield f"{case.name} with {case.split} GPUs:"
@@ -285,7 +295,9 @@ def format_case_lines(case: StudyCase) -> Iterator[str]:
 def format_verdict_lines(
     best_case: StudyCase, cases: Sequence[StudyCase], tolerance: float, max_lost_share: float
 ) -> Iterator[str]:
-    """Say what to choose, how it compares with the best synchronous case, and what it costs."""
+    """Yield lines that say which case to choose, why not the faster ones, how it compares with the
+    best synchronous case, and what it costs.
+    """
     found = best_case.figures
     assert found is not None
     yield (

@@ -44,6 +44,11 @@ class SimulatedFleet:
         max_pieces: int | None,
         has_history: bool,
     ) -> None:
+        """Make the engines of a plan. `schedule_event(time, handler)` adds an event to the
+        simulation. `on_piece_done(piece)` is called when all groups of a piece are finished; like
+        an event handler it returns whether to ask the schedule. `max_pieces`: pieces that an engine
+        has at once; None: as many as a generation session gives it.
+        """
         self.engines = [
             SimulatedEngine(number, plan.seconds_per_token, plan.prefill_tokens_per_s, has_history)
             for number in range(plan.num_engines)
@@ -60,8 +65,8 @@ class SimulatedFleet:
         self._piece_by_group: dict[RunningGroup, SimulatedPiece] = {}
 
     def submit_piece(self, now: float, groups: Sequence[RunningGroup]) -> None:
-        """Groups of one piece. To an engine at once where one has room: `dispatch_chunks` is not
-        needed behind it.
+        """Submit groups as one piece. The piece goes to an engine at once where an engine has room,
+        else it waits.
         """
         piece = SimulatedPiece(
             tuple(groups), sum(len(group.response_lengths) for group in groups), len(groups)
@@ -72,7 +77,9 @@ class SimulatedFleet:
         self._dispatch_waiting_pieces(now)
 
     def abandon_group(self, now: float, group: RunningGroup) -> None:
-        """A group that is a piece of its own. It frees its place at once."""
+        """End a group that is a piece of its own, without a result; its place is free at once. Do
+        nothing where the group is finished.
+        """
         piece = self._piece_by_group.pop(group, None)
         group.is_abandoned = True
         if piece is None:
@@ -85,19 +92,24 @@ class SimulatedFleet:
         self._release_piece(now, piece)
 
     def pause_engines(self, now: float) -> None:
+        """Stop decoding in all engines, for a weight sync."""
         for engine in self.engines:
             engine.pause_decoding(now)
 
     def resume_engines(self, now: float, policy_version: int, recomputes_cache: bool) -> None:
+        """Go on decoding in all engines, with the weights of this version."""
         for engine in self.engines:
             engine.resume_decoding(now, policy_version, recomputes_cache)
             self._schedule_next_end(now, engine)
 
     def sum_busy_seconds(self, now: float) -> float:
-        """Return the busy seconds of all engines together."""
+        """Return the seconds in which engines decoded until now, all engines together."""
         return sum(engine.measure_busy_seconds(now) for engine in self.engines)
 
     def _dispatch_waiting_pieces(self, now: float) -> None:
+        """Give waiting pieces, in order, to the engine with the fewest samples, until that engine
+        is full.
+        """
         while self._waiting_pieces:
             number = self._num_samples_by_engine.index(min(self._num_samples_by_engine))
             if (
@@ -114,6 +126,7 @@ class SimulatedFleet:
             self._schedule_next_end(now, piece.engine)
 
     def _schedule_next_end(self, now: float, engine: SimulatedEngine) -> None:
+        """Schedule an event for the next response that ends in the engine, if any will."""
         when = engine.find_next_end()
         if when < math.inf:
             self._schedule_event(
@@ -122,6 +135,10 @@ class SimulatedFleet:
             )
 
     def _finish_responses(self, engine: SimulatedEngine, change_count: int, now: float) -> bool:
+        """Finish the responses that end now, and schedule an event for each piece that is complete.
+        Do nothing where the engine has changed since the event was scheduled. Return False: the
+        schedule is not asked.
+        """
         if change_count != engine.change_count:
             return False  # something else has happened to that engine since
         done = engine.finish_ended_responses(now)
@@ -134,6 +151,9 @@ class SimulatedFleet:
         return False
 
     def _finish_piece(self, piece: SimulatedPiece, now: float) -> bool:
+        """Free the place of a complete piece and report it; ignore a piece that was abandoned.
+        Return whether to ask the schedule.
+        """
         if any(group.is_abandoned for group in piece.groups):
             return False
         for group in piece.groups:
@@ -142,6 +162,7 @@ class SimulatedFleet:
         return self._on_piece_done(piece)
 
     def _release_piece(self, now: float, piece: SimulatedPiece) -> None:
+        """Free the place that a piece has in its engine, and dispatch waiting pieces."""
         assert piece.engine is not None
         self._num_samples_by_engine[piece.engine.number] -= piece.num_samples
         self._num_pieces_by_engine[piece.engine.number] -= 1
@@ -149,7 +170,7 @@ class SimulatedFleet:
 
 
 def cut_into_pieces(groups: Sequence[RunningGroup], num_engines: int) -> list[list[RunningGroup]]:
-    """The pieces of a generate call."""
+    """Divide the groups of a generate call into the pieces that it sends to engines."""
     return [
         [groups[i] for i in run]
         for run in divide_groups_into_chunks(
@@ -175,7 +196,7 @@ class RunningGroup:
 
 class SimulatedEngine:
     """Told by the simulation what happens, at times that never decrease.
-    `seconds_a_token[n]`: while n run.
+    `seconds_per_token[n]`: while n run.
     """
 
     def __init__(
@@ -185,8 +206,8 @@ class SimulatedEngine:
         prefill_tokens_per_s: float,
         has_history: bool = False,
     ) -> None:
-        """Make an engine with one slot for each entry of `seconds_per_token` after the first,
-        which is for none.
+        """Make an engine. `seconds_per_token[n]` are the seconds of a token while n responses run;
+        the engine has len(seconds_per_token) - 1 slots, because entry 0 is for none.
         """
         self.number = number
         self.policy_version = 0  # of its weights
@@ -212,7 +233,7 @@ class SimulatedEngine:
         self._busy_s = 0.0
 
     def submit_group(self, now: float, group: RunningGroup) -> None:
-        """All responses of a group."""
+        """Queue all responses of a group, and start as many as free slots allow."""
         self._advance_clock(now)
         group.num_unfinished_responses = len(group.response_lengths)
         for length in group.response_lengths:
@@ -221,7 +242,9 @@ class SimulatedEngine:
         self._fill_slots(now)
 
     def find_next_end(self) -> float:
-        """Return when the next response ends if nothing else happens; infinity when none will."""
+        """Return the time at which the next response ends if nothing else happens; infinity when
+        none will.
+        """
         self._drop_abandoned_responses()
         if not self.running_responses or self._paused_at_s is not None:
             return math.inf
@@ -237,7 +260,9 @@ class SimulatedEngine:
         )
 
     def finish_ended_responses(self, now: float) -> list[RunningGroup]:
-        """Return the groups whose last response ends at the time that `find_next_end` gave."""
+        """Finish the responses that end at the time that `find_next_end` returned, and return the
+        groups whose last response is among them.
+        """
         self._advance_clock(now)
         running = self.running_responses
         self._token_clock = max(
@@ -275,8 +300,8 @@ class SimulatedEngine:
         self._record_change(now)
 
     def resume_decoding(self, now: float, policy_version: int, recomputes_cache: bool) -> None:
-        """Go on with new weights. `recomputes_cache`: the keys and values of running responses are
-        computed again.
+        """Go on decoding with new weights. With `recomputes_cache`, first compute the keys and
+        values of running responses again, which takes time.
         """
         self._advance_clock(now)
         self._paused_at_s = None
@@ -294,11 +319,14 @@ class SimulatedEngine:
         self._fill_slots(now)
 
     def measure_busy_seconds(self, now: float) -> float:
-        """Return the seconds until now in which it decoded."""
+        """Return the seconds until now in which the engine had running responses and was not
+        paused.
+        """
         self._advance_clock(now)
         return self._busy_s
 
     def _advance_clock(self, now: float) -> None:
+        """Bring the token clock and the busy seconds up to now."""
         if self.num_running and self._paused_at_s is None:
             self._busy_s += now - self._clock_time_s
             start = (
@@ -311,10 +339,13 @@ class SimulatedEngine:
         self._clock_time_s = now
 
     def _block_decoding(self, now: float, seconds: float) -> None:
+        """Let nothing be decoded for so many seconds from now, or from the end of an earlier
+        block.
+        """
         self._blocked_until_s = max(self._blocked_until_s, now) + seconds
 
     def _fill_slots(self, now: float) -> None:
-        """Give free slots to waiting groups. A prompt is computed once a group; meanwhile
+        """Start waiting responses in free slots. The prompt of a group is computed once; meanwhile
         nothing is decoded.
         """
         if self._paused_at_s is None:
@@ -337,10 +368,14 @@ class SimulatedEngine:
         self._record_change(now)
 
     def _drop_abandoned_responses(self) -> None:
+        """Remove abandoned responses from the top of the heap."""
         while self.running_responses and self.running_responses[0][3].is_abandoned:
             heapq.heappop(self.running_responses)
 
     def _record_change(self, now: float) -> None:
+        """Note that the time of the next end may have changed, and append the load to the history
+        where it is kept.
+        """
         self.change_count += 1
         if self.load_history is not None:
             self.load_history.append(

@@ -35,6 +35,9 @@ class BackgroundSimulation(RunSimulation):
         workload: SimulatedWorkload,
         keeps_details: bool = False,
     ) -> None:
+        """Make the simulation of a plan under a schedule. `keeps_details`: also keep events and the
+        engines' loads.
+        """
         super().__init__(plan, schedule, workload, keeps_details)
         self._unscored_groups: list[RunningGroup] = []
         self._is_scoring = False
@@ -42,6 +45,9 @@ class BackgroundSimulation(RunSimulation):
         self._num_scored_groups = 0  # groups, since the last batch
 
     def _advance_flow(self) -> None:
+        """Ask the schedule until it decides nothing more, then annotate early and begin a sync
+        where possible.
+        """
         again = set[int]()
         while self._apply_schedule_decisions(again):
             pass
@@ -50,8 +56,9 @@ class BackgroundSimulation(RunSimulation):
         self.start_sync_if_due()
 
     def _apply_schedule_decisions(self, restarted_numbers: set[int]) -> bool:
-        """One round of questions. `restarted_numbers`: groups that were begun anew
-        after this event.
+        """Ask the schedule once for stale groups, a batch and groups to start, and carry the
+        decisions out. Return whether anything was decided. `restarted_numbers` are the groups that
+        were started anew after this event, which are not restarted again.
         """
         flow = self.flow
         schedule = self.schedule
@@ -78,6 +85,7 @@ class BackgroundSimulation(RunSimulation):
         return has_decided
 
     def _drop_or_restart_stale_group(self, group_number: int, restarted_numbers: set[int]) -> None:
+        """Drop a stale group, or generate it anew, as the schedule's policy says."""
         if self.schedule.stale_policy is StalePolicy.DROP:
             self.drop_group(group_number, "lag")
             return
@@ -89,6 +97,9 @@ class BackgroundSimulation(RunSimulation):
         self.fleet.submit_piece(self.now, [self.start_group(group_number, group.attempt + 1)])
 
     def _take_batch(self, group_numbers: Sequence[int]) -> None:
+        """Begin the next step with these groups, and drop the groups that the schedule gives up;
+        after the last step drop all.
+        """
         has_log_probs = {
             n for n in group_numbers if self.flow.groups_in_flight[n].is_annotated
         } | self._annotating_numbers
@@ -103,6 +114,9 @@ class BackgroundSimulation(RunSimulation):
     # Rewards
 
     def _on_piece_done(self, piece: SimulatedPiece) -> bool:
+        """Record the generated groups and score them as soon as the scorer is free. Return True:
+        ask the schedule.
+        """
         for group in piece.groups:
             self.flow.record_generated(group.number, min(group.first_versions))
             self._unscored_groups.append(group)
@@ -110,7 +124,7 @@ class BackgroundSimulation(RunSimulation):
         return True
 
     def _score_waiting_groups(self) -> None:
-        """All that wait, in one call; one call at a time."""
+        """Score all waiting groups in one call, unless a call is running."""
         self._unscored_groups = [group for group in self._unscored_groups if not group.is_abandoned]
         if self._is_scoring or not self._unscored_groups:
             return
@@ -120,6 +134,9 @@ class BackgroundSimulation(RunSimulation):
         self.start_scoring(groups, partial(self._finish_scoring, groups))
 
     def _finish_scoring(self, groups: Sequence[RunningGroup]) -> bool:
+        """End a scoring call: schedule the admission of each of its groups at this time, and begin
+        the next call. Return False: the schedule is asked after each admission.
+        """
         self._is_scoring = False
         for group in groups:
             self.schedule_event(self.now, partial(self._admit_scored_group, group))
@@ -127,6 +144,9 @@ class BackgroundSimulation(RunSimulation):
         return False
 
     def _admit_scored_group(self, group: RunningGroup) -> bool:
+        """Record a scored group, and drop it where it has no signal. Return whether to ask the
+        schedule: False for an abandoned group.
+        """
         if group.is_abandoned:
             return False
         self.flow.record_scored(group.number)
@@ -138,13 +158,16 @@ class BackgroundSimulation(RunSimulation):
     # Early log-probs
 
     def _annotate_early_if_worthwhile(self) -> None:
-        """A piece of at least a mini-batch, as controller/scheduler/supply/background_supply.py."""
+        """Annotate finished groups early where they make at least a mini-batch, as
+        controller/scheduler/supply/background_supply.py does.
+        """
         numbers = self.schedule.select_groups_to_annotate(self.flow)
         if numbers and len(numbers) * self.plan.group_size >= self.plan.min_annotated_samples:
             self._annotating_numbers = frozenset(numbers)
             self.start_early_annotation(numbers, partial(self._finish_early_annotation, numbers))
 
     def _finish_early_annotation(self, group_numbers: Sequence[int]) -> bool:
+        """Record the annotated groups that are still in flight. Return True: ask the schedule."""
         self._annotating_numbers = frozenset()
         self.flow.record_annotated(
             [number for number in group_numbers if number in self.flow.groups_in_flight]
@@ -163,12 +186,16 @@ class ForegroundSimulation(RunSimulation):
     _num_awaited_groups = 0  # groups of the last of them
 
     def _advance_flow(self) -> None:
+        """Generate the batch of the next step where no step is in progress, and begin a sync where
+        possible.
+        """
         if not self.flow.is_training and self.flow.num_steps_left and not self.running_groups:
             self._num_batches = 0
             self._generate_batch()
         self.start_sync_if_due()
 
     def _generate_batch(self) -> None:
+        """Start the groups of a batch, and submit them in pieces."""
         groups = [
             self.start_group(number) for number in self.flow.start_groups(self.flow.batch_size)
         ]
@@ -178,6 +205,9 @@ class ForegroundSimulation(RunSimulation):
             self.fleet.submit_piece(self.now, piece)
 
     def _on_piece_done(self, piece: SimulatedPiece) -> bool:
+        """Record the generated groups; when the whole batch is generated, score it. Return True: go
+        on.
+        """
         for group in piece.groups:
             self.flow.record_generated(group.number, min(group.first_versions))
         self._num_awaited_groups -= len(piece.groups)
@@ -189,6 +219,9 @@ class ForegroundSimulation(RunSimulation):
         return True
 
     def _finish_scoring(self, groups: Sequence[RunningGroup]) -> bool:
+        """Begin the step with the scored groups that have signal, or generate a further batch where
+        these are too few and one is allowed. Return True: go on.
+        """
         flow = self.flow
         kept = [group.number for group in groups if self.workload.has_signal(group.number)]
         if (
@@ -215,9 +248,9 @@ def simulate_run(
     workload: SimulatedWorkload,
     keeps_details: bool = False,
 ) -> SimulationHistory:
-    """The first `plan.num_steps` steps, as a run would make them. `keeps_details`: also the events
-    of the flow and how many responses each engine had when. Raises Stuck where the schedule awaits
-    what will not come.
+    """Simulate the first `plan.num_steps` steps of a run, and return what happened.
+    `keeps_details`: also keep the events of the flow and the load of each engine over time. Raise
+    ScheduleStuckError where the schedule waits for ever.
     """
     kind = (
         ForegroundSimulation if isinstance(schedule, SynchronousSchedule) else BackgroundSimulation

@@ -56,6 +56,7 @@ class StepRecord:
 
     @property
     def seconds(self) -> float:
+        """Return the length of the step; nan while it goes on."""
         return self.end_s - self.begin_s
 
 
@@ -88,14 +89,15 @@ class SimulationHistory:
 
 
 class ScheduleStuckError(ValueError):
-    """The schedule awaits what will not come."""
+    """The schedule waits for something that will not come."""
 
 
 class RunSimulation:
-    """The first `plan.num_steps` steps of a run. `keeps_details`: events and the engines' loads, too.
+    """The first `plan.num_steps` steps of a run. `keeps_details`: also keep events and the engines'
+    loads.
 
-    A subclass says what happens when a piece of work `_on_piece_done`, and what follows from any
-    event (`_advance_flow`).
+    A subclass says what happens when a piece of work is complete (`_on_piece_done`), and what
+    follows from any event (`_advance_flow`).
     """
 
     max_pieces: int | None = None  # that an engine has at once; None: see `fleet`
@@ -107,6 +109,9 @@ class RunSimulation:
         workload: SimulatedWorkload,
         keeps_details: bool = False,
     ) -> None:
+        """Make the simulation of a plan under a schedule; `run` runs it. `keeps_details`: also keep
+        events and the engines' loads.
+        """
         self.plan = plan
         self.schedule = schedule
         self.workload = workload
@@ -127,7 +132,9 @@ class RunSimulation:
         self._num_started_groups = 0
 
     def run(self) -> SimulationHistory:
-        """Raises Stuck."""
+        """Simulate until `plan.num_steps` steps are done, and return the history. Raise
+        ScheduleStuckError where the schedule waits for ever. Call it once.
+        """
         self._record_busy_seconds()
         self._advance_flow()
         while len(self.history.busy_by_step) <= self.plan.num_steps:
@@ -144,22 +151,27 @@ class RunSimulation:
         return self.history
 
     def schedule_event(self, time_s: float, handle_event: Callable[[], bool]) -> None:
-        """`handle_event` tells whether the flow has changed. What is told first happens first at
-        the same time.
+        """Call `handle_event` at `time_s`; it returns whether the flow has changed, so that the
+        schedule must be asked. Events at the same time happen in the order in which they were
+        scheduled.
         """
         self._num_queued_events += 1
         heapq.heappush(self._event_queue, (time_s, self._num_queued_events, handle_event))
 
     def _on_piece_done(self, piece: SimulatedPiece) -> bool:
+        """Handle a complete piece, and return whether the flow has changed; implemented by
+        subclasses.
+        """
         raise NotImplementedError
 
     def _advance_flow(self) -> None:
+        """Do what follows from the state of the flow after any event; implemented by subclasses."""
         raise NotImplementedError
 
     # Groups
 
     def start_group(self, group_number: int, attempt: int = 0) -> RunningGroup:
-        """A group that is begun now."""
+        """Make a group that begins now, and return it. The caller submits it to the fleet."""
         lengths = self.workload.draw_response_lengths(group_number, attempt)
         self.running_groups[group_number] = RunningGroup(
             group_number, attempt, self.workload.draw_prompt_length(group_number), lengths
@@ -168,12 +180,13 @@ class RunSimulation:
         return self.running_groups[group_number]
 
     def drop_group(self, group_number: int, reason: DropReason) -> None:
+        """Abandon a group in flight, and record why."""
         self.fleet.abandon_group(self.now, self.running_groups.pop(group_number))
         self.drop_counts[reason] += 1
         self.flow.record_dropped(group_number, reason)
 
     def start_scoring(self, groups: Sequence[RunningGroup], on_done: Callable[[], bool]) -> None:
-        """A call of the scorer."""
+        """Begin a call of the scorer; `on_done` is the event handler for its end."""
         seconds = self.plan.compute_score_seconds(
             sum(len(group.response_lengths) for group in groups)
         )
@@ -186,7 +199,9 @@ class RunSimulation:
     def start_early_annotation(
         self, group_numbers: Sequence[int], on_done: Callable[[], bool]
     ) -> None:
-        """While a batch is awaited."""
+        """Begin the log-probs of these groups while a batch is awaited; `on_done` is the event
+        handler for their end.
+        """
         seconds = self.plan.compute_annotate_seconds(
             sum(count_trained_tokens(self.running_groups[number]) for number in group_numbers)
         )
@@ -196,8 +211,9 @@ class RunSimulation:
     def start_step(
         self, group_numbers: Sequence[int], has_log_probs: Callable[[int], bool]
     ) -> None:
-        """These groups are the next batch. The step begins behind what the trainer was
-        begun with early.
+        """Take these groups as the next batch, and schedule the end of its update. The step waits
+        for early annotation that is still running. Groups for which `has_log_probs` is true are not
+        annotated again.
         """
         flow = self.flow
         plan = self.plan
@@ -225,8 +241,8 @@ class RunSimulation:
         self.schedule_event(update_begin_s + update_s, self._finish_update)
 
     def start_sync_if_due(self) -> None:
-        """A sync begins as soon as the update is done and nobody is generated
-        who may not see it.
+        """Begin the weight sync if the update is done and no group that must not see the sync is
+        being generated.
         """
         may_sync = self.schedule.sync_policy is SyncPolicy.CONTINUE or not self.flow.num_running
         if self.flow.is_update_done and may_sync and not self._is_syncing:
@@ -241,10 +257,14 @@ class RunSimulation:
             )
 
     def _finish_update(self) -> bool:
+        """Record the end of the update. Return True: the flow has changed."""
         self.flow.record_update()
         return True
 
     def _finish_sync(self) -> bool:
+        """Record the end of the sync and of the step, and let the engines go on with the new
+        weights. Return True: the flow has changed.
+        """
         self._is_syncing = False
         self.flow.record_sync(self.flow.served_version + 1)
         self.fleet.resume_engines(self.now, self.flow.served_version, self.plan.recomputes_cache)
@@ -259,6 +279,9 @@ class RunSimulation:
     def _occupy_trainer(
         self, stage: str, seconds: float, on_done: Callable[[], bool], step: int
     ) -> None:
+        """Let the trainer work on a stage for so many seconds; `on_done` is the event handler for
+        its end.
+        """
         self._trainer_s += seconds
         self._record_span(TRAINER_TRACK, stage, seconds, self.now, step)
         self.schedule_event(self.now + seconds, on_done)
@@ -266,10 +289,12 @@ class RunSimulation:
     def _record_span(
         self, track: str, stage: str, seconds: float, start_s: float, step: int = 0
     ) -> None:
+        """Record the time of a stage, unless it takes none."""
         if seconds:
             self.history.spans.append(StageSpan(track, stage, start_s, start_s + seconds, step))
 
     def _record_busy_seconds(self) -> None:
+        """Append the busy seconds and counts until now to the history."""
         busy = BusySeconds(
             self.now,
             self._trainer_s,
@@ -282,6 +307,7 @@ class RunSimulation:
         self.history.busy_by_step.append(busy)
 
     def _describe_stuck_schedule(self) -> str:
+        """Return the message for a schedule that waits for ever."""
         flow = self.flow
         return (
             f"schedule {type(self.schedule).__name__} takes no batch for step"
@@ -292,7 +318,7 @@ class RunSimulation:
 
 
 def count_trained_tokens(group: RunningGroup) -> int:
-    """Count the tokens of prompts and responses that the trainer goes through."""
+    """Return the tokens of prompts and responses that the trainer goes through."""
     return sum(group.response_lengths) + len(group.response_lengths) * group.num_prompt_tokens
 
 
@@ -324,8 +350,8 @@ class SimulationFigures:
 
     @property
     def lost_share(self) -> float:
-        """Groups that the schedule drops or begins anew, as a share of those that were begun. Those
-        without signal would not train under any.
+        """Return the groups that the schedule drops or begins anew, as a share of the groups begun.
+        Groups without signal do not count: they would not train under any schedule.
         """
         return (
             sum(share for reason, share in self.dropped.items() if reason != NO_SIGNAL_REASON)
@@ -336,7 +362,9 @@ class SimulationFigures:
 def compute_simulation_figures(
     history: SimulationHistory, split: GpuSplit, num_warmup: int
 ) -> SimulationFigures:
-    """Raises ValueError where no step is left."""
+    """Return the figures of the steps after `num_warmup`. Raise ValueError where no step is
+    left.
+    """
     steps = history.steps[num_warmup:]
     if not steps:
         raise ValueError(

@@ -43,11 +43,13 @@ class GpuSplit:
 
     @property
     def num_gpus(self) -> int:
+        """Return the number of GPUs in use; colocated engines need none of their own."""
         return self.trainer_gpus + (
             0 if self.is_colocated else self.num_engines * self.gpus_per_engine
         )
 
     def __str__(self) -> str:
+        """Return the split as text, such as "8 + 2 x 4" or "8 in turns (2 x 4)"."""
         engines = f"{self.num_engines} x {self.gpus_per_engine}"
         return (
             f"{self.trainer_gpus} in turns ({engines})"
@@ -87,23 +89,25 @@ class SimulationPlan:
     )  # groups after which a step trains on those that teach, though they are too few
 
     def compute_score_seconds(self, num_samples: int) -> float:
-        """Seconds of a call that scores so many."""
+        """Return the seconds of a scorer call with `num_samples` samples."""
         return self.score_fixed_s + self.score_per_sample_s * math.ceil(
             num_samples / self.num_score_workers
         )
 
     def compute_annotate_seconds(self, num_tokens: int) -> float:
+        """Return the seconds of the log-probs and values of `num_tokens` tokens."""
         return self.annotate_fixed_s + self.annotate_s_per_token * num_tokens
 
     def compute_update_seconds(self, num_tokens: int) -> float:
+        """Return the seconds of an update with `num_tokens` tokens."""
         return self.update_fixed_s + self.update_s_per_token * num_tokens
 
 
 def compute_slowdown(num_gpus: int, num_measured_gpus: int, doubling_efficiency: float) -> float:
-    """Seconds a token on `num_gpus` for one on `num_measured_gpus`: 1 / (2 e) for twice as many,
-    (1 / (2 e))^2 for four times.
+    """Return the seconds a token on `num_gpus` GPUs for each second on `num_measured_gpus`: 1 / (2
+    e) for twice as many GPUs, (1 / (2 e))^2 for four times as many, with e = `doubling_efficiency`.
 
-    >>> slowdown(128, 64, 0.95)
+    >>> compute_slowdown(128, 64, 0.95)
     0.5263157894736842
     """
     return (2 * doubling_efficiency) ** -math.log2(num_gpus / num_measured_gpus)
@@ -118,7 +122,7 @@ class SimulationSetup:
 
     @property
     def split(self) -> GpuSplit:
-        """GPUs as the run has them."""
+        """Return the split of GPUs that the run's configuration has."""
         is_colocated = self.config.rollout.colocated
         return GpuSplit(
             count_actor_ranks(self.config),
@@ -129,14 +133,15 @@ class SimulationSetup:
 
     @property
     def gpus_per_engine(self) -> int:
+        """Return the GPUs of one engine, from the durations or else the run's configuration."""
         if self.durations.engine.gpus is not None:
             return self.durations.engine.gpus
         return count_ranks_per_engine(self.config.rollout)
 
     @property
     def num_slots(self) -> int:
-        """Responses that an engine decodes at once. Raises ConfigError where neither
-        file gives them.
+        """Return the number of responses that an engine decodes at once. Raise ConfigError where
+        neither the durations nor the configuration has it.
         """
         rollout = self.config.rollout
         if self.durations.engine.slots is not None:
@@ -155,12 +160,12 @@ class SimulationSetup:
 
     @property
     def num_measured_gpus(self) -> int:
-        """GPUs that the trainer's durations are measured on."""
+        """Return the number of GPUs that the trainer's durations are measured on."""
         return self.durations.trainer.gpus or count_actor_ranks(self.config)
 
     @property
     def has_log_prob_pass(self) -> bool:
-        """Whether steps have one of the actor, as the run decides."""
+        """Return whether steps have a log-prob pass of the actor, by the run's own rule."""
         actor = self.config.actor
         algorithm = self.config.algorithm
         num_samples = self.config.data.train_batch_size * self.config.rollout.n
@@ -170,6 +175,7 @@ class SimulationSetup:
         )
 
     def make_workload(self, seed: int) -> SimulatedWorkload:
+        """Return the responses and prompts to simulate, which depend on `seed`."""
         data = self.config.data
         durations = self.durations
         return SimulatedWorkload(
@@ -183,10 +189,11 @@ class SimulationSetup:
         )
 
     def make_plan(self, split: GpuSplit, num_steps: int) -> SimulationPlan:
-        """Scale the trainer's seconds a token to its GPUs by `compute_slowdown`. Fixed times and an
-        engine's speed stay.
+        """Return the plan of a split, with the trainer's seconds a token scaled to its GPUs by
+        `compute_slowdown`. Fixed times and the engines' speed are not scaled.
 
-        Raises ConfigError.
+        Raise ConfigError where neither the durations nor the configuration has the number of
+        responses that an engine decodes at once.
         """
         config = self.config
         durations = self.durations
@@ -242,11 +249,11 @@ class SimulationSetup:
         )
 
     def list_splits(self, num_gpus: int, max_splits: int) -> list[GpuSplit]:
-        """Return at most `max_splits` ways to share `num_gpus` between trainer and engines, from
-        the fewest engines to the smallest trainer.
+        """Return at most `max_splits` ways to divide `num_gpus` between trainer and engines, evenly
+        chosen from the fewest engines to the smallest trainer. Where the durations have the time of
+        turns, add one more way: trainer and engines in turns on all GPUs.
 
-        A trainer has whole replicas; what a split leaves over is idle. Where the durations have the
-        time of turns, trainer and engines in turns on all GPUs are one more way. Raises ConfigError
+        A trainer has whole replicas; the GPUs that a split leaves over are idle. Raise ConfigError
         where there is no way.
         """
         replica = compute_model_parallel_size(self.config.actor.megatron)
@@ -286,12 +293,14 @@ class SimulationSetup:
 
 
 def count_rollout_engines(rollout: RolloutConfig) -> int:
+    """Return the number of engines: of endpoints where there are any, else `num_engines`."""
     return len(rollout.endpoints) or rollout.num_engines
 
 
 def _read_sglang_argument(
     rollout: RolloutConfig, argument_names: Sequence[str], default: int
 ) -> int:
+    """Return the first of these server arguments that is an integer, else the default."""
     arguments = {name.replace("-", "_"): value for name, value in rollout.sglang.args.items()}
     return next(
         (int(arguments[name]) for name in argument_names if isinstance(arguments.get(name), int)),

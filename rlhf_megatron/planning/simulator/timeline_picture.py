@@ -67,14 +67,16 @@ class TimelinePanel:
 def find_time_window(
     history: SimulationHistory, num_warmup: int, num_steps: int
 ) -> tuple[float, float]:
-    """(begin, seconds) of that many steps behind the warm-up."""
+    """Return (begin, length), in seconds, of `num_steps` steps after the warm-up."""
     begin = history.busy_by_step[min(num_warmup, len(history.busy_by_step) - 1)].time_s
     end = history.busy_by_step[min(num_warmup + num_steps, len(history.busy_by_step) - 1)].time_s
     return begin, max(end - begin, 1e-9)
 
 
 def render_timeline_svg(panels: Sequence[TimelinePanel], seconds: float) -> str:
-    """All panels one below the other, on one scale of time."""
+    """Return an SVG with the panels one below the other, each over `seconds` of time on the same
+    scale.
+    """
     body: list[str] = []
     top = 34.0
     for panel in panels:
@@ -92,6 +94,7 @@ def render_timeline_svg(panels: Sequence[TimelinePanel], seconds: float) -> str:
 
 
 def _render_legend() -> Iterator[str]:
+    """Yield the SVG elements of the legend."""
     x = float(LEFT_MARGIN)
     for name, words in (*STAGE_LABELS.items(), ("load", LOAD_LABEL)):
         yield f'<rect class="{name}" x="{x:.0f}" y="12" width="12" height="12" rx="2"/>'
@@ -104,6 +107,9 @@ def _render_legend() -> Iterator[str]:
 
 
 def _render_panel(panel: TimelinePanel, seconds: float, top: float) -> tuple[list[str], float]:
+    """Return (the SVG elements of a panel whose upper edge is at `top`, the height of the panel).
+    The panel shows `seconds` of time.
+    """
     scale = (PICTURE_WIDTH - LEFT_MARGIN - RIGHT_MARGIN) / seconds
     blocks = _group_engines_into_rows(len(panel.history.engine_loads))
     rows: list[str | range] = [TRAINER_TRACK, SCORER_TRACK, *blocks]
@@ -137,6 +143,9 @@ def _render_panel(panel: TimelinePanel, seconds: float, top: float) -> tuple[lis
 
 
 def _group_engines_into_rows(num_engines: int) -> list[range]:
+    """Return the engine numbers of each row; rows have several engines where there are more than
+    MAX_ENGINE_ROWS.
+    """
     size = -(-num_engines // MAX_ENGINE_ROWS)
     return [range(start, min(start + size, num_engines)) for start in range(0, num_engines, size)]
 
@@ -144,7 +153,9 @@ def _group_engines_into_rows(num_engines: int) -> list[range]:
 def _render_stage_bars(
     panel: TimelinePanel, seconds: float, pixels_per_second: float, first_y: float, num_blocks: int
 ) -> Iterator[str]:
-    """Draw the stages of trainer and scorer and the engines' syncs: one path a row and stage."""
+    """Yield the stages of trainer and scorer and the engines' syncs, one SVG path for each row and
+    stage.
+    """
     rows = {TRAINER_TRACK: (0, 1), SCORER_TRACK: (1, 1), ENGINES_TRACK: (2, num_blocks)}
     paths: dict[tuple[str, str], list[str]] = {}
     for span in panel.history.spans:
@@ -168,10 +179,12 @@ def _render_stage_bars(
 def _render_load(
     panel: TimelinePanel, engine_numbers: range, seconds: float, pixels_per_second: float, y: float
 ) -> Iterator[str]:
-    """Draw how many of a block's slots decode, in bins of time; bins of one level are joined."""
+    """Yield the share of the slots of these engines that decode, in bins of time; neighbouring bins
+    of one level are joined.
+    """
     sums = [0.0] * NUM_TIME_BINS
     for number in engine_numbers:
-        _add_load_to_bins(sums, panel.history.engine_loads[number], panel.begin_s, seconds)
+        _add_mean_load_to_bins(sums, panel.history.engine_loads[number], panel.begin_s, seconds)
     most = len(engine_numbers) * panel.history.num_slots
     levels = [
         min(NUM_LOAD_LEVELS, -(-round(1000 * load * NUM_LOAD_LEVELS / most) // 1000))
@@ -197,9 +210,12 @@ def _render_load(
         )
 
 
-def _add_load_to_bins(
+def _add_mean_load_to_bins(
     bin_sums: list[float], load_history: Sequence[tuple[float, int]], begin_s: float, seconds: float
 ) -> None:
+    """Add to each of the equal time bins the engine's mean load (running responses) over that bin.
+    The bins together cover `seconds` from `begin_s`.
+    """
     width = seconds / len(bin_sums)
     ends = [*(when for when, _ in load_history[1:]), begin_s + seconds]
     for (when, count), end in zip(load_history, ends, strict=False):
@@ -218,6 +234,7 @@ def _add_load_to_bins(
 def _render_version_marks(
     panel: TimelinePanel, seconds: float, pixels_per_second: float, first_y: float, height: float
 ) -> Iterator[str]:
+    """Yield a mark with the version at the end of each step, over the height of the rows."""
     for step in panel.history.steps:
         x = (step.end_s - panel.begin_s) * pixels_per_second
         if 0 <= x < seconds * pixels_per_second - 20:
@@ -232,6 +249,7 @@ def _render_version_marks(
 
 
 def _render_time_axis(seconds: float, pixels_per_second: float, y: float) -> Iterator[str]:
+    """Yield the ticks and labels of the time axis."""
     unit, name = (60.0, "min") if seconds >= 600 else (1.0, "s")
     wanted = seconds / unit / 8
     power = 10.0 ** (len(f"{wanted:.0f}") - 1) if wanted >= 1 else 0.1
@@ -247,7 +265,9 @@ def _render_time_axis(seconds: float, pixels_per_second: float, y: float) -> Ite
 
 
 def render_trace_json(history: SimulationHistory, process_name: str) -> str:
-    """Virtual time from 0 on."""
+    """Return the simulation as a trace file for Chrome's and Perfetto's viewers, in virtual time
+    from 0 on.
+    """
     return (
         "[\n"
         + ",\n".join(json.dumps(event) for event in _iter_trace_events(history, process_name))
@@ -256,6 +276,7 @@ def render_trace_json(history: SimulationHistory, process_name: str) -> str:
 
 
 def _iter_trace_events(history: SimulationHistory, process_name: str) -> Iterator[dict[str, Any]]:
+    """Yield the events of the trace: names of tracks, steps and stages."""
     yield {"name": "process_name", "ph": "M", "pid": PROCESS_NUMBER, "args": {"name": process_name}}
     for number, track in enumerate(TRACE_TRACKS):
         yield {
@@ -279,6 +300,7 @@ def _iter_trace_events(history: SimulationHistory, process_name: str) -> Iterato
 def _make_trace_event(
     name: str, category: str, track: str, start_s: float, end_s: float, step: int
 ) -> dict[str, Any]:
+    """Return a complete event of the trace, with times in microseconds."""
     start = round(start_s * 1e6)
     end = round(end_s * 1e6)
     event = {

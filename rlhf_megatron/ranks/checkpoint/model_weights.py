@@ -17,7 +17,7 @@ from rlhf_megatron.weights.weight_table import WeightRule, check_tensor_parallel
 
 _HEAD = "output_layer.weight"
 _GROUPED = re.compile(r"(?<=\.experts)\.(linear_fc[12])\.(weight|bias)(\d+)$")
-WEIGHT_BUFFER = ".router.expert_bias"  # what a router adds to the scores by which it picks experts
+WEIGHT_BUFFER = ".router.expert_bias"  # the router adds it to the scores by which it picks experts
 
 
 def load_weights_on_rank(

@@ -64,9 +64,7 @@ logger = logging.getLogger(__name__)
 
 
 class StagedState:
-    """The copies in host memory that one rank will write.
-    Their originals may change from now on.
-    """
+    """The copies in host memory that one rank will write. The originals may change from now on."""
 
     def __init__(
         self,
@@ -119,17 +117,16 @@ class StagedState:
 
 
 class _FlushingWriter(FileSystemWriter):
-    """torch's, which flushes each file."""
+    """torch's writer of checkpoint files, which here flushes each file to disk."""
 
     def storage_meta(
         self,
     ) -> None:  # torch would note the directory that the files are in only until it is renamed
-        """Return None: torch would note the directory of the files, which is renamed later."""
-        return None
+        """Store no directory, because the files' directory is renamed later."""
 
 
 class _StagedSavePlanner(DefaultSavePlanner):
-    """Hands out the copies, and lets go of each."""
+    """A save planner that returns the staged copies, and releases each copy."""
 
     def __init__(self, plan: SavePlan, staged_values: list[Any]) -> None:
         super().__init__(flatten_state_dict=False)
@@ -174,7 +171,9 @@ def stage_dtensors(tensors: Mapping[str, Tensor], plain_values: dict[str, Any]) 
 
 
 class _NonEmptySavePlanner(DefaultSavePlanner):
-    """Leaves out the empty parts of a tensor that has fewer rows than there are ranks."""
+    """A save planner that leaves out the empty parts of a tensor with fewer rows than there are
+    ranks.
+    """
 
     def create_local_plan(self) -> SavePlan:
         """Return the plan without items of zero elements."""
@@ -215,10 +214,10 @@ def _copy_to_host(value: Any) -> Any:
 
 
 class BackgroundSave:
-    """Made on all ranks at once; writing begins right away. `directory` is made; its
-    parent must exist.
+    """The writing of a staged state on a thread. Make it on all ranks at once; writing begins right
+    away. `directory` is made; its parent must exist.
 
-    `where`: this rank's coordinates, for errors.
+    `rank_label` holds this rank's coordinates, for errors.
     """
 
     def __init__(self, staged: StagedState, directory: Path, rank_label: str) -> None:

@@ -1,8 +1,9 @@
 """Logits of some tokens beside the targets, and the likeliest tokens of a place, from hidden states
-and the head's weight, also cut over tensor-parallel ranks. What a student and a teacher
-tell each other.
+and the head's weight, also cut over tensor-parallel ranks. A student and a
+teacher exchange these.
 
-Products are float32 also of 16-bit operands, as in `compute_linear_log_probs`, and no [R, V] tensor is made.
+Products are float32 also of 16-bit operands, as in `compute_linear_log_probs`, and no [R, V] tensor
+is made.
 """
 
 # S tokens of a sequence (this tp rank's part where it is split), R rows, V vocabulary shard (with
@@ -45,15 +46,17 @@ class HeadShard:
 
     @property
     def exchange_group(self) -> ProcessGroup | None:
-        """The group to exchange with; None where there is nothing to exchange."""
+        """Return the tp group to exchange with; None where there is nothing to exchange."""
         return self.tp_group if self.tp_group is not None and self.tp_group.size() > 1 else None
 
     def count_unpadded_columns(self, weight_VH: Tensor) -> int:
-        """Rows of the weight that are no padding."""
+        """Return the number of rows of the weight that are no padding."""
         return min(max(self.vocab_size - self.vocab_start, 0), weight_VH.shape[0])
 
     def gather_hidden_states(self, hidden_SH: Tensor) -> Tensor:
-        """Hidden states of all tokens."""
+        """Return the hidden states of all tokens, gathered over the tp group where the sequence is
+        split.
+        """
         return (
             gather_sequence(hidden_SH, self.exchange_group)
             if self.is_sequence_split and self.exchange_group
@@ -64,13 +67,12 @@ class HeadShard:
 def compute_chosen_logits(
     hidden_SH: Tensor, weight_VH: Tensor, ids_RN: Tensor, rows_R: Tensor, shard: HeadShard
 ) -> Tensor:
-    """[R, N] with grad: hidden[rows] . weight[ids], float32 (float64 of such operands), alike
-    on all tp ranks.
+    """Return [R, N] with grad: hidden[rows] . weight[ids], float32 (float64 for such operands), the
+    same on all tp ranks. All ranks of the group must call it, with the same rows.
 
-    `ids_RN`: of the whole vocabulary, each in [0, vocab_size). All ranks of the group, with the
-    same rows. The gradient of the weight goes to the sink, where there is one, and autograd then
-    gets none: `compute_linear_log_probs` of the same rows, which must be in the same graph, tells it
-    that there is one.
+    `ids_RN` holds ids of the whole vocabulary, each in [0, vocab_size). The gradient of the weight
+    goes to the sink, where there is one, and autograd then gets none: `compute_linear_log_probs` of
+    the same rows must be in the same graph, because it marks the weight as having a gradient.
     """
     out: Tensor = _ChosenLogitsFunction.apply(hidden_SH, weight_VH, ids_RN, rows_R, shard)
     return out
@@ -86,6 +88,7 @@ class _ChosenLogitsFunction(torch.autograd.Function):
         rows_R: Tensor,
         shard: HeadShard,
     ) -> Tensor:
+        """Return the logits [R, N], summed over the tp group."""
         dtype = choose_accumulator_dtype(hidden_SH, weight_VH)
         is_mine_RN, places_RN = _locate_weight_rows(ids_RN, weight_VH, shard)
         hidden_RH = shard.gather_hidden_states(hidden_SH).index_select(0, rows_R)
@@ -106,6 +109,9 @@ class _ChosenLogitsFunction(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the hidden states and, without a sink, of the weight; with a sink
+        add the weight's gradient to its buffer.
+        """
         hidden_SH, weight_VH, ids_RN, rows_R = ctx.saved_tensors
         shard: HeadShard = ctx.shard
         dtype = choose_accumulator_dtype(hidden_SH, weight_VH)
@@ -149,7 +155,7 @@ class _ChosenLogitsFunction(torch.autograd.Function):
 
 
 def apply_softcap(logits: Tensor, softcap: float | None) -> Tensor:
-    """softcap x tanh(logits / softcap); the logits themselves without one."""
+    """Return softcap x tanh(logits / softcap), or the logits themselves where `softcap` is None."""
     return logits if softcap is None else (logits / softcap).tanh() * softcap
 
 
@@ -164,11 +170,12 @@ def find_likeliest_tokens(
     chunk_size: int = 8192,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """([R, K] int64 ids, [R, K] float32 log-probs) of the `top_k` likeliest tokens of
-    softmax(logits / temperature), the likeliest first, alike on all tp ranks, which must all call.
+    """Return ([R, K] int64 ids, [R, K] float32 log-probs) of the `top_k` likeliest tokens of
+    softmax(logits / temperature), the likeliest first, the same on all tp ranks, which must all
+    call it. float64 operands give float64 log-probs.
 
-    `chunk_size`: columns of the vocabulary that are handled at a time. `softcap` as in
-    `compute_linear_log_probs`. Raises ValueError where the vocabulary has less than `top_k` tokens.
+    `chunk_size` is the number of vocabulary columns handled at a time. `softcap` is as in
+    `compute_linear_log_probs`. Raise ValueError where the vocabulary has fewer than `top_k` tokens.
     """
     if top_k > shard.vocab_size:
         raise ValueError(
@@ -205,8 +212,9 @@ def find_likeliest_tokens(
 def _merge_shard_candidates(
     best_RK: Tensor, ids_RK: Tensor, log_z_R1: Tensor, tp_group: ProcessGroup
 ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The best of all shards, and the log of the whole vocabulary's sum. All ranks; one exchange,
-    ids as they are.
+    """Return ((best values [R, K], their ids [R, K]), the log of the sum over the whole vocabulary
+    [R, 1]) from the candidates of all shards. All ranks must call it; it makes one exchange,
+    without rounding ids.
     """
     count = best_RK.shape[1]
     num_ranks = tp_group.size()
@@ -224,6 +232,7 @@ def _merge_shard_candidates(
 
 
 def _select_top_k_tokens(values_RC: Tensor, ids_RC: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the `top_k` largest values of each row and their ids."""
     best_RK, at_RK = values_RC.topk(top_k, -1)
     return best_RK, ids_RC.gather(-1, at_RK)
 
@@ -231,11 +240,14 @@ def _select_top_k_tokens(values_RC: Tensor, ids_RC: Tensor, top_k: int) -> tuple
 def _locate_weight_rows(
     ids_RN: Tensor, weight_VH: Tensor, shard: HeadShard
 ) -> tuple[Tensor, Tensor]:
-    """(whether this shard has a token, its row in the weight; some row where not)."""
+    """Return (whether this shard has each token, the token's row in the weight, or 0 where the
+    shard lacks the token).
+    """
     places_RN = ids_RN - shard.vocab_start
     is_mine_RN = (places_RN >= 0) & (places_RN < shard.count_unpadded_columns(weight_VH))
     return is_mine_RN, places_RN.where(is_mine_RN, 0)
 
 
 def _split_row_blocks(num_rows: int) -> list[slice]:
+    """Return slices of ROWS rows each that cover all rows."""
     return [slice(first, first + ROWS) for first in range(0, num_rows, ROWS)]

@@ -1,5 +1,5 @@
-"""What the tp ranks of the head tell each other: one exchange forward, one backward, and the parts
-of a split sequence.
+"""The exchanges between the tp ranks of the head: one forward, one backward, and the parts of a
+split sequence.
 
 The statistics of all rows go as one packed tensor, combined in rank order, so that all ranks get
 the same bits.
@@ -23,7 +23,7 @@ from rlhf_megatron.ranks.kernels.logit_tile_ops import MIN_LOGIT, RowStatistics
 @dataclass(frozen=True)
 class PackedStatistics:
     """`RowStatistics` as rows of one tensor [K, R]: max, sum, target, then weighted and squares
-    where asked for.
+    where requested.
     """
 
     values_KR: Tensor
@@ -47,11 +47,11 @@ class PackedStatistics:
         return PackedStatistics(values_KR, has_weighted_sum, has_square_sum)
 
     def select_rows(self, row_slice: slice = slice(None)) -> RowStatistics:
-        """Views."""
+        """Return the statistics of these rows as views."""
         return self._unpack_statistics(self.values_KR[:, row_slice])
 
     def combine_over_group(self, tp_group: ProcessGroup) -> RowStatistics:
-        """Combine the statistics over the whole vocabulary. Call on all ranks of the group; it
+        """Return the statistics over the whole vocabulary. Call it on all ranks of the group; it
         makes one all-gather.
         """
         num_ranks = tp_group.size()
@@ -73,6 +73,7 @@ class PackedStatistics:
         )
 
     def _unpack_statistics(self, packed_values: Tensor) -> RowStatistics:
+        """Return views of packed values [K, ...] as `RowStatistics`."""
         return RowStatistics(
             packed_values[0],
             packed_values[1],
@@ -83,7 +84,9 @@ class PackedStatistics:
 
 
 def gather_sequence(part_SH: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """[S, H] of each rank -> the sequence [G S, H]. All ranks of the group."""
+    """Return the whole sequence [G S, H] from the part [S, H] of each rank. All ranks of the group
+    must call it.
+    """
     whole = part_SH.new_empty(tp_group.size() * part_SH.shape[0], part_SH.shape[1])
     dist.all_gather_into_tensor(whole, part_SH.contiguous(), group=tp_group)
     return whole
@@ -101,10 +104,10 @@ class PendingGradientSum:
     def start_reduction(
         gradient: Tensor, tp_group: ProcessGroup | None, is_sequence_split: bool
     ) -> PendingGradientSum:
-        """All ranks of the group. `gradient`: of all tokens; where the sequence is split, the
-        result is of this part.
+        """Start the sum of `gradient`, which covers all tokens, over the group; where the sequence
+        is split, the result covers this rank's part. All ranks of the group must call it.
 
-        May be summed in place. None: nothing to sum.
+        `gradient` may be summed in place. A `tp_group` of None sums nothing.
         """
         if tp_group is None:
             return PendingGradientSum(gradient, None)
@@ -117,6 +120,7 @@ class PendingGradientSum:
         return PendingGradientSum(part, work, gradient)
 
     def wait_for_sum(self) -> Tensor:
+        """Wait for the sum and return it."""
         if self.pending_collective is not None:
             self.pending_collective.wait()
         return self.summed_gradient

@@ -1,5 +1,5 @@
-"""Memory that the head takes for a micro-batch beyond its inputs: what `log_prob_chunked` holds at
-most at one time.
+"""Memory that the head takes for a micro-batch beyond its inputs: the most that `log_prob_chunked`
+holds at one time.
 """
 
 # S tokens of the whole sequence, R rows, H hidden, a tile is [B rows, C columns]
@@ -38,7 +38,9 @@ class HeadCallShape:
 
 @dataclass(frozen=True)
 class HeadMemoryBound:
-    """Bytes. Not all is held at the same time: `peak_bytes` is less than the sum."""
+    """Upper bounds in bytes. Not everything is held at the same time: `peak_bytes` is less than the
+    sum.
+    """
 
     tile_bytes: int  # logits of a tile, and their gradient
     hidden_gradient_bytes: int  # accumulated in float32, then as the model gets it
@@ -47,8 +49,8 @@ class HeadMemoryBound:
 
 
 def compute_head_memory_bound(shape: HeadCallShape) -> HeadMemoryBound:
-    """Return an upper bound of the head's memory: rows without gradient need less. The reference,
-    which makes all logits, is not counted here.
+    """Return an upper bound of the head's memory for a call with gradient; rows without gradient
+    need less. The reference backend, which makes all logits, is not covered.
     """
     size = shape.dtype.itemsize
     total = max(size, 4)  # of what products are added up in
@@ -107,7 +109,7 @@ def compute_head_memory_bound(shape: HeadCallShape) -> HeadMemoryBound:
 def _count_stash_bytes(
     shape: HeadCallShape, num_columns: int, accumulator_bytes: int
 ) -> tuple[int, int]:
-    """Return the bytes of chunks kept as float16, and of chunks kept as they are."""
+    """Return (the bytes of chunks stashed as float16, the bytes of chunks stashed as they are)."""
     budget = StashBudget.make_for_device(shape.device_type, shape.stash_bytes)
     rounded = exact = 0
     for first in range(0, shape.num_columns if shape.num_rows else 0, num_columns):
@@ -120,8 +122,8 @@ def _count_stash_bytes(
 
 
 def _count_result_gradient_bytes(shape: HeadCallShape, accumulator_bytes: int) -> int:
-    """Return the bytes between the rows' gradient and that of the hidden states: spread over the
-    tokens, summed over the parts.
+    """Return the bytes of the step from the rows' gradient to the hidden states' gradient: spread
+    over the tokens, and summed over the parts of the sequence.
     """
     tokens = shape.num_tokens * shape.hidden_size
     size = shape.dtype.itemsize

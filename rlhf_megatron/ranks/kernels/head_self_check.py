@@ -40,8 +40,8 @@ _BACKWARD_BOUND_16 = 3e-2  # bfloat16 keeps 8 bits of each logit's gradient
 
 @dataclass(frozen=True)
 class SelfCheckResult:
-    """Errors by quantity: the L2 norm of the difference, relative to the size of what is
-    added up in it.
+    """The errors of a backend by result: the L2 norm of the difference, relative to the size of the
+    terms that are added up in the result.
     """
 
     errors: dict[str, float]
@@ -51,12 +51,13 @@ class SelfCheckResult:
 
     @property
     def is_passed(self) -> bool:
-        """True too where the reference is not finite, or the slice too small: nothing
-        was found out.
+        """Return whether all errors are within their bounds; also True where the reference is not
+        finite, or the slice too small, so that nothing was measured.
         """
         return all(error <= self.bounds[name] for name, error in self.errors.items())
 
     def __str__(self) -> str:
+        """Return a line with each error and its bound."""
         figures = ", ".join(
             f"{name} {error:.2g} (at most {self.bounds[name]:g})"
             for name, error in self.errors.items()
@@ -76,10 +77,11 @@ def check_log_prob_backend(
     stash_bytes: int,
     softcap: float | None = None,
 ) -> SelfCheckResult:
-    """`num_columns`: rows of `weight_VH` that are no padding. `has_sink`: the weight's gradient
-    goes to one in the run.
+    """Run `backend` on a slice of these hidden states and this weight, and return its errors
+    against the reference. `num_columns` is the number of rows of `weight_VH` that are no padding;
+    `has_sink` says that the weight's gradient goes to a sink in the run.
 
-    Waits for the device. Raises what the backend raises.
+    Wait for the device. Raise what the backend raises.
     """
     slice_CH, num_real, chunk = _slice_vocabulary_shard(weight_VH.detach(), num_columns, chunk_size)
     rows_RH = _select_spread_rows(hidden_SH.detach())
@@ -116,10 +118,11 @@ class _ScratchGradientSink:
         self.buffer = torch.zeros_like(weight_CH, dtype=torch.float32)
 
     def get_buffer_VH(self) -> Tensor:
+        """Return the float32 buffer of the trial."""
         return self.buffer
 
     def make_autograd_gradient(self) -> None:
-        return None
+        """Return None: autograd gets no gradient of the weight."""
 
 
 @dataclass(frozen=True)
@@ -138,8 +141,8 @@ class _HeadTrial:
         has_sink: bool = False,
         stash_bytes: int = 0,
     ) -> dict[str, Tensor]:
-        """Quantity -> result. Upstream gradients are of both signs, others for log-probs than
-        for entropies.
+        """Return log-probs, entropies, hidden gradient and weight gradient of a backend, by name.
+        The upstream gradients have both signs, and differ between log-probs and entropies.
         """
         sink = _ScratchGradientSink(weight_CH) if has_sink else None
         with torch.enable_grad():
@@ -178,14 +181,15 @@ class _HeadTrial:
 
 
 def _make_upstream_gradient(like_R: Tensor) -> Tensor:
+    """Return numbers from -1 to 2 in the shape of `like_R`, as upstream gradients."""
     return torch.linspace(-1.0, 2.0, like_R.numel(), dtype=like_R.dtype, device=like_R.device)
 
 
 def _slice_vocabulary_shard(
     weight_VH: Tensor, num_columns: int, chunk_size: int
 ) -> tuple[Tensor, int, int]:
-    """(the end of the shard, how many of its rows are no padding, chunk size that cuts them in
-    two and a rest).
+    """Return (the end of the shard, the number of its rows that are no padding, a chunk size that
+    cuts these rows in two chunks and a rest).
     """
     end = min(weight_VH.shape[0], num_columns + _PADDING)
     fitting = max(1, (_MAX_ELEMENTS // weight_VH.shape[1] - _RAGGED - _PADDING) // 2)
@@ -196,22 +200,22 @@ def _slice_vocabulary_shard(
 
 
 def _select_spread_rows(hidden_SH: Tensor) -> Tensor:
-    """[R, H]: at equal distances, since filler documents stand in front."""
+    """Return [R, H]: rows at equal distances, because filler documents stand at the front."""
     num_rows = min(_MAX_ROWS, hidden_SH.shape[0])
     return hidden_SH[_make_spread_indices(num_rows, hidden_SH.shape[0], hidden_SH.device)]
 
 
 def _make_spread_indices(count: int, size: int, device: torch.device) -> Tensor:
-    """[count] int64: from 0 to size - 1 at equal distances."""
+    """Return [count] int64: indices from 0 to size - 1 at equal distances."""
     return torch.arange(count, device=device) * (size - 1) // max(count - 1, 1)
 
 
 def _compute_error_scales(
     rows_RH: Tensor, weight_CH: Tensor, targets_R: Tensor, expected_results: dict[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return the sizes that rounding errors are proportional to. For gradients at least the
-    target's term, against which the rest may cancel where the model is sure; for log-probs and
-    entropies at least 1 a row, since both may be near 0.
+    """Return, for each result, the size that its rounding errors are proportional to. For gradients
+    this is at least the size of the target's term, against which the rest may cancel where the
+    model is sure; for log-probs and entropies at least 1 a row, since both may be near 0.
     """
     upstream_R1 = _make_upstream_gradient(expected_results["log_probs"])[:, None]
     least = {
@@ -228,7 +232,9 @@ def _compute_error_scales(
 
 
 def _choose_error_bounds(dtype: torch.dtype, has_stash: bool) -> dict[str, float]:
-    """A stash in float16 costs float32 and float64 gradients some of their digits."""
+    """Return the largest accepted error of each result. A stash in float16 costs float32 and
+    float64 gradients some of their digits.
+    """
     forward = _FORWARD_BOUND.get(dtype, _FORWARD_BOUND_16)
     backward = _BACKWARD_BOUND.get(dtype, _BACKWARD_BOUND_16)
     backward = max(backward, _BACKWARD_BOUND[torch.float32]) if has_stash else backward

@@ -33,8 +33,8 @@ class HeadOutputs(NamedTuple):
     """
 
     log_probs_R: Tensor  # log softmax(z) at the target, nats
-    entropies_R: Tensor | None  # -sum p log p, nats; None unless asked for
-    sum_squares_R: Tensor | None  # sum p^2, without gradient; None unless asked for
+    entropies_R: Tensor | None  # -sum p log p, nats; None unless requested
+    sum_squares_R: Tensor | None  # sum p^2, without gradient; None unless requested
 
 
 def compute_linear_log_probs(
@@ -57,53 +57,53 @@ def compute_linear_log_probs(
     softcap: float | None = None,
     backend: LogProbBackend = "chunked",
 ) -> HeadOutputs:
-    """Statistics of softmax(logits / temperature) with logits = hidden[rows] @ weight.T, and its
-    log at `targets_R`.
+    """Return the log of softmax(logits / temperature) at `targets_R`, with logits = hidden[rows] @
+    weight.T, and, on request, the entropy and the sum of the squared probabilities of each row.
 
     Args:
         hidden_SH: float32, bfloat16, float16 or float64; the same on every rank of `tp_group`, or
             its part of the sequence where `is_sequence_split`.
         weight_VH: this rank's rows of the head; row i stands for token `vocab_start + i`.
-        targets_R: int64 token ids in [0, vocab_size), ids of the whole vocabulary. A target that no
+        targets_R: int64 token ids of the whole vocabulary, in [0, vocab_size). A target that no
             rank owns gives a log-probability of -inf.
-        temperature: divides the logits; the engine's sampling temperature, or one a
-            row, [R] float32.
+        temperature: divides the logits: the engine's sampling temperature, or a temperature for
+            each row, [R] float32.
         vocab_start: token id of the first row of `weight_VH`.
         vocab_size: true size of the vocabulary; rows at and beyond it are padding: no probability,
             zero gradient.
-        tp_group: ranks that hold the shards; None: `weight_VH` is whole. All its ranks must call,
-            with the same rows.
+        tp_group: ranks that hold the shards; None where `weight_VH` is whole. All its ranks must
+            call, with the same rows.
         chunk_size: vocabulary rows handled at a time; bounds the memory of a tile.
         with_entropy: also return entropies, with their gradient.
         with_sum_squares: also return the sum of the squared probabilities of each row,
             without gradient.
-        rows_R: int64, indices of the whole sequence; the head runs on these only. None: on all. May
-            be empty: the results are then empty and still carry a gradient function, so that
-            backward hooks fire.
-        has_repeats: `rows_R` may have an index more than once: the gradients of such
-            rows are added up.
+        rows_R: int64, indices of the whole sequence; the head runs on these rows only. None means
+            all rows. May be empty: the results are then empty and still carry a gradient function,
+            so that backward hooks fire.
+        has_repeated_rows: `rows_R` may have an index more than once; the gradients of such rows are
+            added up.
         is_sequence_split: `hidden_SH` is part `tp_group.rank()` of the sequence: it is gathered,
             only the part is kept for the backward pass, and its gradient is summed over the group
             and split again.
-        sink: where the weight's gradient is added, in float32; None: autograd gets it, in the
-            weight's type.
-        stash_bytes: how much may be kept of the probabilities as float16, relative to the largest
-            of their row and tile, so that the backward pass need not compute the logits again. What
-            does not fit is computed again. Nothing is kept where nothing needs a gradient. Errors,
-            and what a CPU keeps without being asked: `stash`.
+        weight_grad_sink: the float32 buffer to which the weight's gradient is added; with None
+            autograd receives the gradient, in the weight's type.
+        stash_bytes: bytes of probabilities that may be kept as float16, relative to the largest of
+            their row and tile, so that the backward pass need not compute the logits again. Tiles
+            that do not fit are computed again. Nothing is kept where nothing needs a gradient. For
+            the errors, and the logits that a CPU keeps in any case, see `tile_stash`.
         softcap: c, where logits become c tanh(logits / c) before the temperature divides them
-            (Gemma 2). No probabilities are kept then: they do not tell the slope of tanh at an
-            unlikely target.
+            (Gemma 2). No probabilities are kept then, because the slope of tanh at an unlikely
+            target does not follow from them.
         backend: "reference" (the specification: needs [R, V] floats), "chunked" (torch, any
             device), "triton".
 
-    The gradient of `hidden_SH` is complete on every rank: the sum over `tp_group` is done in here,
+    The gradient of `hidden_SH` is complete on every rank: this function sums it over `tp_group`,
     as Megatron's ColumnParallelLinear does. On a CPU rows whose upstream gradients are all zero are
     left out of the backward pass; those gradients must be the same on all ranks of the group, as
     they are wherever the loss is computed from these outputs.
 
-    Raises ValueError for a temperature or chunk size that is not positive (a tensor on a GPU is not
-    looked at) and for shapes that do not fit.
+    Raise ValueError for a temperature (other than a tensor on a GPU, which is not checked), softcap
+    or chunk size that is not positive, for a negative stash_bytes, and for shapes that do not fit.
     """
     group = tp_group if tp_group is not None and tp_group.size() > 1 else None
     is_sequence_split = is_sequence_split and group is not None
@@ -159,6 +159,9 @@ def compute_linear_log_probs(
 
 
 def _make_tile_ops(backend: LogProbBackend, softcap: float | None) -> TileOps:
+    """Return the operations on tiles of the backend "chunked" or "triton"; raise ValueError for any
+    other name.
+    """
     if backend == "chunked":
         return TorchTileOps(softcap)
     if backend == "triton":
@@ -174,7 +177,7 @@ def _make_tile_ops(backend: LogProbBackend, softcap: float | None) -> TileOps:
 def _invert_temperature(
     temperature: float | Tensor, targets_R: Tensor, dtype: torch.dtype
 ) -> Tensor | None:
-    """1 / temperature of each row; None where it is 1."""
+    """Return 1 / temperature for each row; None where the temperature is 1."""
     if isinstance(temperature, Tensor):
         return temperature.to(device=targets_R.device, dtype=dtype).reciprocal()
     if temperature == 1:
@@ -183,6 +186,9 @@ def _invert_temperature(
 
 
 def _check_temperature(temperature: float | Tensor, targets_R: Tensor) -> None:
+    """Raise ValueError for a temperature that is not positive or whose shape does not fit; the
+    values of a tensor on a GPU are not checked, because that would wait for the GPU.
+    """
     if isinstance(temperature, Tensor):
         if temperature.shape != targets_R.shape:
             raise ValueError(
@@ -209,6 +215,9 @@ def _check_shapes(
     rows_R: Tensor | None,
     sequence_group: ProcessGroup | None,
 ) -> None:
+    """Raise ValueError where the shapes do not fit each other. `sequence_group` is the tp group
+    where the sequence is split.
+    """
     if hidden_SH.dim() != 2 or weight_VH.dim() != 2 or hidden_SH.shape[1] != weight_VH.shape[1]:
         raise ValueError(
             f"hidden {tuple(hidden_SH.shape)} and weight {tuple(weight_VH.shape)} must be [S, H]"

@@ -1,11 +1,12 @@
-"""`compute_linear_log_probs` in tiles: GEMMs with float32 results and passes over a tile by `TileOps`.
+"""`compute_linear_log_probs` in tiles: GEMMs with float32 results, and passes over a tile by
+`TileOps`.
 
 The vocabulary is the outer loop, so that each row of the weight's gradient is written once for each
-block of rows. The forward keeps a few numbers a row (see `tile_ops`) and what fits into the stash;
-the backward computes the other tiles again. Under tensor parallelism one all-gather of the packed
-statistics is the only exchange of the forward, and one sum of the hidden states' gradient the only
-one of the backward: it starts before the last tile's product for the weight's gradient, which hides
-it. A split sequence is gathered on the way into both.
+block of rows. The forward keeps a few numbers a row (see `logit_tile_ops`) and the tiles that fit
+into the stash; the backward computes the other tiles again. Under tensor parallelism one all-gather
+of the packed statistics is the only exchange of the forward, and one sum of the hidden states'
+gradient the only one of the backward: it starts before the last tile's product for the weight's
+gradient, which hides it. A split sequence is gathered on the way into both.
 """
 
 # S tokens (of this rank's part), R rows, A rows with a gradient, V vocabulary shard (with padding)
@@ -49,7 +50,7 @@ _TILE_COLUMNS = {"cpu": 2048}  # at most; elsewhere as many as `chunk_size` says
 def choose_tile_shape(
     num_rows: int, num_columns: int, chunk_size: int, device_type: str
 ) -> tuple[int, int]:
-    """(rows, columns) of the largest tile that is made of so many rows and columns of the shard."""
+    """Return (rows, columns) of the largest tile for this many rows and columns of the shard."""
     columns = min(chunk_size, _TILE_COLUMNS.get(device_type, chunk_size), num_columns)
     return max(1, min(_TILE_ROWS.get(device_type, num_rows), num_rows)), max(1, columns)
 
@@ -79,10 +80,11 @@ def compute_chunked_log_probs(
     inv_temperature_R: Tensor | None,
     settings: HeadCallSettings,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """See `log_prob.compute_linear_log_probs`, which checks the arguments.
+    """Return (log-probs, entropies or None, sums of squared probabilities or None) of the rows: see
+    `log_prob.compute_linear_log_probs`, which checks the arguments.
 
-    `columns_R`: the target's column in this shard, outside of [0, num_columns) where another shard
-    has it. `inv_temperature_R`: None for temperature 1.
+    `columns_R` holds the target's column in this shard, outside of [0, num_columns) where another
+    shard has the target. `inv_temperature_R` is None for temperature 1.
     """
     out: tuple[Tensor, Tensor | None, Tensor | None] = _ChunkedLogProbFunction.apply(
         hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, settings
@@ -101,6 +103,9 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
         inv_temperature_R: Tensor | None,
         settings: HeadCallSettings,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probs, entropies and sums of squares tile by tile; keep log Z, and what fits
+        into the stash.
+        """
         num_rows = len(columns_R)
         tiles = _LogitTiles(
             _gather_hidden_states(hidden_SH, num_rows, settings),
@@ -174,6 +179,9 @@ class _ChunkedLogProbFunction(torch.autograd.Function):
     def backward(
         ctx: Any, grad_log_probs_R: Tensor | None, grad_entropies_R: Tensor | None, _: None
     ) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the hidden states and of the weight, tile by tile, from stashed
+        or recomputed logits. A sink takes the weight's gradient instead.
+        """
         hidden_SH, weight_VH, columns_R, rows_R, inv_temperature_R, log_z_R, rest_R, entropies_R = (
             ctx.saved_tensors
         )
@@ -260,6 +268,9 @@ class _HeadRowResults:
 
 
 def _finish_row_statistics(statistics: RowStatistics) -> _HeadRowResults:
+    """Return log-probs, log Z (and its rounding rest), entropies and sums of squares from the
+    statistics over the whole vocabulary.
+    """
     log_sum_R = statistics.sum_R.log()
     log_z_R = statistics.max_R + log_sum_R
     return _HeadRowResults(
@@ -284,11 +295,10 @@ class _WeightChunk:
 
 
 class _LogitTiles:
-    """The rows that a pass works on and the weight, as they go into products; the tiles
-    of their logits.
+    """The rows and the weight of a pass, as operands of products, and the tiles of their logits.
 
-    The temperature goes into the rows where they keep float32 and nothing caps the logits before it
-    divides them; else it is left to the passes over the tiles.
+    The rows are multiplied by the inverse temperature where they keep float32 and no softcap acts
+    before the temperature; else the passes over the tiles apply the temperature.
     """
 
     def __init__(
@@ -327,17 +337,21 @@ class _LogitTiles:
         )
 
     def iter_weight_chunks(self) -> Iterator[_WeightChunk]:
+        """Yield the weight's unpadded rows in chunks, cast to the operand type; nothing where there
+        are no rows of hidden states.
+        """
         for first in range(0, self._num_columns if self._num_rows else 0, self._columns_per_chunk):
             last = min(first + self._columns_per_chunk, self._num_columns)
             weight_CH = self._weight_VH[first:last].to(self.operand_dtype)
             yield _WeightChunk(first, last, weight_CH, last == self._num_columns)
 
     def iter_row_blocks(self) -> Iterator[slice]:
+        """Yield slices that cover all rows of hidden states."""
         for first in range(0, self._num_rows, self._rows_per_block):
             yield slice(first, min(first + self._rows_per_block, self._num_rows))
 
     def compute_logits(self, rows: slice, chunk: _WeightChunk) -> Tensor:
-        """Compute the logits of a tile, in the same memory for every tile."""
+        """Return the logits of a tile, in memory that the next tile overwrites."""
         shape = (rows.stop - rows.start, chunk.end_row - chunk.first_row)
         return multiply_matrices(
             self.hidden_RH[rows],
@@ -348,7 +362,7 @@ class _LogitTiles:
 
 class _HiddenGradientAccumulator:
     """The hidden states' gradient of one backward pass: added up over tiles, summed over the tp
-    group, spread.
+    group, and spread over the tokens.
     """
 
     def __init__(
@@ -360,8 +374,8 @@ class _HiddenGradientAccumulator:
         num_tokens: int,
         settings: HeadCallSettings,
     ) -> None:
-        """`active_A`: which of the `num_rows` rows `tiles` has; `rows_R`: which of the `num_tokens`
-        tokens they are.
+        """Allocate the sum. `active_A` names which of the `num_rows` rows `tiles` has, `rows_R`
+        which of the `num_tokens` tokens the rows are.
         """
         self._gradient_AH = torch.zeros_like(tiles.hidden_RH, dtype=tiles.dtype)
         self._row_scale_A = tiles.row_scale_R
@@ -375,11 +389,15 @@ class _HiddenGradientAccumulator:
         self._pending_sum: PendingGradientSum | None = None
 
     def add_tile(self, rows: slice, grad_RC: Tensor, chunk: _WeightChunk) -> None:
+        """Add a tile's product to the gradient; the last tile starts the reduction over the tp
+        group.
+        """
         add_matrix_product(self._gradient_AH[rows], grad_RC, chunk.weight_CH)
         if chunk.is_last and rows.stop == len(self._gradient_AH):
             self._start_reduction()
 
     def _start_reduction(self) -> None:
+        """Rescale and spread the gradient, and start its sum over the tp group."""
         gradient = self._gradient_AH
         if self._row_scale_A is not None:
             gradient.mul_(self._row_scale_A[:, None])
@@ -393,6 +411,7 @@ class _HiddenGradientAccumulator:
         )
 
     def finish_gradient(self, hidden_SH: Tensor) -> Tensor:
+        """Wait for the sum and return the gradient in the shape and type of `hidden_SH`."""
         if self._num_rows == 0:
             return torch.zeros_like(hidden_SH)
         if self._pending_sum is None:  # no row has a gradient, or the shard is padding
@@ -412,7 +431,9 @@ class _HiddenGradientAccumulator:
 
 
 def _gather_hidden_states(hidden_SH: Tensor, num_rows: int, settings: HeadCallSettings) -> Tensor:
-    """The hidden states of all tokens. Nobody exchanges anything where there are no rows."""
+    """Return the hidden states of all tokens, gathered where the sequence is split. Without rows no
+    rank exchanges anything, and the part is returned.
+    """
     if not settings.is_sequence_split or num_rows == 0:
         return hidden_SH
     assert settings.tp_group is not None
@@ -420,8 +441,8 @@ def _gather_hidden_states(hidden_SH: Tensor, num_rows: int, settings: HeadCallSe
 
 
 def _find_rows_with_gradient(gradient_inputs: RowGradientInputs) -> Tensor | None:
-    """Indices of the rows that have one; None: all, on a GPU without a look, since the host
-    would wait for it.
+    """Return the indices of the rows with a nonzero upstream gradient; None for all rows, on a GPU
+    always, because a look at the values would wait for the GPU.
     """
     if gradient_inputs.grad_log_probs_R.is_cuda:
         return None
@@ -442,7 +463,9 @@ def _compute_tile_gradient(
     gradient_inputs: RowGradientInputs,
     tile_ops: TileOps,
 ) -> Tensor:
-    """d loss / d logits of one tile, as a GEMM operand."""
+    """Return d loss / d logits of one tile, as a GEMM operand, from the stashed chunk where there
+    is one, else from recomputed logits.
+    """
     compute_gradient = partial(
         tile_ops.compute_logit_gradient,
         columns_R=columns_R[rows],
@@ -468,7 +491,10 @@ def _compute_tile_gradient(
 def _scatter_rows(
     rows_XH: Tensor, index_X: Tensor | None, num_rows: int, has_repeated_rows: bool = False
 ) -> Tensor:
-    """[X, H] -> [num_rows, H], zero where `index_X` does not point; None: already all of them."""
+    """Return [num_rows, H] with the rows [X, H] at `index_X` and zeros elsewhere; with
+    `has_repeated_rows` rows of one index are added up. Return the rows as they are where `index_X`
+    is None.
+    """
     if index_X is None:
         return rows_XH
     whole = rows_XH.new_zeros(num_rows, rows_XH.shape[1])

@@ -1,4 +1,5 @@
-"""The specification of `compute_linear_log_probs`: plain torch, whole vocabulary, autograd for the gradient.
+"""The specification of `compute_linear_log_probs`: plain torch, whole vocabulary,
+autograd for the gradient.
 
 Materialises [R, V]; for tests, for the self-check and for reading. Feed float64 to get one of
 reference quality. Under tensor parallelism it gathers the logits of all shards.
@@ -35,12 +36,12 @@ def compute_reference_log_probs(
     with_sum_squares: bool,
     softcap: float | None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """log p, entropy H = -sum p log p (nats) and sum p^2 of p = softmax(logits / temperature) of
-    the columns that are no padding, with logits = hidden[rows] @ weight.T, or softcap x tanh(of
-    them / softcap).
+    """Return (log p at the targets, the entropy H = -sum p log p in nats or None, sum p^2 or None)
+    with p = softmax(logits / temperature) over the columns that are no padding, and logits =
+    hidden[rows] @ weight.T, or softcap x tanh(logits / softcap).
 
-    Computed and returned in float32, or in float64 for float64 inputs. Raises ValueError when the
-    shards do not begin at token 0.
+    Results are computed and returned in float32, or in float64 for float64 inputs. Raise ValueError
+    when the weight does not begin at token 0 and there is no `tp_group`.
     """
     dtype = choose_accumulator_dtype(hidden_SH, weight_VH)
     if tp_group is None and vocab_start != 0:
@@ -74,8 +75,8 @@ def compute_reference_log_probs(
 def _gather_whole_sequence(
     hidden_SH: Tensor, tp_group: ProcessGroup, is_sequence_split: bool
 ) -> Tensor:
-    """The hidden states of all tokens; their gradient is summed over the group, and split again
-    where they were.
+    """Return the hidden states of all tokens; their gradient is summed over the group, and split
+    again where the sequence is split.
     """
     out: Tensor = _GatherWholeSequence.apply(hidden_SH, tp_group, is_sequence_split)
     return out
@@ -86,6 +87,7 @@ class _GatherWholeSequence(torch.autograd.Function):
     def forward(
         ctx: Any, hidden_SH: Tensor, tp_group: ProcessGroup, is_sequence_split: bool
     ) -> Tensor:
+        """Return the whole sequence, gathered where it is split."""
         ctx.tp_group = tp_group
         ctx.is_split = is_sequence_split
         return (
@@ -96,6 +98,7 @@ class _GatherWholeSequence(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_SH: Tensor) -> tuple[Tensor, None, None]:
+        """Return this rank's part of the gradient summed over the group."""
         total = grad_SH.to(torch.promote_types(grad_SH.dtype, torch.float32), copy=True)
         dist.all_reduce(total, group=ctx.tp_group)
         if ctx.is_split:
@@ -104,7 +107,7 @@ class _GatherWholeSequence(torch.autograd.Function):
 
 
 def _gather_whole_vocabulary(logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
-    """The logits of all shards side by side. Every rank has their whole gradient: it
+    """Return the logits of all shards side by side. Every rank receives the whole gradient and
     takes its own part.
     """
     out: Tensor = _GatherWholeVocabulary.apply(logits_RC, vocab_start, tp_group)
@@ -114,6 +117,7 @@ def _gather_whole_vocabulary(logits_RC: Tensor, vocab_start: int, tp_group: Proc
 class _GatherWholeVocabulary(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits_RC: Tensor, vocab_start: int, tp_group: ProcessGroup) -> Tensor:
+        """Return the logits [R, V] of all shards, each shard's columns from `vocab_start` on."""
         ctx.columns = slice(vocab_start, vocab_start + logits_RC.shape[1])
         end = torch.tensor([ctx.columns.stop if logits_RC.shape[1] else 0], device=logits_RC.device)
         dist.all_reduce(end, dist.ReduceOp.MAX, group=tp_group)
@@ -126,10 +130,14 @@ class _GatherWholeVocabulary(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_RV: Tensor) -> tuple[Tensor, None, None]:
+        """Return this shard's columns of the gradient."""
         return grad_RV[:, ctx.columns], None, None
 
 
 def _route_gradient_to_sink(weight_VH: Tensor, weight_grad_sink: WeightGradSink) -> Tensor:
+    """Return the weight with its gradient redirected: the backward pass adds it to the sink's
+    buffer.
+    """
     out: Tensor = _RouteGradientToSink.apply(weight_VH, weight_grad_sink)
     return out
 
@@ -137,10 +145,12 @@ def _route_gradient_to_sink(weight_VH: Tensor, weight_grad_sink: WeightGradSink)
 class _RouteGradientToSink(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight_VH: Tensor, weight_grad_sink: WeightGradSink) -> Tensor:
+        """Return a view of the weight."""
         ctx.weight_grad_sink = weight_grad_sink
         return weight_VH.view_as(weight_VH)
 
     @staticmethod
     def backward(ctx: Any, grad_VH: Tensor) -> tuple[Tensor | None, None]:
+        """Add the gradient to the sink's buffer, and return the sink's stand-in for autograd."""
         ctx.weight_grad_sink.get_buffer_VH().add_(grad_VH)
         return ctx.weight_grad_sink.make_autograd_gradient(), None

@@ -1,5 +1,5 @@
-"""`TritonTileOps`: what `TorchTileOps` does with a tile of logits, in Triton kernels that read
-the tile once.
+"""`TritonTileOps`: the operations of `TorchTileOps` on a tile of logits, in Triton kernels that
+read the tile once.
 
 A program has one row (a few, of a narrow tile) and goes over its columns in blocks; where the whole
 row fits in one block it stays in registers. Nothing is shared between programs and no sum depends
@@ -63,8 +63,8 @@ _GRAD_ROWS = [
 
 
 class TritonTileOps:
-    """See `tile_ops.TileOps`. Tiles in float64 are given to `TorchTileOps`: these kernels
-    compute in float32.
+    """`logit_tile_ops.TileOps` in Triton kernels. Tiles in float64 go to `TorchTileOps`, because
+    these kernels compute in float32.
     """
 
     def __init__(self, softcap: float | None = None) -> None:
@@ -81,8 +81,8 @@ class TritonTileOps:
         stash_max_R: Tensor | None = None,
         first_column: int = 0,
     ) -> None:
-        """Leaves `logits_RC` as it is, which may be bfloat16 or float16 too: a tile that
-        another GEMM rounded.
+        """Merge a tile into `statistics`, in place: see `TileOps`. `logits_RC` is left as it is,
+        and may also be bfloat16 or float16: a tile that another GEMM rounded.
         """
         if logits_RC.dtype == torch.float64:
             self._torch_tile_ops.update_statistics(
@@ -142,7 +142,7 @@ class TritonTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute the gradient of a tile's logits, in the memory of `logits_RC` where
+        """Return the gradient of a tile's logits in `dtype`, in the memory of `logits_RC` where
         that has `dtype`.
         """
         if logits_RC.dtype == torch.float64:
@@ -167,7 +167,7 @@ class TritonTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute the gradient from the stash, in the memory of `stash_RC` where
+        """Return the gradient of a tile's logits from the stash, in the memory of `stash_RC` where
         `dtype` has 16 bits.
         """
         if gradient_inputs.log_z_R.dtype == torch.float64:
@@ -185,15 +185,15 @@ class TritonTileOps:
 
 
 def is_triton_interpreted() -> bool:
-    """True where TRITON_INTERPRET was set when this module was imported: kernels run in Python, on
-    the CPU's memory.
+    """Return whether TRITON_INTERPRET was set when this module was imported, so that kernels run in
+    Python, on the CPU's memory.
     """
     return not isinstance(_update_statistics_kernel, triton.JITFunction)
 
 
 def measure_smallest_tile_error(device: torch.device) -> float:
-    """Largest error of an update by hand, for `triton_support.try_triton_kernel`: compiles and
-    launches one kernel.
+    """Return the largest error of the statistics kernel on a tile of three logits, against results
+    by hand, for `triton_support.try_triton_kernel`: compile and launch one kernel.
     """
     logits_RC = torch.tensor([[1.0, 2.0, 5.0]], device=device).log()  # probabilities 1/8, 2/8, 5/8
     max_R, sum_R, target_R = torch.tensor(
@@ -216,6 +216,9 @@ def _launch_gradient_kernel(
     grad_RC: Tensor,
     softcap: float | None = None,
 ) -> None:
+    """Write the gradient of a tile of logits, or of a stashed tile where `stash_max_R` is not None,
+    to `grad_RC`.
+    """
     if tile_RC.numel() == 0:
         return
     grid, sizes = _choose_launch_sizes(tile_RC)
@@ -243,8 +246,8 @@ def _launch_gradient_kernel(
 
 
 def _choose_launch_sizes(tile_RC: Tensor) -> tuple[tuple[int], dict[str, Any]]:
-    """Grid and constants. They depend on the number of columns alone, by powers of two: few
-    kernels are compiled.
+    """Return (grid, constants) of a launch. The constants depend on the number of columns alone, by
+    powers of two, so few kernels are compiled.
     """
     num_rows, num_columns = tile_RC.shape
     block = min(triton.next_power_of_2(num_columns), MAX_BLOCK)
@@ -260,18 +263,20 @@ def _choose_launch_sizes(tile_RC: Tensor) -> tuple[tuple[int], dict[str, Any]]:
 
 
 def _make_contiguous(values_R: Tensor | None) -> Tensor | None:
-    """One number a row, next to each other: a temperature may be one number
-    expanded to all rows.
+    """Return a row column with its numbers next to each other in memory, or None for None: a
+    temperature may be one number expanded to all rows.
     """
     return None if values_R is None else values_R.contiguous()
 
 
 def _make_rows_contiguous(tile_RC: Tensor) -> Tensor:
+    """Return the tile with the columns of a row next to each other in memory."""
     return tile_RC if tile_RC.stride(1) == 1 else tile_RC.contiguous()
 
 
 @triton.jit
 def _compute_tile_pointers(tile, stride, rows_R, columns_B):
+    """Return the pointers [R, B] to these rows and columns of a tile."""
     return tile + rows_R[:, None] * stride + columns_B[None, :]
 
 
@@ -287,7 +292,9 @@ def _compute_tanh(x):
 def _load_scaled_logits(
     logits, stride, rows_R, is_row_R, columns_B, num_columns, softcap, inv_temperature_R
 ):
-    """z of a block, float32; the least float where there is no logit: it has no probability."""
+    """Return z (capped logits / temperature) of a block, float32; the least float where there is no
+    logit, so that it has no probability.
+    """
     is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
     logits_RB = tl.load(
         _compute_tile_pointers(logits, stride, rows_R, columns_B), mask=is_here_RB, other=0.0
@@ -299,6 +306,7 @@ def _load_scaled_logits(
 
 @triton.jit
 def _store_stash_block(stash, stride, rows_R, is_row_R, columns_B, num_columns, exp_RB):
+    """Store STASH_SCALE e^(z - max) of a block in the stash as float16."""
     is_here_RB = is_row_R[:, None] & (columns_B < num_columns)[None, :]
     tl.store(
         _compute_tile_pointers(stash, stride, rows_R, columns_B),
@@ -334,6 +342,9 @@ def _update_statistics_kernel(
     BLOCK: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
 ):
+    """Merge the statistics of a tile's rows into the running ones, and fill the stash where there
+    is one.
+    """
     rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(
         0, NUM_ROWS
     )  # 64 bits: row * stride passes 2^31
@@ -450,8 +461,8 @@ def _logit_gradient_kernel(
     BLOCK: tl.constexpr,
     IS_ONE_BLOCK: tl.constexpr,
 ):
-    """d loss / d logit of logits, or of a stash where `stash_maxima` is given. `grads` may be the
-    tile's memory: a program stores the elements that it has loaded, and no others.
+    """Store d loss / d logit of a tile of logits, or of a stash where `stash_maxima` is not None.
+    `grads` may be the tile's memory: a program stores only elements that it has loaded.
     """
     rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     is_row_R = rows_R < num_rows

@@ -1,5 +1,5 @@
-"""What a backend of `log_prob_chunked` does with one tile of logits. `TorchTileOps` is plain torch,
-on any device.
+"""The operations of a backend of `log_prob_chunked` on one tile of logits. `TorchTileOps` is plain
+torch, on any device.
 
 A tile is [R rows, C vocabulary columns] of raw logits in float32 (float64), contiguous. With z =
 logit / temperature, the running statistics of a row over the tiles seen so far are (Milakov and
@@ -46,7 +46,9 @@ _BLOCK = {
 
 @dataclass(frozen=True)
 class RowStatistics:
-    """float32 (float64), shapes [..., R]. `b` and `q` are None where nobody asked."""
+    """The running statistics of rows, float32 (float64), shapes [..., R]. `weighted_R` and
+    `squares_R` are None where not requested.
+    """
 
     max_R: Tensor
     sum_R: Tensor
@@ -55,7 +57,9 @@ class RowStatistics:
     squares_R: Tensor | None  # q
 
     def rescale_to_max(self, max_R: Tensor) -> RowStatistics:
-        """The same with another m, not below the own one."""
+        """Return the same statistics relative to another maximum m, which must not be below their
+        own.
+        """
         shift_R = self.max_R - max_R
         scale_R = shift_R.exp()
         weighted_R = (
@@ -79,7 +83,7 @@ class RowGradientInputs:
     )
 
     def select_rows(self, rows: slice | Tensor) -> RowGradientInputs:
-        """Return some of the rows: views of a slice, copies of an index."""
+        """Return the inputs of some of the rows: views for a slice, copies for an index."""
         return RowGradientInputs(
             self.log_z_R[rows],
             None if self.inv_temperature_R is None else self.inv_temperature_R[rows],
@@ -103,12 +107,13 @@ class TileOps(Protocol):
         stash_max_R: Tensor | None = None,
         first_column: int = 0,
     ) -> None:
-        """Take a tile into `statistics`, in place. May destroy `logits_RC`.
+        """Merge a tile into `statistics`, in place. May destroy `logits_RC`.
 
-        `inv_temperature_R`: None where the logits are z already. `columns_R`: int64, the target's
-        column in the shard, whose column `first_column` is the tile's first: outside of [first,
-        first + C) where another tile has it. `stash_RC` (float16, contiguous) gets STASH_SCALE
-        e^(z - n) with n the largest z of the row in this tile, `stash_max_R` gets n.
+        `inv_temperature_R` is None where the logits are z already. `columns_R` (int64) is the
+        target's column in the shard, of which column `first_column` is the tile's first: outside of
+        [first, first + C) where another tile has the target. `stash_RC` (float16, contiguous)
+        receives STASH_SCALE e^(z - n) with n the largest z of the row in this tile, and
+        `stash_max_R` receives n.
         """
         ...
 
@@ -120,7 +125,7 @@ class TileOps(Protocol):
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """[R, C] d loss / d logit in `dtype`, contiguous. May destroy `logits_RC`, and may
+        """Return [R, C] d loss / d logit in `dtype`, contiguous. May destroy `logits_RC`, and may
         return its memory.
         """
         ...
@@ -134,16 +139,16 @@ class TileOps(Protocol):
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
-        """Compute `compute_logit_gradient` from what `update_statistics` stashed: p = stash /
-        STASH_SCALE e^(n - log Z), and p log p = 0 where the stash is 0. It may destroy `stash_RC`,
-        and may return its memory where `dtype` has 16 bits.
+        """Return the gradient of `compute_logit_gradient` from the values that `update_statistics`
+        stashed: p = stash / STASH_SCALE e^(n - log Z), and p log p = 0 where the stash is 0. May
+        destroy `stash_RC`, and may return its memory where `dtype` has 16 bits.
         """
         ...
 
 
 class TorchTileOps:
-    """Passes over a tile in blocks of rows that stay in a CPU's cache, in place where
-    that is possible.
+    """`TileOps` in plain torch, which works in blocks of rows that stay in a CPU's cache, in place
+    where possible.
     """
 
     def __init__(self, softcap: float | None = None) -> None:
@@ -160,6 +165,7 @@ class TorchTileOps:
         stash_max_R: Tensor | None = None,
         first_column: int = 0,
     ) -> None:
+        """Merge a tile into `statistics`, in place, and destroy `logits_RC`: see `TileOps`."""
         if self.softcap is not None:
             logits_RC.div_(self.softcap).tanh_().mul_(self.softcap)
         if inv_temperature_R is not None:
@@ -200,6 +206,9 @@ class TorchTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
+        """Return the gradient of a tile's logits in `dtype`, and overwrite `logits_RC`: see
+        `TileOps`.
+        """
         weights = _RowGradientWeights.from_gradient_inputs(gradient_inputs)
         for block in _iter_row_blocks(logits_RC):
             z_BC = logits_RC[block]
@@ -228,6 +237,9 @@ class TorchTileOps:
         dtype: torch.dtype,
         first_column: int = 0,
     ) -> Tensor:
+        """Return the gradient of a tile's logits from the stash, in its memory where `dtype` has 16
+        bits: see `TileOps`.
+        """
         weights = _RowGradientWeights.from_gradient_inputs(gradient_inputs)
         scale_R = (stash_max_R - gradient_inputs.log_z_R).exp() / STASH_SCALE
         # 16-bit gradients take the stash's place, row by row: a block is read before it is written.
@@ -247,15 +259,17 @@ class TorchTileOps:
         return out_RC
 
     def _get_scratch_like(self, block_BC: Tensor) -> Tensor:
-        """Memory of the same shape, kept for the next block."""
+        """Return scratch memory in the shape of the block; the next call may return the same
+        memory.
+        """
         if self._scratch is None or self._scratch.numel() < block_BC.numel():
             self._scratch = block_BC.new_empty(block_BC.numel())
         return self._scratch[: block_BC.numel()].view_as(block_BC)
 
 
 def _merge_statistics(statistics: RowStatistics, tile_statistics: RowStatistics) -> None:
-    """Take a tile's statistics into the running ones, in place. Those of the target are the
-    running ones already.
+    """Merge a tile's statistics into the running ones, in place. The target's logit is left alone:
+    both share it already.
     """
     max_R = torch.maximum(statistics.max_R, tile_statistics.max_R)
     mine = statistics.rescale_to_max(max_R)
@@ -278,8 +292,8 @@ def _merge_statistics(statistics: RowStatistics, tile_statistics: RowStatistics)
 
 @dataclass(frozen=True)
 class _RowGradientWeights:
-    """The gradient as what it needs of a row: p (constant + slope log p), and the
-    target's own part.
+    """A row's numbers for the gradient p (constant + slope log p), and the part that the target
+    adds to it.
     """
 
     target_R: Tensor  # u / temperature
@@ -289,7 +303,7 @@ class _RowGradientWeights:
     @staticmethod
     def from_gradient_inputs(gradient_inputs: RowGradientInputs) -> _RowGradientWeights:
         """Return the weights for p = e^(z - log_z_R). That p lacks the factor of the rest of log Z,
-        which goes into the row's numbers.
+        which goes into the weights.
         """
         u_R = gradient_inputs.grad_log_probs_R
         w_R = gradient_inputs.grad_entropies_R
@@ -311,7 +325,9 @@ class _RowGradientWeights:
         return _RowGradientWeights(target_R, constant_R, slope_R)
 
     def apply_to_block(self, log_p_BC: Tensor, p_BC: Tensor, row_block: slice) -> None:
-        """Overwrite `log_p_BC`, which may be `p_BC` where there is no slope, with the gradient."""
+        """Overwrite `log_p_BC` with the gradient p (constant + slope log p); without a slope
+        `log_p_BC` must hold p.
+        """
         if self.slope_R is None:
             log_p_BC.mul_(self.constant_R[row_block, None])
         else:
@@ -321,14 +337,18 @@ class _RowGradientWeights:
 
 
 def _add_target_gradient(grad_RC: Tensor, columns_R: Tensor, u_R: Tensor) -> Tensor:
-    """+ u at the target, in place, where it is in this tile."""
+    """Add u at the target's column of each row, in place, where the target is in this tile, and
+    return the tile.
+    """
     is_here_R, index_R1 = _locate_target_column(grad_RC, columns_R)
     at_target_R1 = grad_RC.gather(1, index_R1) + torch.where(is_here_R, u_R, 0.0)[:, None]
     return grad_RC.scatter_(1, index_R1, at_target_R1)
 
 
 def _locate_target_column(tile_RC: Tensor, columns_R: Tensor) -> tuple[Tensor, Tensor]:
-    """Whether the target is in this tile, and a column of the tile that is the target's there."""
+    """Return (whether the target is in this tile, [R]; the target's column in the tile, clamped
+    into the tile, [R, 1]).
+    """
     num_columns = tile_RC.shape[1]
     return (columns_R >= 0) & (columns_R < num_columns), columns_R.clamp(0, num_columns - 1)[
         :, None
@@ -336,18 +356,19 @@ def _locate_target_column(tile_RC: Tensor, columns_R: Tensor) -> tuple[Tensor, T
 
 
 def _compute_exp(x: Tensor, out: Tensor) -> Tensor:
-    """e^x. On a CPU by exp2, several times as fast as torch's exp; the factor costs |x| / 2^24
-    of the result.
+    """Write e^x to `out` and return it. On a CPU this uses exp2, several times as fast as torch's
+    exp; the factor costs |x| / 2^24 of the result.
     """
     return torch.exp(x, out=out) if x.is_cuda else torch.mul(x, _LOG2_E, out=out).exp2_()
 
 
 def choose_rows_per_block(num_rows: int, num_columns: int, device_type: str) -> int:
-    """Rows of a tile that TorchTileOps passes over at a time."""
+    """Return the number of rows of a tile that TorchTileOps handles at a time."""
     return max(1, min(num_rows, _BLOCK.get(device_type, num_rows * num_columns) // num_columns))
 
 
 def _iter_row_blocks(tile_RC: Tensor) -> Iterator[slice]:
+    """Yield slices that cover the rows of a tile in blocks."""
     size = choose_rows_per_block(tile_RC.shape[0], tile_RC.shape[1], tile_RC.device.type)
     for first in range(0, tile_RC.shape[0], size):
         yield slice(first, min(first + size, tile_RC.shape[0]))

@@ -26,18 +26,20 @@ class WeightGradSink(Protocol):
     """A buffer that takes the weight's gradient in place of a tensor that autograd adds up."""
 
     def get_buffer_VH(self) -> Tensor:
-        """The float32 tensor that it is added to. Asked for in the backward pass."""
+        """Return the float32 tensor to which the weight's gradient is added. Called in the backward
+        pass.
+        """
         ...
 
     def make_autograd_gradient(self) -> Tensor | None:
-        """Return what autograd gets for the weight once the buffer has all of it. It is called in
-        every backward pass, also without rows, so that hooks fire.
+        """Return the tensor that autograd receives for the weight once the buffer has the whole
+        gradient, or None. Called in every backward pass, also without rows, so that hooks fire.
         """
         ...
 
 
 def choose_accumulator_dtype(a: Tensor, b: Tensor) -> torch.dtype:
-    """float32, or float64 where an operand is."""
+    """Return float32, or float64 where an operand is float64."""
     return torch.promote_types(torch.promote_types(a.dtype, b.dtype), torch.float32)
 
 
@@ -51,14 +53,14 @@ def choose_operand_dtype(a: Tensor, b: Tensor) -> torch.dtype:
 
 
 def multiply_matrices(a: Tensor, b: Tensor, out: Tensor) -> Tensor:
-    """out = a @ b."""
+    """Write a @ b to `out` and return it; 16-bit operands need a float32 `out`."""
     if a.dtype in _HALF:
         return torch.mm(a, b, out_dtype=torch.float32, out=out)
     return torch.mm(a, b, out=out)
 
 
 def add_matrix_product(out: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """out += a @ b."""
+    """Add a @ b to `out` in place and return it; 16-bit operands need a float32 `out`."""
     if a.dtype not in _HALF:
         return out.addmm_(a, b)
     if _ADDS_TO_FLOAT32:
@@ -77,7 +79,9 @@ class WeightGradientAccumulator:
         weight_grad_sink: WeightGradSink | None,
         accumulator_dtype: torch.dtype,
     ) -> None:
-        """`accumulator_dtype`: in which products are accumulated."""
+        """Take the sink's buffer, or allocate a gradient without a sink. `accumulator_dtype` is the
+        type in which products are accumulated. Raise ValueError for a buffer of another shape.
+        """
         self._weight_grad_sink = weight_grad_sink
         self._buffer_VH = (
             torch.empty_like(weight_VH)
@@ -98,8 +102,8 @@ class WeightGradientAccumulator:
     def add_tile_product(
         self, first_row: int, end_row: int, grad_RC: Tensor, hidden_RH: Tensor
     ) -> None:
-        """Rows first:last of the weight get grad.T @ hidden. Chunks come in order, each with calls
-        and `finish_chunk`.
+        """Add grad.T @ hidden to rows first:end of the weight's gradient. Chunks must come in
+        order, each with one or more calls and then `finish_chunk`.
         """
         assert first_row == self._num_finished_rows, "a chunk was left out"
         if self._sum_CH is None:
@@ -116,6 +120,7 @@ class WeightGradientAccumulator:
         add_matrix_product(self._sum_CH, grad_RC.T, hidden_RH)
 
     def finish_chunk(self, end_row: int) -> None:
+        """End the present chunk: move its sum into the buffer, where it is in a temporary."""
         assert self._sum_CH is not None, "no row was added"
         rows_CH = self._buffer_VH[self._num_finished_rows : end_row]
         if rows_CH.dtype != self._accumulator_dtype:
@@ -126,7 +131,9 @@ class WeightGradientAccumulator:
         self._num_finished_rows = end_row
 
     def finish_gradient(self) -> Tensor | None:
-        """Return what autograd gets. Rows that no chunk had are padding."""
+        """Return the tensor that autograd receives, or None. Rows without a chunk are padding and
+        get zero.
+        """
         if self._weight_grad_sink is not None:
             return self._weight_grad_sink.make_autograd_gradient()
         self._buffer_VH[self._num_finished_rows :].zero_()

@@ -1,8 +1,8 @@
 """The policy loss of a micro-batch's rows: loss with grad and metrics, as sums with the weights
 of the columns.
 
-A loss that tells its gradient takes one pass over blocks of rows (`row_loss`), or its Triton kernel
-on a GPU. Any other loss is autograd's.
+A loss that computes its own gradient takes one pass over blocks of rows (`weighted_row_loss`), or
+its Triton kernel on a GPU. Autograd differentiates any other loss.
 """
 
 # R rows, T rows of a block
@@ -51,8 +51,8 @@ TritonLoss = Callable[[PolicyLossInputs, Any, RegularizerParams, Tensor, Tensor]
 
 @dataclass(frozen=True)
 class PolicyRowLoss:
-    """A policy loss with its parameters and regularizers. `use_triton`: on a GPU, where it has a
-    kernel that runs.
+    """A policy loss with its parameters and regularizers. `use_triton` selects the loss's Triton
+    kernel on a GPU, where there is one and it runs.
     """
 
     name: str
@@ -64,10 +64,12 @@ class PolicyRowLoss:
 
     @property
     def needs_entropy(self) -> bool:
+        """Return whether the loss or a regularizer reads entropies."""
         return self.regularizers.entropy_coeff != 0 or "entropies" in self.needed_columns
 
     @property
     def needs_sequences(self) -> bool:
+        """Return whether the loss reads the sequence of each row."""
         return "sequences" in self.needed_columns
 
     def __call__(
@@ -77,11 +79,12 @@ class PolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None = None,
     ) -> LossAndMetricSums:
-        """`sequences`: where `needs_sequences`; all ranks that share them call at once, those
-        without rows too.
+        """Return (the rows' share of the loss, with grad; their share of each metric). `sequences`
+        must be passed exactly where `needs_sequences` holds; then all ranks that share the
+        sequences must call at once, also those without rows.
 
-        Raises ValueError for a column that the loss needs and the mini-batch lacks, and for
-        log-probs of half precision where the loss tells its gradient.
+        Raise ValueError for a column that the loss needs and the mini-batch lacks, and for
+        log-probs of half precision where the loss computes its own gradient.
         """
         assert (sequences is not None) == self.needs_sequences, (
             "sequences are given to a loss that needs them, alone"
@@ -116,8 +119,9 @@ class PolicyRowLoss:
     def compute_row_sums(
         self, inputs: PolicyLossInputs, loss_weights_R: Tensor, metric_weights_R: Tensor
     ) -> RowLossSums:
-        """The weighted sums of a loss that tells its gradient. All columns of one type; called
-        without autograd.
+        """Return the weighted sums and the gradient of a loss that computes its own gradient, by
+        the Triton kernel where it can run. All columns must have one type. Call it without
+        autograd.
         """
         is_float32 = loss_weights_R.dtype == torch.float32
         triton_loss = (
@@ -144,7 +148,7 @@ class PolicyRowLoss:
         columns: ColumnsByName,
         sequences: RowSequences | None,
     ) -> PolicyLossInputs:
-        """Collect what the loss reads from the columns of the mini-batch. Raises ValueError for a
+        """Return the loss's inputs from the columns of the mini-batch. Raise ValueError for a
         missing column.
         """
         needed = ("advantages", "old_log_probs", *self.needed_columns)
@@ -174,13 +178,14 @@ class PolicyRowLoss:
 
 @functools.cache
 def _make_true_scalar(device: torch.device) -> Tensor:
+    """Return a boolean True tensor on the device, made once."""
     return torch.ones((), dtype=torch.bool, device=device)
 
 
 def _map_loss_inputs(
     transform: Callable[[Tensor], Tensor], inputs: PolicyLossInputs
 ) -> PolicyLossInputs:
-    """All columns that are there, changed."""
+    """Return the inputs with `transform` applied to each tensor."""
     columns = {name: getattr(inputs, name) for name in PolicyLossInputs.__dataclass_fields__}
     changed: dict[str, Any] = {
         name: transform(column) if isinstance(column, Tensor) else column
@@ -190,8 +195,8 @@ def _map_loss_inputs(
 
 
 def _find_triton_loss(loss: PolicyLoss, device: torch.device) -> TritonLoss | None:
-    """The kernel that computes what `loss` does, with the regularizers, where there is one and it
-    runs on `device`.
+    """Return the Triton kernel that computes `loss` with the regularizers; None where there is none
+    or it does not run on `device`.
     """
     if loss is not ppo_clip or device.type != "cuda" or not _can_run_triton_loss(device):
         return None
@@ -202,6 +207,9 @@ def _find_triton_loss(loss: PolicyLoss, device: torch.device) -> TritonLoss | No
 
 @functools.cache
 def _can_run_triton_loss(device: torch.device) -> bool:
+    """Return whether the Triton kernel of the loss works on the device; warn where not. Checked
+    once.
+    """
     why_not = try_triton_kernel(device) or _describe_kernel_problem(device)
     if why_not:
         logger.warning("the policy loss runs in plain torch: %s", why_not)
@@ -209,7 +217,7 @@ def _can_run_triton_loss(device: torch.device) -> bool:
 
 
 def _describe_kernel_problem(device: torch.device) -> str:
-    """Say what is wrong with the kernel on `device`; "" where it works. Waits for the device."""
+    """Return the problem of the kernel on `device`, or "" where it works. Wait for the device."""
     try:
         error = measure_loss_kernel_error(device)
     except (
@@ -221,8 +229,8 @@ def _describe_kernel_problem(device: torch.device) -> str:
 
 
 def measure_loss_kernel_error(device: torch.device) -> float:
-    """Largest difference between the Triton kernel and plain torch, on some rows inside and outside
-    of the ranges.
+    """Return the largest difference between the Triton kernel and plain torch, on rows inside and
+    outside of the clip ranges.
     """
     from rlhf_megatron.ranks.kernels.policy_row_loss_triton import compute_ppo_clip_row_sums
 

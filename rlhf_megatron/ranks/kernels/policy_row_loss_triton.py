@@ -44,7 +44,9 @@ def compute_ppo_clip_row_sums(
     loss_weights_R: Tensor,
     metric_weights_R: Tensor,
 ) -> RowLossSums:
-    """Compute `PolicyRowLoss.sums` with ppo_clip. All columns are float32."""
+    """Return the sums and the gradient of `PolicyRowLoss.compute_row_sums` with ppo_clip. All
+    columns must be float32.
+    """
     names: tuple[str, ...] = NAMES
     if inputs.ref_log_probs_T is not None:
         names = (*names, KL_NAME)
@@ -122,6 +124,9 @@ def _ppo_clip_kernel(
     NUM_SUMS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """Store the gradient of a block of rows, and the block's partial sums of the loss and the
+    metrics.
+    """
     row_T = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     is_row_T = row_T < num_rows
     log_probs_T = tl.load(log_probs_R + row_T, is_row_T, other=0.0)
@@ -181,15 +186,15 @@ def _ppo_clip_kernel(
 
 @triton.jit
 def _clamp_keeping_nan(x_T, low, high):
-    """Clamp as torch.clamp does: NaN stays NaN, which `tl.minimum` takes for missing."""
+    """Clamp as torch.clamp does: NaN stays NaN, whereas `tl.minimum` treats NaN as missing."""
     x_T = tl.where(x_T < low, low, x_T)
     return tl.where(x_T > high, high, x_T)
 
 
 @triton.jit
 def _compute_exp_minus_two_terms(x_T):
-    """e^x - 1 - x to a few roundings of it: near 0 by its series, where the difference would
-    leave nothing.
+    """Return e^x - 1 - x to a few roundings of the result: near 0 by its series, where the
+    difference would cancel.
     """
     term_T = 1.0 + x_T / 9.0
     term_T = 1.0 + x_T / 8.0 * term_T

@@ -1,5 +1,5 @@
-"""What the forward pass keeps of its tiles, so that the backward pass need not compute
-their logits again.
+"""The stash of tiles that the forward pass keeps, so that the backward pass need not compute their
+logits again.
 
 Either the logits themselves, which costs memory and no precision, or probabilities as float16. Of a
 tile with row maxima n these are STASH_SCALE e^(z - n), which float16 rounds by at most 2^-11 of
@@ -35,8 +35,8 @@ _EXACT_BYTES = {
 
 @dataclass
 class StashBudget:
-    """Bytes left for float16, and for logits. Either ends with the first chunk
-    that does not fit.
+    """The bytes left for float16 chunks, and for logit chunks. Either budget ends with the first
+    chunk that does not fit.
     """
 
     float16_bytes: int
@@ -44,11 +44,15 @@ class StashBudget:
 
     @staticmethod
     def make_for_device(device_type: str, stash_bytes: int) -> StashBudget:
+        """Return a budget of `stash_bytes` for float16, and of a fixed number of bytes for logits
+        on a CPU.
+        """
         return StashBudget(stash_bytes, _EXACT_BYTES.get(device_type, 0))
 
     def reserve_float16_chunk(self, num_rows: int, num_columns: int, element_size: int) -> bool:
-        """Whether a chunk fits, with the largest z of each row beside it. `element_size`:
-        bytes of a logit.
+        """Return whether a chunk fits as float16, with the largest z of each row beside it, and
+        take its bytes from the budget; the first chunk that does not fit ends the budget.
+        `element_size` is the bytes of a logit.
         """
         num_bytes = num_rows * (2 * num_columns + element_size)
         self.float16_bytes = (
@@ -57,6 +61,9 @@ class StashBudget:
         return self.float16_bytes >= 0
 
     def reserve_logit_chunk(self, num_rows: int, num_columns: int, element_size: int) -> bool:
+        """Return whether a chunk fits as logits, and take its bytes from the budget; the first
+        chunk that does not fit ends the budget.
+        """
         num_bytes = num_rows * num_columns * element_size
         self.logit_bytes = self.logit_bytes - num_bytes if num_bytes <= self.logit_bytes else -1
         return self.logit_bytes >= 0
@@ -64,21 +71,21 @@ class StashBudget:
 
 @dataclass(frozen=True)
 class StashedChunk:
-    """`max_R`: the largest z of each row in the chunk, to which float16 `values_RC` are
-    relative; None: logits.
+    """A chunk of the stash. `max_R` holds the largest z of each row in the chunk, to which the
+    float16 `values_RC` are relative; None where `values_RC` are logits.
     """
 
     values_RC: Tensor
     max_R: Tensor | None
 
     def select_rows(self, rows: slice | Tensor) -> StashedChunk:
-        """Return some of the rows: views of a slice, copies of an index."""
+        """Return some of the rows: views for a slice, copies for an index."""
         return StashedChunk(self.values_RC[rows], None if self.max_R is None else self.max_R[rows])
 
 
 class TileStash:
-    """Vocabulary chunks from the first on, while there is a budget. Read once, chunk by chunk:
-    readers destroy it.
+    """The stash of vocabulary chunks, from the first chunk on until the budget ends. Each chunk is
+    read once, because readers destroy it.
     """
 
     def __init__(self, budget: StashBudget) -> None:
@@ -88,8 +95,8 @@ class TileStash:
     def allocate_chunk(
         self, first_column: int, num_rows: int, num_columns: int, logits_like: Tensor
     ) -> StashedChunk | None:
-        """Return memory for the chunk that begins at column `first_column`, or None where it does
-        not fit. `logits_like`: type of logits.
+        """Return memory for the chunk that begins at column `first_column` and keep it in the
+        stash; None where it does not fit. `logits_like` has the type and device of the logits.
         """
         element_size = logits_like.element_size()
         if self._budget.reserve_float16_chunk(num_rows, num_columns, element_size):
@@ -103,7 +110,7 @@ class TileStash:
         return chunk
 
     def pop_chunk(self, first_column: int) -> StashedChunk | None:
-        """The chunk, which the stash then no longer has: a second backward pass of the same graph
-        computes it again.
+        """Remove the chunk from the stash and return it; None where it is not there. A second
+        backward pass of the same graph computes the chunk again.
         """
         return self._chunks.pop(first_column, None)

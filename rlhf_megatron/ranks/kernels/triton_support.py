@@ -20,8 +20,8 @@ MIN_CAPABILITY = (8, 0)  # of the CUDA device: bfloat16, and what triton itself 
 
 @dataclass(frozen=True)
 class TritonSupport:
-    """`why_not` is one sentence, and empty where kernels can run; `version` is empty where triton
-    is not installed.
+    """Whether Triton kernels can run. `why_not` is one sentence, empty where they can; `version` is
+    empty where triton is not installed.
     """
 
     version: str
@@ -29,16 +29,17 @@ class TritonSupport:
 
     @property
     def is_usable(self) -> bool:
+        """Return whether kernels can run."""
         return not self.why_not
 
 
 def query_triton_support(device: torch.device) -> TritonSupport:
-    """Whether kernels can be compiled for and run on `device`: what can be told without
-    importing triton.
+    """Return whether kernels can be compiled for and run on `device`, as far as that is known
+    without importing triton.
 
-    On a CPU never: there they run under the interpreter only, which is for tests (see
-    `query_interpreter_support`). Whether a compiled kernel really runs is for
-    `try_triton_kernel` to say.
+    On a CPU they never can: there they run under the interpreter only, which is for tests (see
+    `query_interpreter_support`). `try_triton_kernel` finds out whether a compiled kernel really
+    runs.
     """
     found = _find_installed_triton()
     if not found.is_usable:
@@ -60,8 +61,8 @@ def query_triton_support(device: torch.device) -> TritonSupport:
 
 
 def query_interpreter_support() -> TritonSupport:
-    """Whether kernels can run on the CPU under triton's interpreter (TRITON_INTERPRET=1 before
-    triton is imported).
+    """Return whether kernels can run on the CPU under triton's interpreter (TRITON_INTERPRET=1
+    before triton is imported).
     """
     found = _find_installed_triton()
     if not found.is_usable:
@@ -85,11 +86,11 @@ def query_interpreter_support() -> TritonSupport:
 
 
 def try_triton_kernel(device: torch.device) -> str:
-    """Compile one small kernel, run it on `device` and check its result: "" or the reason why
-    that did not work.
+    """Compile one small kernel, run it on `device` and check its result; return "" or the reason
+    why that did not work.
 
-    Takes a second or two the first time. Catches what no version tells: no C compiler or no Python
-    headers for triton's launcher, a driver that is too old, a cache directory that
+    The first call takes a second or two. This catches problems that no version shows: no C compiler
+    or no Python headers for triton's launcher, a driver that is too old, a cache directory that
     cannot be written.
     """
     support = query_triton_support(device)
@@ -124,6 +125,9 @@ def try_triton_kernel(device: torch.device) -> str:
 
 
 def _find_installed_triton() -> TritonSupport:
+    """Return the installed version of triton, and why it cannot be used where it is missing or too
+    old.
+    """
     if importlib.util.find_spec("triton") is None:
         return TritonSupport(
             "",
@@ -141,6 +145,7 @@ def _find_installed_triton() -> TritonSupport:
 
 
 def _read_triton_package_version(package_name: str) -> str:
+    """Return the installed version of a package; empty where it is not installed."""
     try:
         return importlib.metadata.version(package_name)
     except importlib.metadata.PackageNotFoundError:
@@ -148,6 +153,8 @@ def _read_triton_package_version(package_name: str) -> str:
 
 
 def _parse_major_minor(version: str) -> tuple[int, int]:
-    """(major, minor) of a version; what comes after ("3.6.0+git1234") does not matter."""
+    """Return (major, minor) of a version and ignore the rest ("3.6.0+git1234"); (0, 0) for other
+    texts.
+    """
     match = re.match(r"(\d+)\.(\d+)", version)
     return (int(match[1]), int(match[2])) if match else (0, 0)

@@ -1,5 +1,5 @@
-"""The weighted sums of a loss that tells its gradient: value, gradient and metrics of
-rows in one pass.
+"""The weighted sums of a loss that computes its own gradient: value, gradient and metrics of rows
+in one pass.
 
 On a CPU the rows are taken in blocks whose temporaries stay in the cache. Nothing waits for a
 device, and the backward pass only multiplies.
@@ -30,7 +30,7 @@ RowBlock = slice | None
 
 
 def slice_block_rows(column_R: Tensor, row_block: RowBlock) -> Tensor:
-    """[T] the rows of a block."""
+    """Return [T], the rows of a block; the whole column for a block of None."""
     return column_R if row_block is None else column_R[row_block]
 
 
@@ -44,7 +44,7 @@ class RowLossSums:
 
 
 class RowLossAccumulator:
-    """Adds up what a loss returns for one block of rows after the other."""
+    """The sums and the gradient of a loss, added up over blocks of rows."""
 
     def __init__(self, loss_weights_R: Tensor, metric_weights_R: Tensor) -> None:
         self._loss_weights_R = loss_weights_R
@@ -54,14 +54,16 @@ class RowLossAccumulator:
         self._block_sums: list[Tensor] = []
 
     def split_row_blocks(self) -> Sequence[RowBlock]:
-        """All rows in order; one block on other devices than a CPU, and of few rows."""
+        """Return blocks that cover all rows in order: one block off the CPU, or for few rows."""
         num_rows = self._grad_R.numel()
         if num_rows <= CPU_BLOCK or self._grad_R.device.type != "cpu":
             return (None,)
         return [slice(begin, begin + CPU_BLOCK) for begin in range(0, num_rows, CPU_BLOCK)]
 
     def add_block(self, row_block: RowBlock, loss_outputs: PolicyLossOutputs) -> None:
-        """`loss_outputs`: of these rows."""
+        """Add the loss and metrics of a block's rows to the sums, and store their weighted
+        gradient.
+        """
         assert loss_outputs.grad_T is not None, "the loss tells its gradient"
         loss_weights_T = slice_block_rows(self._loss_weights_R, row_block)
         metric_weights_T = slice_block_rows(self._metric_weights_R, row_block)
@@ -75,7 +77,7 @@ class RowLossAccumulator:
         ]
 
     def finish_sums(self) -> RowLossSums:
-        """Return the sums of all blocks."""
+        """Return the sums over all blocks."""
         num_sums = 1 + len(self._metric_names)
         if len(self._block_sums) == num_sums:
             value, *metrics = self._block_sums
@@ -88,8 +90,8 @@ class RowLossAccumulator:
 
 
 def sum_over_blocks(block_sums: Tensor, grad_R: Tensor, metric_names: Sequence[str]) -> RowLossSums:
-    """[blocks, 1 + metrics] partial sums, the loss first -> their sums over the blocks, always in
-    the same order.
+    """Return the sums over the blocks, added in a fixed order, of partial sums [blocks, 1 +
+    metrics], the loss first.
     """
     totals = block_sums.sum(0, dtype=torch.float64).to(grad_R.dtype)
     value, *metrics = totals.unbind()
@@ -97,7 +99,9 @@ def sum_over_blocks(block_sums: Tensor, grad_R: Tensor, metric_names: Sequence[s
 
 
 def weigh_loss_terms(loss_outputs: PolicyLossOutputs, columns: ColumnsByName) -> LossAndMetricSums:
-    """The sums, with the weights of the columns, of a loss that leaves its gradient to autograd."""
+    """Return (the loss summed with the loss weights, each metric summed with the metric weights),
+    for a loss that leaves its gradient to autograd.
+    """
     value = (loss_outputs.token_loss_T * columns["loss_weights"]).sum()
     weights_R = columns["metric_weights"]
     return value, {
@@ -109,7 +113,9 @@ def weigh_loss_terms(loss_outputs: PolicyLossOutputs, columns: ColumnsByName) ->
 def compute_value_loss_sums(
     values_R: Tensor, columns: ColumnsByName, cliprange_value: float
 ) -> LossAndMetricSums:
-    """The sums of the critic's loss, with the weights of the columns."""
+    """Return (the critic's loss summed with the loss weights, with grad; its metrics summed with
+    the metric weights).
+    """
     dtype = values_R.dtype
     old_R, returns_R, weights_R, metric_weights_R = (
         columns[name].to(dtype)
@@ -131,8 +137,9 @@ def compute_value_loss_sums(
 def attach_gradients(
     loss: Tensor, known_gradients: Sequence[tuple[Tensor, Tensor, float]]
 ) -> Tensor:
-    """A copy of the scalar `loss`. `known_gradients`: (tensor, gradient, factor) each; the product
-    of the last two is the tensor's gradient."""
+    """Return a copy of the scalar `loss` with grad. `known_gradients` holds (tensor, gradient,
+    factor) each; the backward pass gives the tensor gradient x factor x the upstream gradient.
+    """
     tensors = [tensor for input_R, grad_R, _ in known_gradients for tensor in (input_R, grad_R)]
     return _AttachGradients.apply(loss, [factor for _, _, factor in known_gradients], *tensors)
 
@@ -140,6 +147,7 @@ def attach_gradients(
 class _AttachGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, factors: Sequence[float], *tensors: Tensor) -> Tensor:
+        """Return a copy of `loss`; `tensors` are pairs of an input and its gradient."""
         ctx.factors = factors
         ctx.save_for_backward(*tensors[1::2])
         return loss.clone()  # of its own memory: pipeline schedules scale it in place
@@ -147,6 +155,7 @@ class _AttachGradients(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        """Return each input's known gradient times its factor and the upstream gradient."""
         grads: list[Tensor | None] = [None, None]
         for index, (grad_R, factor) in enumerate(zip(ctx.saved_tensors, ctx.factors, strict=True)):
             if not ctx.needs_input_grad[2 + 2 * index]:

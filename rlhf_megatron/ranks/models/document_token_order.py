@@ -32,7 +32,9 @@ class DocumentRun:
     )
 
     def multiply_parts(self, num_parts: int) -> DocumentRun:
-        """The same documents whole, where this has one of `num_parts` equal parts of each."""
+        """Return the run of the whole documents, where this run holds one of `num_parts` equal
+        parts of each document.
+        """
         return DocumentRun(self.start * num_parts, self.stop * num_parts, self.length * num_parts)
 
 
@@ -45,14 +47,15 @@ class TokenOrder:
 
     @staticmethod
     def from_tokens(tokens: Tensor, device: torch.device) -> TokenOrder:
+        """Return the order that puts these tokens at their places, and its inverse."""
         tokens = tokens.to(device)
         return TokenOrder(tokens, tokens.argsort())
 
 
 @dataclass(frozen=True)
 class LengthGroups:
-    """Brings a rank's tokens, and the keys that it gathered, together by the length of
-    their documents.
+    """The runs and orders that bring a rank's tokens, and the keys that it gathered, together by
+    the length of their documents.
     """
 
     document_runs: tuple[
@@ -67,11 +70,12 @@ class LengthGroups:
 def group_documents_by_length(
     borders: Tensor, cp: int = 1, prompt_documents: Tensor | None = None
 ) -> LengthGroups:
-    """`borders` [D + 1] of whole documents; under cp each is a multiple of 2 cp long. The orders
-    are on its device.
+    """Return runs of documents of equal length, and the orders of queries and keys that bring them
+    together, on the device of `borders`. `borders` [D + 1] are those of whole documents; under cp
+    each document is a multiple of 2 cp tokens long.
 
-    `prompt_documents` [D]: the document that each goes on from, -1 of none; then documents of a run
-    have prompts of one length.
+    `prompt_documents` [D] names the document that each document continues, -1 for none; then the
+    documents of a run also have prompts of one length.
     """
     host = borders.to(device="cpu", dtype=torch.int64)
     lengths = host.diff()
@@ -102,6 +106,7 @@ def group_documents_by_length(
 def _group_documents_with_prompts(
     lengths: Tensor, prompt_documents: Tensor, device: torch.device
 ) -> LengthGroups:
+    """Return the groups of documents by their own length and the length of their prompt."""
     is_behind = prompt_documents >= 0
     base = int(lengths.max()) + 1
     kinds = lengths + base * lengths[prompt_documents.clamp(min=0)].where(
@@ -140,9 +145,9 @@ def _group_documents_with_prompts(
 def locate_prompt_keys(
     borders: Tensor, prompt_documents: Tensor, num_keys: int
 ) -> tuple[Tensor, Tensor]:
-    """Return what documents behind shared prompts attend to: the borders of their key sequences
-    [D + 1] int32, each the document's prompt and then itself, and the place of each key among the
-    tokens [num_keys]. `prompt_documents` [D] as above.
+    """Return (the borders [D + 1] int32 of the documents' key sequences, each the document's prompt
+    followed by the document itself; the token of each key [num_keys]). `prompt_documents` [D] holds
+    the document that each document continues, -1 for none.
     """
     lengths = borders.diff().long()
     starts = borders[:-1].long()
@@ -156,11 +161,10 @@ def locate_prompt_keys(
 
 
 def order_gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:
-    """[T] the token (in document order) at each place once the ranks' shares are joined
-    in rank order.
+    """Return [T]: the token (in document order) at each place, once the ranks' shares are joined in
+    rank order; `[cp, share]` is a view of it.
 
-    `borders` [D + 1] integers from 0 to `num_tokens`, every length a multiple of 2 cp.
-    `[cp, share]` is a view of it.
+    `borders` [D + 1] are integers from 0 to `num_tokens`, and every length is a multiple of 2 cp.
     """
     lengths = borders.diff().long()
     starts = torch.repeat_interleave(borders[:-1].long(), lengths, output_size=num_tokens)
@@ -173,14 +177,14 @@ def order_gathered_tokens(borders: Tensor, num_tokens: int, cp: int) -> Tensor:
 def locate_prefix_keys(
     borders: Tensor, num_tokens: int, cp: int, cp_rank: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what a rank's chunks attend to, for attention over pairs of one query and
-    one key sequence.
+    """Return the keys that a rank's chunks attend to, for attention over pairs of one query and one
+    key sequence: (the borders of the query sequences [2 D + 1] int32, the borders of the key
+    sequences [2 D + 1] int32, the place of each key among the gathered keys [T (2 cp + 1) / (2
+    cp)]).
 
-    Its share is 2 D query sequences as it stands: each document's chunk `cp_rank`, then its chunk 2
-    cp - 1 - `cp_rank`. The keys of a chunk are the document up to the chunk's end, so that its last
-    query sees its last key. Returns the borders of the query sequences [2 D + 1] and of the key
-    sequences [2 D + 1], both int32, and the place of each key among the gathered ones [T (2
-    cp + 1) / (2 cp)].
+    The rank's share is 2 D query sequences as it stands: each document's chunk `cp_rank`, then its
+    chunk 2 cp - 1 - `cp_rank`. The keys of a chunk are the document up to the chunk's end, so that
+    its last query sees its last key.
     """
     chunk_sizes = (borders.diff().long() // (2 * cp)).repeat_interleave(2)
     # Where a document's two chunks end, rank + 1 and 2 cp - rank; a tensor of host numbers would
@@ -198,8 +202,8 @@ def locate_prefix_keys(
 
 
 def compute_chunk_positions(length: int, cp: int, cp_rank: int) -> Tensor:
-    """[length / cp] positions, in a document of `length` tokens, of the tokens that
-    `cp_rank` has of it.
+    """Return the positions [length / cp] of the tokens that `cp_rank` holds of a document of
+    `length` tokens.
     """
     size = length // (2 * cp)
     first = torch.arange(size)
@@ -207,11 +211,14 @@ def compute_chunk_positions(length: int, cp: int, cp_rank: int) -> Tensor:
 
 
 def _compute_borders(lengths: Tensor) -> Tensor:
+    """Return [n + 1]: the sums of the lengths before each document, from 0."""
     return torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
 
 
 def _find_equal_length_runs(lengths: Tensor) -> tuple[DocumentRun, ...]:
-    """Maximal runs of equal lengths. Documents without tokens are left out."""
+    """Return the maximal runs of consecutive documents of equal length; documents without tokens
+    are left out.
+    """
     values, counts = lengths.unique_consecutive(return_counts=True)
     runs = []
     start = 0
@@ -223,7 +230,7 @@ def _find_equal_length_runs(lengths: Tensor) -> tuple[DocumentRun, ...]:
 
 
 def _order_document_tokens(lengths: Tensor, document_order: Tensor) -> Tensor:
-    """The token at each place once documents of these lengths are put in `document_order`."""
+    """Return the token at each place once the documents are put in `document_order`."""
     sizes = lengths[document_order]
     shifts = _compute_borders(lengths)[document_order] - _compute_borders(sizes)[:-1]
     return torch.repeat_interleave(shifts, sizes) + torch.arange(int(sizes.sum()))

@@ -59,7 +59,7 @@ class FlashKernel:
     choice: KernelChoice
     attention_call: FlashAttentionCall | None  # None: no flash attention here
     sink_attention_call: SinkAttentionCall | None = (
-        None  # of a kernel that was asked for it, in place of `attention_call`
+        None  # where sinks were requested, in place of `attention_call`
     )
 
 
@@ -67,8 +67,9 @@ class FlashKernel:
 def choose_flash_kernel(
     device: torch.device, dtype: torch.dtype, head_dim: int, has_sinks: bool = False
 ) -> FlashKernel:
-    """Choose the kernel of `device` for queries of this kind. Packages are tried once a process.
-    `has_sinks`: each head has a logit of its own in the softmax.
+    """Return the flash attention kernel of `device` for queries of this type and head dimension;
+    its call is None where none can be used. With `has_sinks` each head has a logit of its own in
+    the softmax, and the call is `sink_attention_call`. Packages are tried once in a process.
     """
     if device.type == "cpu":  # no package is imported in vain
         return FlashKernel(choose_attention_kernel("cpu", "", head_dim, (0, 0), {}), None)
@@ -92,7 +93,7 @@ def choose_flash_kernel(
 
 
 def explain_absent_kernels() -> dict[AttentionKernel, str]:
-    """Say why kernels cannot be used, for those that cannot. Imports the packages."""
+    """Return the reason for each kernel that cannot be used. Import the packages."""
     absent = {
         name: why_not
         for name, (module, attribute) in SOURCES.items()
@@ -104,12 +105,15 @@ def explain_absent_kernels() -> dict[AttentionKernel, str]:
 
 
 def wrap_torch_varlen(varlen_attn: Callable[..., Any]) -> FlashAttentionCall:
-    """torch's function as a `FlashAttentionCall`. Of torch 2.10 to 2.13 each has other options."""
+    """Return torch's function as a `FlashAttentionCall`; its options differ in each of torch 2.10
+    to 2.13.
+    """
     options = inspect.signature(varlen_attn).parameters
 
     def attend_with_torch(
         query: Tensor, key: Tensor, value: Tensor, borders: SequenceBorders, scale: float
     ) -> Tensor:
+        """Return causal attention [T, N, d] by torch's function."""
         chosen: dict[str, Any] = (
             {"window_size": (-1, 0)} if "window_size" in options else {"is_causal": True}
         )
@@ -135,14 +139,15 @@ def wrap_torch_varlen(varlen_attn: Callable[..., Any]) -> FlashAttentionCall:
 
 
 def wrap_flash_attn_package(flash_attn_varlen_func: Callable[..., Any]) -> FlashAttentionCall:
-    """The function of flash-attn 2 or 3 as a `FlashAttentionCall`. Its gradients repeat bit for bit
-    where torch is told to.
+    """Return the function of flash-attn 2 or 3 as a `FlashAttentionCall`. Its gradients repeat bit
+    for bit where torch uses deterministic algorithms.
     """
     options = inspect.signature(flash_attn_varlen_func).parameters
 
     def attend_with_package(
         query: Tensor, key: Tensor, value: Tensor, borders: SequenceBorders, scale: float
     ) -> Tensor:
+        """Return causal attention [T, N, d] by the package's function."""
         chosen: dict[str, Any] = {"softmax_scale": scale, "causal": True}
         if "deterministic" in options:
             chosen["deterministic"] = torch.are_deterministic_algorithms_enabled()
@@ -162,7 +167,9 @@ def wrap_flash_attn_package(flash_attn_varlen_func: Callable[..., Any]) -> Flash
 
 
 class AttentionPasses(Protocol):
-    """The two passes of a kernel apart. Logarithms of sums of exponentials are [N, T] float32."""
+    """The forward and the backward pass of a kernel, called separately. Logarithms of sums of
+    exponentials are [N, T] float32.
+    """
 
     def forward(
         self,
@@ -173,15 +180,15 @@ class AttentionPasses(Protocol):
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor]:
-        """(output [T, N, d], logarithms)."""
+        """Return (output [T, N, d], logarithms of the sums of exponentials [N, T])."""
 
     def backward(
         self, grad: Tensor, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor, log_sums: Tensor,
         borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-        """Gradients of query, key and value. The kernel must take its shares from `log_sums`,
-        exp(logit - log), and the mean of their gradients from the output.
+        """Return the gradients of query, key and value. The kernel must compute its shares as
+        exp(logit - log) from `log_sums`, and the mean of their gradients from the output.
         """
 
 
@@ -197,6 +204,7 @@ class TorchAttentionPasses:
         scale: float,
         window: int | None,
     ) -> tuple[Tensor, Tensor]:
+        """Return (output [T, N, d], logarithms of the sums of exponentials [N, T])."""
         output, logs, *_ = torch.ops.aten._flash_attention_forward(
             query,
             key,
@@ -218,6 +226,7 @@ class TorchAttentionPasses:
         borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+        """Return the gradients of query, key and value."""
         query, key, value = inputs
         random_state = torch.zeros(2, dtype=torch.uint64, device=grad.device)
         grad_query, grad_key, grad_value = torch.ops.aten._flash_attention_backward(
@@ -242,12 +251,16 @@ class TorchAttentionPasses:
 
 
 def _make_window_options(window: int | None) -> dict[str, int]:
-    """Kernels count the tokens beside a query."""
+    """Return the kernel's options for a window, which count the tokens beside the query; {} for no
+    window.
+    """
     return {} if window is None else {"window_size_left": window - 1, "window_size_right": 0}
 
 
 def make_sink_attention(attention_passes: AttentionPasses) -> SinkAttentionCall:
-    """Attention whose softmax has one more logit a head, made of a kernel that has none."""
+    """Return an attention function whose softmax has one more logit for each head, made from a
+    kernel without such logits.
+    """
 
     def attend_with_sinks(
         query: Tensor,
@@ -258,6 +271,7 @@ def make_sink_attention(attention_passes: AttentionPasses) -> SinkAttentionCall:
         window: int | None,
         sinks: Tensor,
     ) -> Tensor:
+        """Return causal attention [T, N, d] with one sink logit for each head."""
         output: Tensor = _SinkAttention.apply(
             query.contiguous(),
             key.contiguous(),
@@ -286,6 +300,7 @@ class _SinkAttention(torch.autograd.Function):
         attention_passes: AttentionPasses, borders: SequenceBorders,
         scale: float, window: int | None,
     ) -> Tensor:  # fmt: skip
+        """Return attention with sinks, by rescaling the output of the plain kernel."""
         plain, logs_NT = attention_passes.forward(query, key, value, borders, scale, window)
         sums_NT = torch.logaddexp(logs_NT, sinks.float()[:, None])
         output = (plain * torch.exp(logs_NT - sums_NT).T[..., None]).to(plain.dtype)
@@ -295,6 +310,7 @@ class _SinkAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and sinks."""
         query, key, value, sinks, output, sums_NT = ctx.saved_tensors
         passes, borders, scale, window = ctx.settings
         grad = grad.contiguous()
@@ -307,6 +323,6 @@ class _SinkAttention(torch.autograd.Function):
 
 
 def _take_first_output(kernel_output: Any) -> Tensor:
-    """Some versions return the sums of the softmax as well."""
+    """Return the output of a kernel without the sums of the softmax, which some versions add."""
     result: Tensor = kernel_output[0] if isinstance(kernel_output, tuple) else kernel_output
     return result

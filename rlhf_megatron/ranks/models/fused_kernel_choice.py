@@ -33,8 +33,8 @@ _DATA_CENTER_GPUS = ((8, 0), (9, 0), (10, 0), (10, 3))  # their compute capabili
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """A chosen path. `why_not` says in one sentence why no faster one is taken; empty when
-    there is none.
+    """A chosen kernel. `why_not` says in one sentence why no faster kernel is in use; empty when
+    there is none faster.
     """
 
     name: str
@@ -50,13 +50,14 @@ def choose_attention_kernel(
     absence_reasons: Mapping[AttentionKernel, str],
     has_sinks: bool = False,
 ) -> KernelChoice:
-    """The kernel for packed documents. `absence_reasons`: why a kernel cannot be used here, for
-    those that cannot. `has_sinks`:
-    each head has a logit of its own in the softmax, which goes around torch's kernel only.
+    """Return the fastest attention kernel for packed documents: Flash Attention 3 (Hopper only),
+    torch's own, which is Flash Attention 2 inside, then the package flash-attn 2. "by_length"
+    remains where none can be used: scaled_dot_product_attention for all documents of a length at
+    once, which takes any type and head, and waits for the device.
 
-    `capability` is (0, 0) on a CPU. By speed: Flash Attention 3 (Hopper only), torch's own, which
-    is Flash Attention 2 inside, then that package. What is left is scaled_dot_product_attention by
-    lengths of documents, which takes any type and head, and waits for the device.
+    `capability` is (0, 0) on a CPU. `absence_reasons` has an entry for each kernel that cannot be
+    used here. With `has_sinks` each head has a logit of its own in the softmax, which only torch's
+    kernel supports.
     """
     if device == "cpu":
         return KernelChoice("by_length", "flash attention runs on CUDA only")
@@ -109,8 +110,8 @@ def choose_norm_kernel(
     apex_why_not: str,
     has_apex_norm: bool,
 ) -> KernelChoice:
-    """RMSNorm of a model's layers. `has_torch_kernel`: torch's rms_norm is one kernel on CUDA
-    (2.9 and newer).
+    """Return the kernel for RMSNorm in a model's layers. `has_torch_kernel` says that torch's
+    rms_norm is one kernel on CUDA (2.9 and newer).
     """
     if device == "cpu":
         return KernelChoice(
@@ -130,8 +131,8 @@ def choose_norm_kernel(
 
 
 def choose_adam_kernel(device: DeviceType, imported_adam: AdamKernel) -> KernelChoice:
-    """`imported_adam`: what megatron-core takes when it is imported: Transformer Engine's, else
-    Apex's, else torch's.
+    """Return the Adam that steps run: torch's on a CPU, else `imported_adam`, which megatron-core
+    picked when it was imported (Transformer Engine's, else Apex's, else torch's).
     """
     if device == "cpu":
         return KernelChoice(
@@ -149,10 +150,10 @@ def choose_gradient_fusion(
     has_extension: bool,
     has_float32_product: bool,
 ) -> KernelChoice:
-    """ "off", or who adds weight gradients to the float32 buffers: "transformer_engine",
-    "apex", "torch".
+    """Return "off", or who adds weight gradients to the float32 buffers: "transformer_engine",
+    "apex" or "torch".
 
-    Raises ValueError where `setting` asks for what no installed package can do.
+    Raise ValueError where `setting` is True and no installed package can do it.
     """
     if setting is False:
         return KernelChoice("off", "gradient_accumulation_fusion is false")
@@ -183,8 +184,8 @@ def choose_gradient_fusion(
 
 
 def choose_compiled_activation(device: DeviceType, compiler_why_not: str) -> KernelChoice:
-    """megatron-core compiles bias + SwiGLU and bias + dropout + add with torch.compile:
-    "compiled" or "plain".
+    """Return "compiled" where torch.compile can run megatron-core's bias + SwiGLU and bias +
+    dropout + add, else "plain".
     """
     if device == "cpu":
         return KernelChoice("plain", "compiling it on a CPU costs minutes and gains nothing")
@@ -198,4 +199,5 @@ def choose_compiled_activation(device: DeviceType, compiler_why_not: str) -> Ker
 
 
 def _format_capability(capability: tuple[int, int]) -> str:
+    """Return a compute capability as text, such as 9.0."""
     return f"{capability[0]}.{capability[1]}"

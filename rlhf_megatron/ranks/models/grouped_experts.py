@@ -29,7 +29,7 @@ ALIGNMENT = 16  # tokens; of bytes it is what grouped_mm asks of a row
 
 
 class GroupedExperts(SequentialMLP):
-    """Stands where megatron's specs have SequentialMLP: for gated experts."""
+    """Takes the place of SequentialMLP in megatron's layer specs, for gated experts."""
 
     def forward(
         self,
@@ -37,7 +37,9 @@ class GroupedExperts(SequentialMLP):
         tokens_per_expert: Tensor,
         permuted_probs: Tensor,
     ) -> tuple[Tensor, None]:
-        """[T, h], [E], [T] -> [T, h], and no bias. Tokens lie together by expert."""
+        """Return ([T, h], None) for hidden states [T, h] whose tokens lie together by expert,
+        counts [E] and probabilities [T]; the second value is the missing bias.
+        """
         tokens_Th = permuted_local_hidden_states
         device = permuted_local_hidden_states.device
         counts_E = tokens_per_expert.to(device, torch.int64, non_blocking=True)
@@ -64,8 +66,8 @@ class GroupedExperts(SequentialMLP):
         return [linear.weight for linear in linears]
 
     def _expand_biases(self, linear_name: str, counts_E: Tensor, num_tokens: int) -> Tensor | None:
-        """[T, o], of each token that of its expert; None where they have none. Behind
-        `_collect_weights`, which waits for parameters.
+        """Return [T, o], the bias of each token's expert; None where the experts have no biases.
+        Call it after `_collect_weights`, which waits for the parameters.
         """
         if not self.config.add_bias_linear:
             return None
@@ -76,7 +78,9 @@ class GroupedExperts(SequentialMLP):
         )
 
     def _apply_activation(self, gate_up: Tensor, bias: Tensor | None, probs_T: Tensor) -> Tensor:
-        """Apply the activation as megatron's MLP does."""
+        """Return the gated activation of `gate_up`, times each token's probability, as megatron's
+        MLP computes it.
+        """
         config = self.config
         if bias is not None:
             gate_up = gate_up + bias
@@ -105,8 +109,8 @@ class GroupedExperts(SequentialMLP):
 
 
 class TorchGroupedLinear(torch.nn.Module):
-    """A linear layer of all experts of a rank: parameters `weight0`, `bias0`, `weight1`, ... Made
-    and called as megatron-core's TEGroupedMLP does with Transformer Engine's.
+    """A linear layer of all experts of a rank: parameters `weight0`, `bias0`, `weight1`, ...
+    megatron-core's TEGroupedMLP makes and calls it like Transformer Engine's layer.
     """
 
     tp_dim: int  # of a weight [o, i], along which etp splits it
@@ -139,7 +143,9 @@ class TorchGroupedLinear(torch.nn.Module):
                 )
 
     def forward(self, tokens_Ti: Tensor, counts: list[int]) -> tuple[Tensor, list[Tensor] | None]:
-        """[T, i] -> [T, o], and the biases where the caller adds them."""
+        """Return ([T, o], the biases where the caller adds them, else None) for `tokens_Ti` [T, i],
+        sorted by expert, with `counts` tokens for each expert.
+        """
         counts_E = torch.tensor(counts, device=tokens_Ti.device)
         product = _multiply_by_expert_weights(
             tokens_Ti,
@@ -152,6 +158,7 @@ class TorchGroupedLinear(torch.nn.Module):
         return product + _expand_biases_to_tokens(biases, counts_E, len(tokens_Ti)), None
 
     def _collect_expert_parameters(self, parameter_name: str) -> list[Tensor]:
+        """Return the parameter "weight" or "bias" of each expert; [] where there are no biases."""
         found = [
             getattr(self, f"{parameter_name}{number}", None) for number in range(self.num_gemms)
         ]
@@ -163,8 +170,8 @@ class TorchGroupedLinear(torch.nn.Module):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Return, for megatron's checkpoints, one tensor for the experts of all ranks, as experts
-        one after the other do.
+        """Return the sharded tensors for megatron's checkpoints: one tensor for the experts of all
+        ranks, as for experts that run one after the other.
         """
         groups = self.process_groups
         axes = {"weight": self.tp_dim, **({"bias": 0} if self.tp_dim == 0 else {})}
@@ -188,13 +195,13 @@ class TorchGroupedLinear(torch.nn.Module):
 
 
 class ColumnGroupedLinear(TorchGroupedLinear):
-    """Gate and up of all experts."""
+    """The gate and up projections of all experts."""
 
     tp_dim = 0
 
 
 class RowGroupedLinear(TorchGroupedLinear):
-    """Down of all experts."""
+    """The down projections of all experts."""
 
     tp_dim = 1
 
@@ -202,8 +209,8 @@ class RowGroupedLinear(TorchGroupedLinear):
 def _multiply_by_expert_weights(
     tokens_Ti: Tensor, padded_groups: tuple[Tensor, Tensor], weights: list[Tensor]
 ) -> Tensor:
-    """[T, o]: each token times the weight of its expert.
-    `padded_groups`: of `pad_expert_groups`.
+    """Return [T, o]: each token times the weight of its expert. `padded_groups` comes from
+    `pad_expert_groups`.
     """
     places_T, ends_E = padded_groups
     filled = tokens_Ti.new_zeros(len(tokens_Ti) + ALIGNMENT * len(weights), tokens_Ti.shape[1])
@@ -213,7 +220,7 @@ def _multiply_by_expert_weights(
 
 
 def _expand_biases_to_tokens(biases: list[Tensor], counts_E: Tensor, num_tokens: int) -> Tensor:
-    """[T, o]: the bias of each token's expert."""
+    """Return [T, o]: the bias of each token's expert."""
     experts_E = torch.arange(len(biases), device=counts_E.device)
     return torch.stack(biases).index_select(
         0, experts_E.repeat_interleave(counts_E, output_size=num_tokens)
@@ -221,27 +228,29 @@ def _expand_biases_to_tokens(biases: list[Tensor], counts_E: Tensor, num_tokens:
 
 
 def apply_grouped_linear(tokens_Pi: Tensor, ends_E: Tensor, weights: list[Tensor]) -> Tensor:
-    """[P, o]: the rows of each group times its weight [o, i]. `ends_E` int32, each a
-    multiple of ALIGNMENT.
+    """Return [P, o]: the rows of each group times the group's weight [o, i]. `ends_E` int32 holds
+    the end of each group's rows, a multiple of ALIGNMENT.
 
-    Rows behind the last group are not defined.
+    Rows behind the last group are undefined.
     """
     product: Tensor = _GroupedLinearFunction.apply(tokens_Pi, ends_E, *weights)
     return product
 
 
 class _GroupedLinearFunction(torch.autograd.Function):
-    """Keeps the parameters for the backward pass,
-    and not the copy that they are put together in.
+    """The grouped product, which keeps the parameters for the backward pass and not their stacked
+    copy.
     """
 
     @staticmethod
     def forward(ctx: Any, tokens_Pi: Tensor, ends_E: Tensor, *weights: Tensor) -> Tensor:
+        """Return [P, o]: the rows of each group times the group's weight."""
         ctx.save_for_backward(tokens_Pi, ends_E, *weights)
         return grouped_mm(tokens_Pi, torch.stack(weights).transpose(1, 2), offs=ends_E)
 
     @staticmethod
     def backward(ctx: Any, grad_Po: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of the tokens and of each weight."""
         tokens_Pi, ends_E, *weights = ctx.saved_tensors
         grad_Po = grad_Po.contiguous()
         of_tokens = grouped_mm(grad_Po, torch.stack(weights), offs=ends_E)
@@ -250,8 +259,8 @@ class _GroupedLinearFunction(torch.autograd.Function):
 
 
 def pad_expert_groups(counts_E: Tensor, num_tokens: int) -> tuple[Tensor, Tensor]:
-    """(the row of each token [T], where each expert's rows end [E] int32) once groups
-    are filled up.
+    """Return (the row of each token [T], the end of each expert's rows [E] int32) after each
+    expert's tokens are padded to a multiple of ALIGNMENT rows, at least one such multiple.
     """
     filled_E = ((counts_E + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT
     ends_E = filled_E.cumsum(0)

@@ -53,7 +53,7 @@ of fused ones.
 
 
 def has_transformer_engine() -> bool:
-    """Whether megatron-core found Transformer Engine when it was imported."""
+    """Return whether megatron-core found Transformer Engine when it was imported."""
     return bool(
         getattr(
             importlib.import_module("megatron.core.extensions.transformer_engine"), "HAVE_TE", False
@@ -66,8 +66,10 @@ def resolve_layer_impl(
     device: torch.device,
     has_experts: bool = False,
 ) -> LayerImpl:
-    """Return whose names the modules get: of a model with experts megatron-core's own, unless it is
-    told. Raises ValueError for Transformer Engine on a GPU without it.
+    """Return the implementation of the layers, which also decides the names of the modules. "auto"
+    becomes "local" (megatron-core's own layers) for a model with experts, on a CPU and without
+    Transformer Engine, else "transformer_engine"; on a CPU "transformer_engine" means plain torch
+    under its names. Raise ValueError where "transformer_engine" is set on a GPU without it.
     """
     if has_experts and transformer_impl == "auto":
         return "local"
@@ -90,7 +92,9 @@ def resolve_layer_impl(
 
 
 def explain_missing_transformer_engine() -> str:
-    """Say that it is not installed, or what importing it raises."""
+    """Return that Transformer Engine is not installed, or the error of its import; empty when it
+    can be imported.
+    """
     return (
         find_transformer_engine().why_not
         or try_import_attribute("transformer_engine.pytorch", "Linear")[1]
@@ -100,10 +104,10 @@ def explain_missing_transformer_engine() -> str:
 def make_layer_spec(
     impl: LayerImpl, config: Any, device: torch.device, unbiased_part: LayerPart | None = None
 ) -> tuple[Any, Any]:
-    """(spec of a layer, class of the final norm). Attention is ours in all: it does document
-    borders, and positions but for latent attention.
+    """Return (the spec of a dense layer, the class of the final norm). Attention is this project's
+    own in all of them: it handles document borders, and positions except in latent attention.
 
-    `unbiased_part`: the part of a layer whose linear layers have no bias whatever
+    `unbiased_part` names the part of a layer whose linear layers have no bias whatever
     `add_bias_linear` says.
     """
     layer, final_norm = _make_layer_and_norm(impl, config, None, device)
@@ -121,6 +125,7 @@ def make_layer_spec(
 def _make_layer_and_norm(
     impl: LayerImpl, config: Any, num_experts: int | None, device: torch.device
 ) -> tuple[Any, Any]:
+    """Return (the layer spec, the class of the final norm) of the implementation on this device."""
     if impl == "local":
         return _make_local_layer(config, num_experts), RMSNorm
     if device.type == "cuda":
@@ -131,8 +136,9 @@ def _make_layer_and_norm(
 def make_expert_layer_spec(
     impl: LayerImpl, config: Any, device: torch.device, has_grouped_experts: bool
 ) -> Any:
-    """A layer with experts, one MLP after the other or `has_grouped_experts`, and our attention and
-    norms. Raises ValueError for a Transformer Engine without grouped layers.
+    """Return the spec of a layer with experts, which run one after the other or, with
+    `has_grouped_experts`, in grouped products, and with this project's attention and norms. Raise
+    ValueError for a Transformer Engine without grouped layers.
     """
     layer, _ = _make_layer_and_norm(impl, config, config.num_moe_experts, device)
     parts = _get_submodules(layer.submodules.mlp)
@@ -152,13 +158,16 @@ def make_expert_layer_spec(
 
 
 def _get_submodules(spec: Any) -> Any:
-    """Return the submodules of a part of a layer, which is a functools.partial in
+    """Return the submodules of a part of a layer spec, which is a functools.partial in
     megatron-core 0.19.
     """
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
 def _make_grouped_experts_spec(device: torch.device) -> Any:
+    """Return the spec of megatron's TEGroupedMLP, with linear layers of Transformer Engine on CUDA,
+    of torch elsewhere. Raise ValueError for a Transformer Engine without grouped layers.
+    """
     linears: dict[str, Any] = {"linear_fc1": ColumnGroupedLinear, "linear_fc2": RowGroupedLinear}
     if device.type == "cuda":
         extension = importlib.import_module("megatron.core.extensions.transformer_engine")
@@ -179,7 +188,7 @@ def _make_grouped_experts_spec(device: torch.device) -> Any:
 
 @functools.cache
 def _make_class_without_bias(linear_class: Any) -> Any:
-    """`linear_class`, one of megatron's classes, that has no bias where it is asked for one."""
+    """Return a subclass of one of megatron's linear classes that ignores `bias` and has none."""
 
     class LinearWithoutBias(linear_class):
         def __init__(
@@ -191,10 +200,10 @@ def _make_class_without_bias(linear_class: Any) -> Any:
 
 
 def _make_local_layer(config: Any, num_experts: int | None) -> Any:
-    """megatron's own layers with our attention and norm, since its wrapper of torch's refuses
-    sequence parallelism.
+    """Return the spec of megatron's own layer with this project's attention and norm, because
+    megatron's wrapper of torch's norm refuses sequence parallelism.
 
-    Both down projections of latent attention are whole.
+    Both down projections of latent attention are whole on every tp rank.
     """
     is_latent = config.multi_latent_attention
     layer = copy.deepcopy(
@@ -223,6 +232,9 @@ def _make_local_layer(config: Any, num_experts: int | None) -> Any:
 
 
 def _make_torch_layer_with_fused_names(config: Any, num_experts: int | None) -> Any:
+    """Return the spec of a plain torch layer whose parameters have the names of Transformer
+    Engine's fused layers.
+    """
     layer = _make_local_layer(config, num_experts)
     provider = TorchSpecProvider()
     fused = provider.column_parallel_layer_norm_linear()
@@ -246,6 +258,9 @@ def _make_torch_layer_with_fused_names(config: Any, num_experts: int | None) -> 
 
 
 def _make_transformer_engine_layer(config: Any, num_experts: int | None) -> tuple[Any, Any]:
+    """Return (the spec of Transformer Engine's layer with this project's attention, the class of
+    its norm).
+    """
     is_latent = config.multi_latent_attention
     layer = copy.deepcopy(
         get_gpt_layer_with_transformer_engine_spec(
@@ -285,36 +300,42 @@ class LayerNormColumnParallelLinear(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """[s, b, h] -> [s, b, output / tp]; s is this rank's part under sequence parallelism."""
+        """Return ([s, b, output / tp], bias or None) for `input_` [s, b, h]; s is this rank's part
+        under sequence parallelism.
+        """
         normed = apply_rms_norm(input_, self.layer_norm_weight, self.eps)
         return super().forward(normed, weight, runtime_gather_output)
 
 
 class ExpertRowLinear(RowParallelLinear):
-    """The second matrix of an expert. megatron's MLP adds the bias in place to what comes out of
-    it, which autograd refuses where that was handed through by a sum over one rank: RuntimeError at
-    tp 1 and ep 1.
+    """The second matrix of an expert. megatron's MLP adds the bias in place to the output; autograd
+    refuses this where a sum over one rank returned its input as the output: RuntimeError at tp 1
+    and ep 1.
     """
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
-        """[tokens, width / etp] -> [tokens, h], and the bias."""
+        """Return ([tokens, h], bias or None) for `input_` [tokens, width / etp]."""
         output, bias = super().forward(input_)
         return output if bias is None else output.clone(), bias
 
 
 class TorchSpecProvider(LocalSpecProvider):
-    """The classes that megatron's functions put into layer specs."""
+    """The provider of plain torch classes for megatron's functions that make layer specs."""
 
     def fuse_layernorm_and_linear(self) -> bool:
+        """Return True: norm and linear layer are one module."""
         return True
 
     def column_parallel_layer_norm_linear(self) -> type:
+        """Return the class of a norm fused with a column-parallel linear layer."""
         return LayerNormColumnParallelLinear
 
     def layer_norm(
         self, rms_norm: bool = False, for_qk: bool = False, has_residual: bool = False
     ) -> type:
+        """Return `RMSNorm`, whatever the arguments."""
         return RMSNorm
 
     def core_attention(self) -> type:
+        """Return `PackedAttention`."""
         return PackedAttention

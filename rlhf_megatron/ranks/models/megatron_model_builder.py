@@ -66,19 +66,18 @@ def build_megatron_model(
     megatron: MegatronConfig | None = None,
     head: HeadKind = "vocabulary",
 ) -> MegatronModel:
-    """A model on `world.device`, its parameters not initialised: load weights next. Called on all
-    ranks of a replica.
+    """Return this rank's part of a model on `world.device`, with parameters that are not
+    initialised: load weights next. Call it on all ranks of a replica.
 
-    `world.layout` has the parallel sizes; of `megatron` recompute_*, transformer_impl, moe_* and
-    gradient_accumulation_fusion are read. Rank 0 logs which kernels it takes, and why
-    no faster ones.
+    `world.layout` has the parallel sizes; `megatron` supplies recompute_*, transformer_impl, moe_*
+    and gradient_accumulation_fusion. Rank 0 logs the kernels in use, and why no faster ones.
 
-    Every chunk takes packed documents:
-    `chunk(token_ids [1, T], position_ids [1, T], None, packed_seq_params=packed_documents(...))`.
-    The last one of the last stage returns hidden states [1, T, h], of which `get_head_weight` makes
-    log-probs; or `value_head` values, where `head` is "value": then there is no output layer.
+    Every chunk takes packed documents: `chunk(token_ids [1, T], position_ids [1, T], None,
+    packed_seq_params=make_packed_documents(...))`. The last chunk of the last stage returns hidden
+    states [1, T, h], from which the weight of `get_head_weight` makes log-probs; or, where `head`
+    is "value", `get_value_head` makes values: then there is no output layer.
 
-    Raises ValueError for an architecture, layout or setting that is not supported.
+    Raise ValueError for an architecture, layout or setting that is not supported.
     """
     prepare_megatron()
     megatron = megatron or MegatronConfig()
@@ -120,7 +119,9 @@ def build_megatron_model(
 def describe_kernel_choices(
     config: TransformerConfig, megatron: MegatronConfig, impl: LayerImpl, device: torch.device
 ) -> str:
-    """ "attention: torch; norm: plain (fused norms run on CUDA only); ..." """
+    """Return a line that names the kernels in use, and why no faster ones, such as "attention:
+    torch; norm: plain (fused norms run on CUDA only); ...".
+    """
     dtype = config.params_dtype
     taken: dict[str, KernelChoice] = {
         "attention": choose_flash_kernel(
@@ -147,7 +148,9 @@ def _build_model_chunk(
     chunk_index: int,
     has_grouped_experts: bool,
 ) -> torch.nn.Module:
-    """The `chunk_index`-th chunk of this rank: virtual stage index x pp + the rank's own stage."""
+    """Build the `chunk_index`-th chunk of this rank: virtual stage index x pp + the rank's own
+    stage.
+    """
     arguments = dict(gpt_arguments)
     rotary = arguments.pop("rotary")
     unbiased = arguments.pop("unbiased")

@@ -18,8 +18,8 @@ class HiddenStatesHead(ColumnParallelLinear):
     """megatron's output layer with its weight, marks and sharded_state_dict, whose forward
     multiplies nothing.
 
-    The gradient of what it hands out must be complete on every tp rank: `ranks.kernels.log_prob`
-    sums it over tp.
+    The gradient of the returned hidden states must be complete on every tp rank:
+    `ranks.kernels.log_prob` sums it over tp.
     """
 
     def forward(
@@ -28,18 +28,19 @@ class HiddenStatesHead(ColumnParallelLinear):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """[s, b, h] -> the same: this rank's part of the sequence where sequence
-        parallelism has split it.
+        """Return (`input_` as it is, None): [s, b, h], this rank's part of the sequence under
+        sequence parallelism.
         """
         return input_, None
 
 
 class ValueHead(torch.nn.Module):
-    """One number a token. Every tp rank has all of it and computes all values, from the hidden
-    states of all tokens.
+    """A head with one number a token. Every tp rank has the whole head and computes all values,
+    from the hidden states of all tokens.
 
-    So each has the whole gradient, of the head and of what it gathers, and nothing is to be summed
-    over tp: unlike those of the norms, the head's parameters are not marked as `sequence_parallel`.
+    So each rank has the whole gradient of the head and of the gathered hidden states, and nothing
+    is summed over tp: unlike the parameters of norms, the head's parameters are not marked as
+    `sequence_parallel`.
     """
 
     def __init__(
@@ -57,12 +58,12 @@ class ValueHead(torch.nn.Module):
         weight: Tensor | None = None,
         runtime_gather_output: bool | None = None,
     ) -> tuple[Tensor, None]:
-        """Return the hidden states, as `HiddenStatesHead.forward` does."""
+        """Return (the hidden states as they are, None), as `HiddenStatesHead.forward` does."""
         return input_, None
 
     def compute_values(self, hidden_SH: Tensor, rows_R: Tensor) -> Tensor:
-        """Compute [R] float32 from forward's result [S, hidden] and rows of the whole
-        sequence. All tp ranks.
+        """Return [R] float32 values from the hidden states [S, hidden] that forward returned, at
+        rows of the whole sequence. All tp ranks must call it.
         """
         whole_SH = (
             gather_sequence_parts(hidden_SH, self.tp_group) if self.sequence_parallel else hidden_SH
@@ -75,11 +76,11 @@ class ValueHead(torch.nn.Module):
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
     ) -> Any:
-        """Return the state for megatron's distributed checkpoint, under another name than an
-        output layer's.
+        """Return the state for megatron's distributed checkpoint, under another name than an output
+        layer's.
 
-        megatron lets the rows of `output_layer.weight` differ in number: a policy's would load
-        as a value head.
+        megatron lets the rows of `output_layer.weight` differ in number: a policy's output layer
+        would load as a value head.
         """
         state = make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
@@ -94,14 +95,16 @@ class ValueHead(torch.nn.Module):
 
 
 def expose_hidden_states(model: Any) -> None:
-    """Make `model(...)`, a GPTModel with the last stage, return hidden states [b, s, h]."""
+    """Make `model(...)`, a GPTModel with the last stage, return hidden states [b, s, h] instead of
+    logits.
+    """
     # The same module under another class: what megatron set on it and on its weight stays.
     model.output_layer.__class__ = HiddenStatesHead
 
 
 def install_value_head(model: Any, tp_group: ProcessGroup) -> None:
-    """Put a value head in place of the output layer of a GPTModel, which returns hidden states
-    [b, s, h] then.
+    """Replace the output layer of a GPTModel by a value head; the model then returns hidden states
+    [b, s, h].
     """
     config = model.config
     model.output_layer = ValueHead(
@@ -110,12 +113,12 @@ def install_value_head(model: Any, tp_group: ProcessGroup) -> None:
 
 
 def get_head_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
-    """The output head [padded vocabulary / tp, hidden] on the last stage, also of a model
-    wrapped in DDP.
+    """Return the weight of the output head [padded vocabulary / tp, hidden] on the last stage, also
+    of a model wrapped in DDP.
 
-    Tied: the embedding where the last stage is the first, else the last stage's own copy, whose
-    gradient megatron's finalize_model_grads sums with the first stage's. Raises ValueError on a
-    chunk without the last stage.
+    A tied head is the embedding where the last stage is the first, else the last stage's own copy,
+    whose gradient megatron's finalize_model_grads sums with the first stage's. Raise ValueError on
+    a chunk without the last stage.
     """
     model = _unwrap_model_with_head(chunk)
     if model.share_embeddings_and_output_weights:
@@ -124,8 +127,8 @@ def get_head_weight(chunk: torch.nn.Module) -> torch.nn.Parameter:
 
 
 def get_value_head(chunk: torch.nn.Module) -> ValueHead:
-    """A critic's head, also of a model wrapped in DDP. Raises ValueError on a chunk without
-    the last stage.
+    """Return a critic's value head, also of a model wrapped in DDP. Raise ValueError on a chunk
+    without the last stage.
     """
     head = _unwrap_model_with_head(chunk).output_layer
     assert isinstance(head, ValueHead), (
@@ -135,6 +138,9 @@ def get_value_head(chunk: torch.nn.Module) -> ValueHead:
 
 
 def _unwrap_model_with_head(chunk: torch.nn.Module) -> Any:
+    """Return the unwrapped model of a chunk with the output head; raise ValueError for any other
+    chunk.
+    """
     model = unwrap_model(chunk)
     if not model.post_process:
         raise ValueError(
@@ -144,8 +150,8 @@ def _unwrap_model_with_head(chunk: torch.nn.Module) -> Any:
 
 
 def gather_sequence_parts(hidden_SH: Tensor, tp_group: ProcessGroup) -> Tensor:
-    """The parts of all tp ranks, in order; the gradient of the result must be complete on
-    every tp rank.
+    """Return the sequence parts of all tp ranks, in order; the gradient of the result must be
+    complete on every tp rank.
     """
     return gather_from_sequence_parallel_region(
         hidden_SH, tensor_parallel_output_grad=False, group=tp_group

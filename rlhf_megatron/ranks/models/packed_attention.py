@@ -1,12 +1,12 @@
 """Core attention over packed documents, for all layer specs.
 
-CUDA in half precision: a kernel of flash attention (models.flash), where one is there and takes the
-head's dimension. Elsewhere: scaled_dot_product_attention, all documents of one length in one call,
-so that a micro-batch of hundreds of short documents costs a handful of calls. Positions are applied
-here as well, from tables made once a micro-batch.
+CUDA in half precision: a kernel of flash attention (flash_attention), where one is there and takes
+the head's dimension. Elsewhere: scaled_dot_product_attention, all documents of one length in one
+call, so that a micro-batch of hundreds of short documents costs a handful of calls. Positions are
+applied here as well, from tables made once a micro-batch.
 
 Under context parallelism a rank has the queries of its share of each document
-(models.document_order) and gathers the keys and values of all: one collective forward, its
+(document_token_order) and gathers the keys and values of all: one collective forward, its
 reduce-scatter backward, for any mix of documents.
 
 Legend: T tokens of this rank in a micro-batch, D documents, N heads of this rank, d head dimension,
@@ -57,8 +57,8 @@ from rlhf_megatron.ranks.models.rotary_embedding import (
 
 @dataclass
 class PackedDocuments(PackedSeqParams):
-    """megatron's packing parameters of one micro-batch, with what is derived from them once
-    for all layers.
+    """megatron's packing parameters of one micro-batch, with tables derived from them once for all
+    layers.
     """
 
     # [T] int64, from 0 in each document, or on from its prompt's
@@ -74,12 +74,14 @@ class PackedDocuments(PackedSeqParams):
 
     @cached_property
     def length_groups(self) -> LengthGroups:
+        """Return the documents in groups of equal length, computed once."""
         return group_documents_by_length(self.cu_seqlens_q, self.cp, self.prompt_documents)
 
     @cached_property
     def prefix_key_layout(self) -> tuple[Tensor, Tensor, Tensor]:
-        """The result of `document_token_order.locate_prefix_keys`, made on the device of `cu_seqlens`
-        without a wait.
+        """Return (query borders, key borders, place of each key): the result of
+        `document_token_order.locate_prefix_keys`, or of `locate_prompt_keys` where prompts are
+        shared, made on the device of `cu_seqlens` without a wait.
         """
         if self.prompt_documents is not None:
             return self.cu_seqlens_q, *locate_prompt_keys(
@@ -92,9 +94,9 @@ class PackedDocuments(PackedSeqParams):
     def get_attention_mask(
         self, length: int, window: int | None = None, num_prompt_keys: int = 0
     ) -> Tensor:
-        """[length / cp, keys] which keys of a document of `length` tokens each of its queries here
-        sees; of these the last `window`, its own with them. `num_prompt_keys`: further keys in
-        front, of its prompt.
+        """Return [length / cp, keys]: whether each query that this rank holds of a document of
+        `length` tokens sees each key. A query sees only the last `window` keys, its own included;
+        `num_prompt_keys` further keys in front belong to its prompt.
         """
         if (length, window, num_prompt_keys) not in self.mask_cache:
             queries = (
@@ -111,7 +113,7 @@ class PackedDocuments(PackedSeqParams):
     def get_rotary_tables(
         self, head_dim: int, rotary: RotaryConfig, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """cos and sin [T, 1, head_dim / 2] of this micro-batch's positions."""
+        """Return (cos, sin), each [T, 1, head_dim / 2], of this micro-batch's positions."""
         key = (head_dim, rotary, dtype)
         if key not in self.rotary_cache:
             self.rotary_cache[key] = make_rotary_tables(self.positions, head_dim, rotary, dtype)
@@ -127,20 +129,20 @@ def make_packed_documents(
     prompt_documents: Tensor | None = None,
     num_keys: int = 0,
 ) -> PackedDocuments:
-    """Make the `packed_seq_params` of a model's call for one micro-batch.
+    """Return the `packed_seq_params` of a model's call for one micro-batch.
 
-    `cu_seqlens` [D + 1] int32, borders of the documents; `max_seqlen` tokens of the longest;
-    `positions` [T] or [1, T] int64. Make it once a micro-batch. Fast where documents of equal
-    length lie together.
+    `cu_seqlens` [D + 1] int32 holds the borders of the documents, `max_seqlen` the tokens of the
+    longest, `positions` [T] or [1, T] int64. Make it once for each micro-batch. Attention is fast
+    where documents of equal length lie together.
 
     With a `cp_group` of more than one rank, `cu_seqlens` and `max_seqlen` count whole documents,
-    each a multiple of 2 cp tokens, while `positions` and all that the model takes are this rank's
+    each a multiple of 2 cp tokens, while `positions` and all inputs of the model are this rank's
     share (ranks.models.document_token_order).
 
-    With `prompt_documents` [D] int64 document d goes on from document prompts[d], if that is not
-    -1: its tokens see that document's too, which stands once for all that go on from it.
-    `num_keys`: tokens of all documents, each with its prompt; `max_seqlen` counts that as well. Not
-    together with a `cp_group` of more than one rank.
+    With `prompt_documents` [D] int64, document d continues document prompt_documents[d], unless
+    that is -1: its tokens also see that document's tokens, which are there once for all documents
+    that continue it. `num_keys` is the number of tokens of all documents, each with its prompt;
+    `max_seqlen` counts prompts as well. Not together with a `cp_group` of more than one rank.
     """
     return PackedDocuments(
         qkv_format="thd",
@@ -158,9 +160,9 @@ def make_packed_documents(
 
 
 class LatentRotaryEmbedding(torch.nn.Module):
-    """Stands where latent attention has `rotary_pos_emb`, which makes the angles: it gives cosines
-    and sines of each token here, made once a micro-batch, where megatron's layer would go from
-    document to document.
+    """Takes the place of `rotary_pos_emb` in latent attention, which makes angles: this module
+    returns the cosines and sines of each token, made once a micro-batch, where megatron's layer
+    would go from document to document.
     """
 
     def __init__(self, angles: Any, config: Any) -> None:
@@ -174,18 +176,18 @@ class LatentRotaryEmbedding(torch.nn.Module):
         )
 
     def get_rotary_seq_len(self, *arguments: Any) -> PackedDocuments:
-        """The last argument, of which the layer hands the result to `forward`."""
+        """Return the last argument, the PackedDocuments, which the layer hands to `forward`."""
         documents = arguments[-1]
         assert isinstance(documents, PackedDocuments), (
-            "the model needs packed_seq_params made by packed_documents()"
+            "the model needs packed_seq_params made by make_packed_documents()"
         )
         return documents
 
     def forward(
         self, documents: PackedDocuments, packed_seq: bool = True
     ) -> Tensor | tuple[Tensor, float]:
-        """[T, 2, 1, d], of which the layer takes T rows; of YaRN with a further factor, which is
-        in them already.
+        """Return the cosines and sines [T, 2, 1, d] of the documents' tokens. With YaRN return also
+        the factor 1.0, because the tables contain YaRN's factor already.
         """
         if self.cache_key not in documents.rotary_cache:
             made = self.angles.get_emb(documents.max_seqlen_q)
@@ -199,12 +201,12 @@ class LatentRotaryEmbedding(torch.nn.Module):
 
 
 class PackedAttention(MegatronModule):
-    """Causal attention inside each document. Stands where megatron's specs have
-    `core_attention`.
+    """Causal attention inside each document. Takes the place of
+    `core_attention` in megatron's layer specs.
     """
 
     rotary: RotaryConfig | None = (
-        None  # set by build_model; None: of latent attention, which has turned them
+        None  # set by build_megatron_model; None: of latent attention, which has turned them
     )
 
     def __init__(
@@ -215,7 +217,9 @@ class PackedAttention(MegatronModule):
         pg_collection: Any = None,
         **unused: Any,
     ) -> None:
-        """`layer_number`: in the whole model, from 1."""
+        """Raise ValueError for an attention dropout. `layer_number` counts in the whole model, from
+        1.
+        """
         super().__init__(config=config)
         if config.attention_dropout:
             raise ValueError(f"attention_dropout ({config.attention_dropout}) must be 0.")
@@ -246,15 +250,18 @@ class PackedAttention(MegatronModule):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedDocuments | None = None,
     ) -> Tensor:
-        """query [T, N, d], key [T, N / group, d], value [T, N / group, v] -> [T, N, v]."""
+        """Return attention [T, N, v] of query [T, N, d], key [T, N / group, d] and value [T, N /
+        group, v], after applying rotary positions. Raise ValueError where `packed_seq_params` are
+        not PackedDocuments.
+        """
         if not isinstance(packed_seq_params, PackedDocuments):
             raise ValueError(
-                "the model needs packed_seq_params made by packed_documents(); padded batches"
+                "the model needs packed_seq_params made by make_packed_documents(); padded batches"
                 " are not taken."
             )
         documents = packed_seq_params
         assert documents.cp == self.config.context_parallel_size, (
-            "packed_documents() was not given the cp group"
+            "make_packed_documents() was not given the cp group"
         )
         if self.rotary is not None:
             turned = int(query.shape[-1] * self.rotary.rotated_share)
@@ -269,7 +276,9 @@ class PackedAttention(MegatronModule):
         )
 
     def _choose_flash_call(self, query: Tensor) -> FlashAttentionCall | None:
-        """The kernel of these queries, where one takes them."""
+        """Return the flash attention call for these queries, with window and sinks bound; None
+        where no kernel accepts them.
+        """
         kernel = choose_flash_kernel(
             query.device, query.dtype, query.shape[-1], self.softmax_offset is not None
         )
@@ -286,8 +295,8 @@ class PackedAttention(MegatronModule):
         sharded_offsets: tuple[Any, ...] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """The sinks in megatron-core's checkpoints, under its name: the heads of all tp ranks
-        as one tensor.
+        """Return the sinks for megatron-core's checkpoints, under its name, the heads of all tp
+        ranks as one tensor; {} without sinks.
         """
         if self.softmax_offset is None:
             return {}
@@ -305,7 +314,9 @@ class PackedAttention(MegatronModule):
 
 
 def _rotate_first_dims(x: Tensor, num_rotated_dims: int, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first `num_rotated_dims` dimensions of each head turned, the others as they are."""
+    """Return x with the first `num_rotated_dims` dimensions of each head rotated, and the others as
+    they are.
+    """
     if num_rotated_dims == x.shape[-1]:
         return rotate_pairs(x, cos, sin)
     return torch.cat(
@@ -317,9 +328,10 @@ def _rotate_first_dims(x: Tensor, num_rotated_dims: int, cos: Tensor, sin: Tenso
 def _gather_keys_and_values(
     key: Tensor, value: Tensor, cp_group: ProcessGroup
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of all cp ranks, in rank order; their gradients are summed and scattered.
+    """Return the keys and values of all cp ranks, in rank order; their gradients are summed and
+    scattered.
 
-    Each layer keeps them for its backward pass, T cp tokens, unless core_attn is computed again.
+    Each layer keeps them for its backward pass, T cp tokens, unless core_attn is recomputed.
     """
     both = gather_from_sequence_parallel_region(torch.cat([key, value], -1), group=cp_group)
     return both.split([key.shape[-1], value.shape[-1]], -1)
@@ -333,9 +345,9 @@ def _attend_with_flash(
     scale: float,
     flash_call: FlashAttentionCall,
 ) -> Tensor:
-    """Flash attention over document borders that stay on the device.
+    """Return flash attention over document borders that stay on the device.
 
-    Under cp, the two chunks that a rank has of a document are sequences of their own, with keys
+    Under cp, the two chunks that a rank holds of a document are sequences of their own, with keys
     from the document's start to the chunk's end; a document behind a shared prompt has the prompt's
     keys before its own. The kernels align the causal mask at the last query and the last key of
     each sequence.
@@ -370,10 +382,10 @@ def _attend_by_length(
     window: int | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """One call for all documents of a length; documents are brought together first
+    """Return attention by one call for all documents of a length, which are brought together first
     where they are not.
 
-    `sinks` [N]: a logit a head that every query has besides those of keys.
+    `sinks` [N] holds a logit for each head, which every query has besides the logits of its keys.
     """
     grouped = documents.length_groups
     query = _permute_tokens(query, grouped.query_order)
@@ -413,15 +425,15 @@ def _attend_by_length(
 
 
 def _append_sinks_to_mask(mask: Tensor, sinks: Tensor) -> Tensor:
-    """[queries, keys], [N] -> [N, queries, keys + 1], what is added to the logits: a sink is one
-    more key, of zeros.
+    """Return [N, queries, keys + 1]: the numbers to add to the logits, from a boolean mask
+    [queries, keys] and sinks [N]. A sink is one more key, of zeros.
     """
     added = sinks.new_zeros(mask.shape).masked_fill(~mask, -math.inf).expand(len(sinks), -1, -1)
     return torch.cat([added, sinks[:, None, None].expand(-1, len(mask), 1)], -1)
 
 
 def _view_heads_first(tensor: Tensor, document_run: DocumentRun) -> Tensor:
-    """[T, N, d] -> [documents of the run, N, length, d], a view."""
+    """Return a view [documents of the run, N, length, d] of a tensor [T, N, d]."""
     return (
         tensor[document_run.start : document_run.stop]
         .unflatten(0, (-1, document_run.length))
@@ -432,6 +444,9 @@ def _view_heads_first(tensor: Tensor, document_run: DocumentRun) -> Tensor:
 def _permute_tokens(
     tensor: Tensor, token_order: TokenOrder | None, is_inverse: bool = False
 ) -> Tensor:
+    """Return the tensor with its tokens put in the order, or back with `is_inverse`; None leaves
+    the tensor as it is.
+    """
     if token_order is None:
         return tensor
     there, back = (
@@ -443,13 +458,15 @@ def _permute_tokens(
 
 
 class _PermuteTokens(torch.autograd.Function):
-    """tensor[order]; the gradient is a gather too, where indexing would scatter."""
+    """tensor[order], whose gradient is a gather too, where indexing would scatter."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        """Return the tensor with its tokens in `order`."""
         ctx.save_for_backward(inverse)
         return tensor.index_select(0, order)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient in the tokens' original order."""
         return grad.index_select(0, ctx.saved_tensors[0]), None, None

@@ -37,11 +37,14 @@ class RMSNorm(torch.nn.Module):
         self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the normed x, in the shape of x."""
         return apply_rms_norm(x, self.weight, self.eps)
 
 
 def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
+    """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension, by the fastest kernel of
+    the device.
+    """
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
         return _RMSNormFunction.apply(x, weight, eps)
     if x.device.type == "cuda" and resolve_norm_kernel("local", x.device).name == "apex":
@@ -51,7 +54,9 @@ def apply_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 @functools.cache
 def resolve_norm_kernel(impl: LayerImpl, device: torch.device) -> KernelChoice:
-    """Say what the norms of these layers run; local ones run `apply_rms_norm`."""
+    """Return the kernel that the norms of these layers run on, and why no faster one; "local"
+    layers run `apply_rms_norm`.
+    """
     apex = find_apex()
     has_norm = (
         apex.is_usable and not has_torch_rms_norm_kernel() and _import_apex_norm()[0] is not None
@@ -61,11 +66,12 @@ def resolve_norm_kernel(impl: LayerImpl, device: torch.device) -> KernelChoice:
 
 
 def has_torch_rms_norm_kernel() -> bool:
-    """Whether torch's rms_norm is one kernel on CUDA, forward and backward."""
+    """Return whether torch's rms_norm is one kernel on CUDA, forward and backward."""
     return hasattr(torch.ops.aten, "_fused_rms_norm_backward")
 
 
 def _import_apex_norm() -> tuple[Any, str]:
+    """Return (Apex's fused RMSNorm function, ""), or (None, the import error in one line)."""
     extension, why_not = try_import_attribute("fused_layer_norm_cuda", "rms_forward_affine")
     return (
         (None, why_not)
@@ -75,15 +81,19 @@ def _import_apex_norm() -> tuple[Any, str]:
 
 
 def _get_apex_norm() -> Callable[..., Tensor]:
+    """Return Apex's fused RMSNorm function, which must be importable."""
     function: Callable[..., Tensor] = _import_apex_norm()[0]
     return function
 
 
 class _RMSNormFunction(torch.autograd.Function):
-    """torch has no fused kernel for the CPU: its decomposition takes two to five times as long."""
+    """RMSNorm with a gradient written by hand: torch has no fused kernel for the CPU, and its
+    decomposition takes two to five times as long.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """Return x / sqrt(mean(x^2) + eps) * weight over the last dimension."""
         scale = (
             torch.linalg.vector_norm(x, dim=-1, keepdim=True)
             .square_()
@@ -96,6 +106,7 @@ class _RMSNormFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        """Return the gradients of x and of the weight."""
         x, weight, scale = ctx.saved_tensors
         normed = x * scale
         product = (grad * normed).flatten(0, -2)

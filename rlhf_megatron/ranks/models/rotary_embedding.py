@@ -18,8 +18,8 @@ __all__ = ["RotaryConfig", "compute_inverse_frequencies", "make_rotary_tables", 
 def compute_inverse_frequencies(
     rotary: RotaryConfig, head_dim: int, device: torch.device
 ) -> Tensor:
-    """[head_dim / 2] float32: base^(-2i / head_dim), rescaled. Rounded as transformers rounds,
-    to the last bit.
+    """Return [head_dim / 2] float32: base^(-2i / head_dim), rescaled as `rotary` says, and rounded
+    as transformers rounds, to the last bit.
     """
     steps = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device)
     frequencies = 1.0 / rotary.base ** (steps / head_dim)
@@ -34,7 +34,9 @@ def compute_inverse_frequencies(
 
 
 def _rescale_llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> Tensor:
-    """`apply_scaling` of Meta's reference code for Llama 3.1."""
+    """Return the frequencies rescaled as `apply_scaling` of Meta's reference code for Llama 3.1
+    does.
+    """
     low = scaling.low_freq_factor
     high = scaling.high_freq_factor
     original = scaling.original_max_positions
@@ -51,10 +53,14 @@ def _rescale_llama3_frequencies(frequencies: Tensor, scaling: Llama3Scaling) -> 
 def _compute_yarn_frequencies(
     base: float, steps: Tensor, head_dim: int, scaling: YarnScaling
 ) -> Tensor:
-    """YaRN's interpolation by parts, its ramp linear in the dimension as in the authors' code."""
+    """Return the inverse frequencies by YaRN's interpolation by parts, with a ramp that is linear
+    in the dimension, as in the authors' code.
+    """
 
     def find_dimension_of_turns(num_turns: float) -> float:
-        """The (fractional) dimension that turns so often within the original context."""
+        """Return the (fractional) dimension that makes `num_turns` turns within the original
+        context.
+        """
         return (
             head_dim
             * math.log(scaling.original_max_positions / (num_turns * 2 * math.pi))
@@ -79,7 +85,7 @@ def _compute_yarn_frequencies(
 def make_rotary_tables(
     positions: Tensor, head_dim: int, rotary: RotaryConfig, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """cos and sin of position * inverse frequency, both [T, 1, head_dim / 2] in `dtype`;
+    """Return (cos, sin) of position * inverse frequency, each [T, 1, head_dim / 2] in `dtype`;
     positions [T].
     """
     angles = positions.float()[:, None] * compute_inverse_frequencies(
@@ -94,8 +100,8 @@ def make_rotary_tables(
 
 
 def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Pairs (x_i, x_{i + d/2}) of x [T, heads, d] turned by their angle; the layout of
-    Hugging Face's Llama.
+    """Return x [T, heads, d] with the pairs (x_i, x_{i + d/2}) rotated by their angle, the layout
+    of Hugging Face's Llama.
     """
     return _RotatePairs.apply(x, cos, sin)
 
@@ -103,16 +109,19 @@ def rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class _RotatePairs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Return x rotated by the angles."""
         ctx.save_for_backward(cos, sin)
         return _apply_rotation(x, cos, sin, 1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        """Return the gradient rotated back by the angles."""
         cos, sin = ctx.saved_tensors
         return _apply_rotation(grad, cos, sin, -1), None, None
 
 
 def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tensor:
+    """Return x rotated by the angles, forward with `direction` 1, back with -1."""
     first, second = x.chunk(2, -1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_first, out_second = out.chunk(2, -1)

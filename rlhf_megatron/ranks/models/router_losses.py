@@ -1,5 +1,5 @@
-"""What training asks of routers beside the policy's loss: load-balancing and z loss, and a bias
-that evens loads out.
+"""Loss terms of routers beside the policy's loss: load-balancing and z loss, and a bias that evens
+loads out.
 
 megatron-core computes these terms micro-batch by micro-batch and takes the mean, so that they
 depend on how a mini-batch was packed, and counts tokens that only fill a micro-batch. Here both
@@ -39,10 +39,10 @@ class DocumentTokens:
 
 @dataclass
 class RouterLossTerms:
-    """The settings of the terms, the counts of the mini-batch that is trained, and where
-    its routers are.
+    """The settings of the loss terms, the counts of the mini-batch that is trained, and this rank's
+    routers.
 
-    Each pass: `begin_pass`, then `enter_forward_pass` before every chunk's forward pass,
+    For each pass call `begin_pass`, then `enter_forward_pass` before every chunk's forward pass,
     then `finish_pass`.
     """
 
@@ -135,7 +135,9 @@ class RouterLossTerms:
 
 
 class LossTermsRouter(TopKRouter):
-    """megatron's router with the terms of RouterTerms. A module becomes one by its class alone."""
+    """megatron's router with the terms of RouterLossTerms. A module becomes one by a change of its
+    class.
+    """
 
     loss_terms: RouterLossTerms
     pending_tokens: deque[

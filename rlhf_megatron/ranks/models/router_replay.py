@@ -2,8 +2,8 @@
 logits of now.
 
 megatron-core asks the object in `router.router_replay` which experts a token meets. Its own object
-knows one micro-batch, and needs to be told when a backward pass computes a layer again; this one
-knows by itself.
+knows one micro-batch, and its caller must say when a backward pass computes a layer again; this
+object finds that out itself.
 
 A row of ids is a route when its first two differ: the experts of a token are distinct. Other rows,
 such as zeros, are tokens without a route, which meet the experts that the router picks now.
@@ -27,20 +27,20 @@ from torch import Tensor, nn
 from rlhf_megatron.ranks.parallel.world import World
 
 TokenRoutes = tuple[Tensor, Tensor]
-"""What a rank is told of the tokens of a micro-batch that it routes: (ids_TLK, uint8 or int16;
-is_real_T, of a sample, neither padding nor filler).
+"""The routes of the tokens of a micro-batch that a rank routes: (ids_TLK, uint8 or int16;
+is_real_T, whether a token belongs to a sample and is neither padding nor filler).
 """
 
 
 def choose_expert_ids_dtype(num_experts: int) -> torch.dtype:
-    """The smallest type that holds the ids of so many experts."""
+    """Return the smallest type that holds the ids of this many experts: uint8 or int16."""
     return torch.uint8 if num_experts <= 256 else torch.int16
 
 
 @dataclass
 class RouterReplay:
-    """All routers of a rank. Before every forward pass of a chunk `enter_forward_pass`; after a
-    pass with gradients `finish_pass`.
+    """The replay of all routers of a rank. Call `enter_forward_pass` before every forward pass of a
+    chunk, and `finish_pass` after a pass with gradients.
     """
 
     world: World
@@ -57,20 +57,20 @@ class RouterReplay:
     num_fetched_bytes: int = 0  # bytes of routes from other machines, since the last `finish_pass`
 
     def enter_forward_pass(self, routes: TokenRoutes | None, has_gradients: bool) -> None:
-        """Say which experts the tokens of the next forward pass meet; None: those that
-        the routers pick.
-        """
+        """Set the experts of the tokens of the next forward pass; with None the routers pick."""
         self.current_routes = routes
         self.has_gradients = has_gradients
 
     def start_recording(self) -> None:
-        """Keep what the routers pick from now on, until `finish_recording`."""
+        """Record the experts that the routers pick from now on, until `finish_recording`."""
         self.is_recording = True
         for layer in self.layer_replays:
             layer.recorded_ids.clear()
 
     def finish_recording(self) -> list[Tensor]:
-        """Return the experts of each micro-batch since `start_recording`: [T, L, K] on the CPU."""
+        """Stop recording and return the experts of each micro-batch since `start_recording`: [T, L,
+        K] on the CPU.
+        """
         self.is_recording = False
         micro_batches = zip(*(layer.recorded_ids for layer in self.layer_replays), strict=True)
         found = [torch.stack(layers, 1).cpu() for layers in micro_batches]
@@ -79,8 +79,9 @@ class RouterReplay:
         return found
 
     def finish_pass(self) -> dict[str, float]:
-        """The replica's share of the figures of a pass with gradients; {} where nothing was
-        replayed. All ranks.
+        """End a pass: return the replica's share of the figures of a replayed pass with gradients
+        (shares of changed and unrouted tokens, load, fetched MB), and reset the counts; {} where
+        nothing was replayed. All ranks must call it.
         """
         is_replayed = self.current_routes is not None
         self.current_routes = None
@@ -120,8 +121,8 @@ class RouterReplay:
 
 @dataclass
 class LayerReplay:
-    """The replay of one router. `pending_ids`: the experts of micro-batches that a backward pass
-    will compute again.
+    """The replay of one router. `pending_ids` holds the experts of micro-batches that a backward
+    pass will compute again.
     """
 
     router_replay: RouterReplay
@@ -134,6 +135,7 @@ class LayerReplay:
     loads_E: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def reset_counts(self) -> None:
+        """Set the counts of tokens and the experts' loads to zero."""
         device = self.router_replay.world.device
         self.token_counts = torch.zeros(3, device=device)
         self.loads_E = torch.zeros(self.router_replay.num_experts, device=device)
@@ -146,8 +148,9 @@ class LayerReplay:
         group_topk: int | None = None,
         default: Callable[..., tuple[Tensor, Tensor]] | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """(scores of the experts that tokens meet, with gradient; their ids). Named and called
-        by megatron-core.
+        """Return (the scores of the experts of each token, with gradient; the experts' ids):
+        replayed ids where the token has a route, else those that `default` picks. megatron-core
+        prescribes name and arguments.
         """
         replay = self.router_replay
         if torch.is_grad_enabled() and self.pending_ids:  # a backward pass computes the layer again
@@ -165,6 +168,9 @@ class LayerReplay:
         return scores_TE.gather(1, ids_TK), ids_TK
 
     def _replay_ids(self, live_TK: Tensor, routes: TokenRoutes) -> Tensor:
+        """Return the ids [T, K] of this layer's routes, or the live ids of tokens without a route;
+        in a pass with gradients also count tokens, changes and loads.
+        """
         ids_TLK, is_real_T = routes
         ids_TK = ids_TLK[:, self.layer_index].long()
         is_routed_T = ids_TK[:, 0] != ids_TK[:, 1]
@@ -179,9 +185,9 @@ class LayerReplay:
 
 
 def make_router_replay(chunks: Sequence[nn.Module], config: Any, world: World) -> RouterReplay:
-    """The RouterReplay of a model's unwrapped chunks, whose routers ask it from now on.
+    """Return the RouterReplay of a model's unwrapped chunks, and make their routers use it.
 
-    Raises ValueError for a model without experts, or whose tokens meet one expert each.
+    Raise ValueError for a model without experts, or with one expert a token.
     """
     top_k = config.moe_router_topk
     if not config.num_moe_experts or top_k < 2:

@@ -58,11 +58,12 @@ def make_transformer_config(
     impl: LayerImpl,
     has_mlp_bias: bool,
 ) -> TransformerConfig:
-    """`arguments`: a family's `make_transformer_arguments`. Of `megatron` only recompute_*,
-    gradient_accumulation_fusion and moe_token_dispatcher_type are read: `world` has the sizes.
+    """Return megatron's config of a model in a world, of the class for latent attention where the
+    model has it. `arguments` come from a family's `make_transformer_arguments`. The parallel sizes
+    come from `world`, not from `megatron`.
 
-    Raises ValueError when layers or heads do not divide, for recomputation that `impl` would
-    ignore, and for a fusion that nothing here can do.
+    Raise ValueError when layers or heads do not divide, for recomputation that `impl` would ignore,
+    for a fusion or kernel that cannot run here, and for unfit expert settings.
     """
     _check_layout_divides_model(arguments, world.layout)
     _check_recompute_settings(arguments["num_layers"], world.layout, megatron, impl, has_mlp_bias)
@@ -91,16 +92,17 @@ def make_transformer_config(
 def finalize_gradients_without_division(
     model: list[Any], num_tokens: Any = None, pg_collection: Any = None, **options: Any
 ) -> None:
-    """megatron's gradient reductions after the last micro-batch, without its division by a
-    count of tokens.
+    """Run megatron's gradient reductions after the last micro-batch, without its division by a
+    count of tokens: `num_tokens` has no effect.
 
-    The loss arrives divided by the global denominator; megatron's count is an integer
-    and 1 at least.
+    The loss arrives divided by the global denominator; megatron's count is an integer and at least
+    1.
     """
     finalize_model_grads(model, None, pg_collection=pg_collection, **options)
 
 
 def _make_layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[str, Any]:
+    """Return the config's arguments for parallel sizes and types."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,
@@ -120,11 +122,12 @@ def _make_layout_settings(layout: ParallelLayout, dtype: torch.dtype) -> dict[st
 
 
 def format_pipeline_layout(layout: ParallelLayout) -> str:
-    """Return the chunks of a layout in megatron-core's language: "Ett|tttL"."""
+    """Return the chunks of a layout in megatron-core's notation, such as "Ett|tttL"."""
     return f"E{'|'.join('t' * depth for depth in layout.layers_of_chunks)}L"
 
 
 def _make_expert_settings(layout: ParallelLayout, megatron: MegatronConfig) -> dict[str, Any]:
+    """Return the config's arguments for expert parallelism and token dispatch."""
     return {
         "expert_model_parallel_size": layout.ep,
         "expert_tensor_parallel_size": layout.etp,
@@ -136,6 +139,7 @@ def _make_expert_settings(layout: ParallelLayout, megatron: MegatronConfig) -> d
 
 
 def _make_pipeline_settings(layout: ParallelLayout) -> dict[str, Any]:
+    """Return the config's arguments for messages between pipeline stages."""
     is_interleaved = layout.vpp > 1
     return {
         # All micro-batches of a call have one length: no exchange of shapes before each
@@ -157,6 +161,7 @@ def _make_pipeline_settings(layout: ParallelLayout) -> dict[str, Any]:
 
 
 def _make_recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
+    """Return the config's arguments for recomputation; {} for none."""
     if megatron.recompute_granularity in (None, "none"):
         return {}
     if megatron.recompute_granularity == "selective":
@@ -177,7 +182,7 @@ def _make_recompute_settings(megatron: MegatronConfig) -> dict[str, Any]:
 def resolve_gradient_fusion(
     setting: bool | None, impl: LayerImpl, dtype: torch.dtype, device: torch.device
 ) -> KernelChoice:
-    """Say who adds weight gradients to the float32 buffers here, by `choose_gradient_fusion`."""
+    """Return who adds weight gradients to the float32 buffers here, by `choose_gradient_fusion`."""
     name = str(dtype).removeprefix("torch.")
     kind: DeviceType = "cuda" if device.type == "cuda" else "cpu"
     return choose_gradient_fusion(
@@ -192,8 +197,8 @@ def _make_fusion_settings(
     device: torch.device,
     has_grouped_biases: bool,
 ) -> dict[str, Any]:
-    """`has_grouped_biases`: of experts, which megatron-core's grouped ones do not take with
-    fused dropout.
+    """Return the config's arguments for fused kernels. `has_grouped_biases` says that grouped
+    experts have biases, which megatron-core does not support with fused dropout.
     """
     activation = choose_compiled_activation(
         "cuda" if device.type == "cuda" else "cpu", explain_missing_compiler()
@@ -213,6 +218,7 @@ def _make_fusion_settings(
 
 
 def _make_forced_settings() -> dict[str, Any]:
+    """Return the config's arguments that this project depends on and no setting changes."""
     return {
         # Weights are loaded afterwards: nothing is spent on initial values. The initialisation
         # itself must stay on, since it marks what tp shards; unmarked shards are left out of the
@@ -224,7 +230,7 @@ def _make_forced_settings() -> dict[str, Any]:
         "embedding_init_method": _leave_weight_unchanged,
         # With True, gradients over dp are summed, not averaged, and the loss is not divided by the
         # number of micro-batches; the division by tokens that it implies is taken out
-        # by finalize_without_division.
+        # by finalize_gradients_without_division.
         "calculate_per_token_loss": True,
         "finalize_model_grads_func": finalize_gradients_without_division,
         # The policy that is trained must be the one that was sampled from.
@@ -234,13 +240,16 @@ def _make_forced_settings() -> dict[str, Any]:
 
 
 def _leave_weight_unchanged(weight: Tensor) -> Tensor:
+    """Return the weight as it is, in place of an initialisation."""
     return weight
 
 
 def _check_expert_settings(
     arguments: dict[str, Any], layout: ParallelLayout, megatron: MegatronConfig
 ) -> None:
-    """The rules on a configuration once more, of the layout that the world really has."""
+    """Raise ValueError where the rules on expert settings find problems with the layout that the
+    world really has.
+    """
     num_experts = arguments.get("num_moe_experts", 0)
     width = arguments.get("moe_ffn_hidden_size", 0)
     settings = replace(
@@ -272,7 +281,9 @@ def _check_expert_settings(
 def _check_required_packages(
     megatron: MegatronConfig, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Raises ValueError for kernels that are not there, and for a type that they do not take."""
+    """Raise ValueError for configured kernels that are not installed or do not run on the device,
+    and for a type that they do not accept.
+    """
     of_flex = (
         "moe_token_dispatcher_type (flex)",
         "DeepEP",
@@ -309,6 +320,7 @@ def _check_required_packages(
 def _check_grouped_gemm_alignment(
     arguments: dict[str, Any], layout: ParallelLayout, dtype: torch.dtype
 ) -> None:
+    """Raise ValueError where a row of an expert's matrices is not a multiple of ALIGNMENT bytes."""
     for name, columns in (
         ("hidden_size", arguments["hidden_size"]),
         ("moe_ffn_hidden_size / etp", arguments["moe_ffn_hidden_size"] // layout.etp),
@@ -321,6 +333,7 @@ def _check_grouped_gemm_alignment(
 
 
 def _check_layout_divides_model(arguments: dict[str, Any], layout: ParallelLayout) -> None:
+    """Raise ValueError where the layout does not divide the model's layers, heads or widths."""
     problems = []
     is_uneven = bool(
         layout.num_first_stage_layers or layout.num_last_stage_layers or layout.layers_of_chunks
@@ -351,8 +364,9 @@ def _check_recompute_settings(
     impl: LayerImpl,
     has_mlp_bias: bool,
 ) -> None:
-    """megatron runs past the end of a chunk where uniform groups do not divide it, and ignores what
-    block has over.
+    """Raise ValueError for recompute settings that megatron would ignore or run wrongly: megatron
+    runs past the end of a chunk where uniform groups do not divide it, and ignores the layers that
+    block has left over.
     """
     if megatron.recompute_granularity == "selective":
         if impl == "transformer_engine" and "layernorm" in megatron.recompute_modules:

@@ -56,7 +56,7 @@ MODULES = (  # loaded before the names in them are bound; megatron imports some 
 
 
 class _CpuEvent:
-    """Stands for torch.cuda.Event: CPU work is done when the call returns."""
+    """A stand-in for torch.cuda.Event: CPU work is done when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -70,13 +70,12 @@ class _CpuEvent:
 
     def record(self, *args: Any) -> None:
         """Do nothing."""
-        ...
 
     wait = synchronize = record
 
 
 class _CpuStream:
-    """Stands for torch.cuda.Stream."""
+    """A stand-in for torch.cuda.Stream."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None: ...
 
@@ -86,19 +85,19 @@ class _CpuStream:
 
     def wait_stream(self, *args: Any) -> None:
         """Do nothing."""
-        ...
 
     wait_event = synchronize = wait_stream
 
 
 class _ModuleProxy(types.ModuleType):
-    """A module with some names replaced; all others are those of `target`."""
+    """A module with some names replaced; all other names are those of `target_module`."""
 
     def __init__(self, target_module: types.ModuleType, **replacements: Any) -> None:
         super().__init__(target_module.__name__)
         self.__dict__.update(replacements, _target=target_module)
 
     def __getattr__(self, name: str) -> Any:
+        """Return the target module's attribute."""
         return getattr(self.__dict__["_target"], name)
 
 
@@ -109,6 +108,7 @@ def _wrap_factory_for_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(factory)
     def create_on_cpu(*args: Any, **kwargs: Any) -> Any:
+        """Create the tensor on the CPU and not in pinned memory."""
         if str(kwargs.get("device", "")).startswith("cuda"):
             kwargs["device"] = CPU
         if kwargs.get("pin_memory"):
@@ -153,7 +153,8 @@ def _reduce_scatter_uneven(
     return None
 
 
-def _do_nothing(*args: Any, **kwargs: Any) -> None: ...
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Accept any arguments and do nothing."""
 
 
 def _make_torch_proxy() -> _ModuleProxy:
@@ -225,6 +226,7 @@ def _patch_tensor_type() -> None:
     real = torch.Tensor.type
 
     def report_cuda_type(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return the tensor's type with "cuda" in its name, or convert where arguments say so."""
         if args or kwargs:
             return real(self, *args, **kwargs)
         return real(self).replace("torch.", "torch.cuda.", 1)
@@ -239,9 +241,11 @@ def _patch_rng_state() -> None:
     def get_cpu_rng_state(
         device: Any = "cuda", clone: bool = False, graph_safe: bool = False
     ) -> Any:
+        """Return the state of torch's CPU generator, whatever the arguments."""
         return torch.get_rng_state()
 
     def set_cpu_rng_state(state: Any, device: Any = -1, graph_safe: bool = False) -> None:
+        """Set the state of torch's CPU generator, whatever the device."""
         torch.set_rng_state(state)
 
     replace_symbol(random, "_get_cuda_rng_state", get_cpu_rng_state)
@@ -249,19 +253,18 @@ def _patch_rng_state() -> None:
 
 
 def _patch_moe_split_sizes() -> None:
-    """Make the MoE dispatcher turn CPU split sizes into numpy arrays, as it does for CUDA tensors.
-    """
+    """Make the MoE dispatcher turn CPU split sizes into numpy arrays too."""
     dispatcher = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
 
     def convert_to_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
+        """Return the tensor as a numpy array with `as_numpy`, else as it is."""
         return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
 
     replace_symbol(dispatcher, "maybe_move_tensor_to_cpu", convert_to_numpy)
 
 
 def _has_picked_fused_adam() -> bool:
-    """Return whether megatron picked an optimizer of Transformer Engine or Apex instead of torch's.
-    """
+    """Return whether megatron picked the optimizers of Transformer Engine or Apex."""
     return not importlib.import_module("megatron.core.optimizer").USING_PYTORCH_OPTIMIZER
 
 

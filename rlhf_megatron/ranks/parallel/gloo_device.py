@@ -30,8 +30,8 @@ def share_gloo_device() -> None:
 def _init_with_shared_device(
     group: ProcessGroupGloo, store: Any, rank: int, size: int, *args: Any, **named: Any
 ) -> None:
-    """Replace the constructor of gloo groups: use the shared devices, or torch's constructor where
-    the caller passes options instead of a timeout.
+    """Initialise a gloo group with the shared devices. Takes the place of ProcessGroupGloo's own
+    constructor, which is called unchanged where the caller passes options instead of a timeout.
     """
     timeout = named.get("timeout", args[0] if args else None)
     if not isinstance(timeout, timedelta):  # the caller has options of its own

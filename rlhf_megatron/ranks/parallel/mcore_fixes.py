@@ -135,8 +135,7 @@ def _rotate_latent_attention_by_tables() -> None:
 
 
 def _resolves_fused_query_norms() -> bool:
-    """Return whether megatron's latent attention picks its own norm layers and is not patched yet.
-    """
+    """Return whether megatron's latent attention picks its own norm layers, unpatched."""
     attention: Any = importlib.import_module("megatron.core.transformer.multi_latent_attention")
     resolve = getattr(attention.MLASelfAttention, "_resolve_qk_norm_config", None)
     return resolve is not None and resolve.__name__ != _keep_norms_of_spec.__name__
@@ -154,6 +153,7 @@ def _keep_norms_of_spec() -> None:
     )
 
     def resolve_from_spec(self: Any, submodules: Any) -> dict[str, Any]:
+        """Return the projections and norms of the layer spec by name."""
         return {name: getattr(submodules, name) for name in names}
 
     resolve_from_spec.__name__ = _keep_norms_of_spec.__name__
@@ -173,6 +173,7 @@ def _wrap_combine_postprocess(combine: Any) -> Any:
     """Return `combine` followed by the removal of the dispatcher's stored probabilities."""
 
     def combine_and_drop_probabilities(self: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run the wrapped `combine` and release the dispatcher's stored probabilities."""
         combined = combine(self, *args, **kwargs)
         self.probs = self.local_probs = None
         return combined
@@ -216,8 +217,7 @@ def is_expert_parameter(name: str) -> bool:
 
 
 def _shrink_single_rank_groups() -> None:
-    """Make megatron create NCCL groups of one rank with a single channel, which saves GPU memory.
-    """
+    """Make megatron create NCCL groups of one rank with one channel, to save GPU memory."""
     import torch.distributed as dist
 
     parallel_state: Any = importlib.import_module("megatron.core.parallel_state")
@@ -230,6 +230,7 @@ def _shrink_single_rank_groups() -> None:
         pg_options: Any = None,
         **others: Any,
     ) -> Any:
+        """Create a process group; an NCCL group of one rank without options gets one channel."""
         if (
             pg_options is None
             and len(ranks) == 1

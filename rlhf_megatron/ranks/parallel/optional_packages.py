@@ -48,7 +48,7 @@ NOT_NVIDIAS = (
 
 @dataclass(frozen=True)
 class OptionalPackage:
-    """The facts of a package that need no import."""
+    """The facts about a package that are known without importing it."""
 
     module: str
     is_present: bool

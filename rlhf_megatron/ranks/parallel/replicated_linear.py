@@ -11,11 +11,11 @@ from torch import Tensor
 
 
 class ReplicatedLinear(torch.nn.Linear):
-    """Takes and returns this rank's part of the sequence. State dict: `weight`, in checkpoints the
-    same on all ranks.
+    """A linear layer that is whole on every tp rank; it takes and returns this rank's part of the
+    sequence. State dict: `weight`, in checkpoints the same on all ranks.
 
-    Needs sequence parallelism where tp is over 1: then `finalize_model_grads` adds up what the
-    ranks have of the gradient, each from its own tokens.
+    Needs sequence parallelism where tp is over 1: then `finalize_model_grads` sums the ranks'
+    gradients, each of its own tokens.
     """
 
     def __init__(

@@ -24,8 +24,8 @@ def has_float32_accumulating_product() -> bool:
 
 
 def wgrad_gemm_accum_fp32(input_TI: Tensor, grad_output_TO: Tensor, main_grad_OI: Tensor) -> None:
-    """Add grad_output^T input to `main_grad_OI` in place; in practice the buffer is float32. The
-    name is the name of Apex's function.
+    """Add grad_output^T input to `main_grad_OI` in place, which is float32 or has the type of the
+    operands. The name is the name of Apex's function.
     """
     grad_OT = grad_output_TO.t()
     if input_TI.dtype == main_grad_OI.dtype:

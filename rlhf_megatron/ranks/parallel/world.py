@@ -20,7 +20,7 @@ from rlhf_megatron.weights.parallel_layout import GridCoordinates, ParallelLayou
 
 @dataclass(frozen=True)
 class World:
-    """A rank's place, and the groups that it communicates in."""
+    """The place of a rank in a layout, and the process groups in which it communicates."""
 
     layout: ParallelLayout
     rank: int

@@ -43,7 +43,9 @@ class ExportWorld(SenderWorld, Protocol):
     """The part of a `ranks.parallel.world.World` that exporting needs."""
 
     @property
-    def pp_group(self) -> ProcessGroup: ...
+    def pp_group(self) -> ProcessGroup:
+        """Return the group of the pipeline stages, in stage order."""
+        ...
 
 
 def export_sharded_model_to_hf(
@@ -186,8 +188,8 @@ def _write_stage_files(
 
 
 class _FusedTensorFiles:
-    """The tensors of a stage that files have in one, made whole entry by entry: they come in
-    buckets, in any order.
+    """The files of a stage's fused tensors, which one tensor in a file holds and the buckets bring
+    entry by entry, in any order.
     """
 
     def __init__(

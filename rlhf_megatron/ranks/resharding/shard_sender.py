@@ -70,7 +70,7 @@ first rank has opened.
 
 
 class FilledBufferPart(msgspec.Struct):
-    """The tensors that one rank has laid into its part of a buffer."""
+    """The tensors that one rank has written to its part of a buffer."""
 
     entries: list[TensorEntry] = []
     lent: list[SharedDeviceMemory] = []  # by reader, where the part is device memory
@@ -78,7 +78,7 @@ class FilledBufferPart(msgspec.Struct):
 
 @dataclass(frozen=True)
 class SendRounds:
-    """The buckets of all ranks of a copy, by place: the nth of each travel together."""
+    """The buckets of all ranks of a copy, by rank: the ranks send their nth buckets together."""
 
     buckets_by_rank: tuple[tuple[WeightBucket, ...], ...]
 
@@ -171,7 +171,7 @@ def send_shards(
 
 
 class _ShardSender:
-    """One rank's part of a sync."""
+    """The part of one rank in a weight sync."""
 
     def __init__(self, world: SenderWorld, request: SendRequest, num_readers: int) -> None:
         self.world = world
@@ -187,7 +187,7 @@ class _ShardSender:
         self._buffer_parts: Sequence[Tensor] = ()  # of the buffers, on the other ranks
         self._is_device_memory_lent = False  # each rank's part is memory of its own device
         self._pending_failure: Exception | None = (
-            None  # what failed on the first rank since the others were last told
+            None  # a failure of the first rank that the other ranks do not know yet
         )
         self._shard_by_name: dict[str, Tensor] = {}
 
@@ -215,7 +215,7 @@ class _ShardSender:
             plan = fingerprint_bucket_plan(
                 [bucket for mine in self.rounds.buckets_by_rank for bucket in mine]
             )
-        except Exception as error:  # told to the other ranks first
+        except Exception as error:  # the other ranks must learn of it first
             failure = error
         self._raise_if_any_failed(failure, plan)
 
@@ -258,8 +258,7 @@ class _ShardSender:
         self._raise_if_any_failed(failure)
 
     def _gather_device_ids(self) -> list[str]:
-        """Return, on the first rank, the shareable device id of each rank; [] on the other ranks.
-        """
+        """Return, on the first rank, the shareable device id of each rank; [] elsewhere."""
         mine = msgspec.json.encode(get_shareable_device_id(self.world.device))
         found = gather_bytes_on_first_rank(mine, self.world.copy_group, self.world.device)
         return [msgspec.json.decode(one, type=str) for one in found or ()]
@@ -288,8 +287,8 @@ class _ShardSender:
 
     def send_round(self, round_number: int) -> None:
         """Fill this rank's bucket of the round into its part of a buffer, gather the manifests of
-        all ranks, and start the delivery where this rank has buffers. A failed delivery on the
-        first rank is raised in the next round.
+        all ranks, and start the delivery where this rank has buffers. A delivery that fails to
+        start is raised on all ranks in the next round, or at the end.
         """
         failure: Exception | None = None
         buffer = torch.empty(0)

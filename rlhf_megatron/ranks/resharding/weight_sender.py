@@ -46,27 +46,32 @@ class SenderWorld(Protocol):
     def layout(self) -> ParallelLayout:
         """Return the parallel layout of the pool."""
         ...
+
     @property
     def rank(self) -> int:
         """Return this rank's number in the pool."""
         ...
+
     @property
     def coordinates(self) -> GridCoordinates:
         """Return this rank's coordinates in the layout."""
         ...
+
     @property
     def is_in_pieces(self) -> bool:
         """Return whether shards may end anywhere in a tensor's rows, as FSDP2's do."""
         ...
+
     @property
     def is_first_copy(self) -> bool:
-        """Return whether this rank's copy group is the group that sends the weights of its stage.
-        """
+        """Return whether this rank's copy group sends the weights of its stage."""
         ...
+
     @property
     def copy_group(self) -> ProcessGroup:
         """Return the group of ranks that hold the tensors of this stage once together."""
         ...
+
     @property
     def device(self) -> torch.device:
         """Return the device on which the ranks communicate."""
@@ -74,7 +79,7 @@ class SenderWorld(Protocol):
 
 
 class SingleRankWorld:
-    """A `SenderWorld` of one rank that sends without others: what it has gathered of their pieces,
+    """A `SenderWorld` of one rank that sends alone: whole tensors that it has gathered from pieces,
     or read from files.
     """
 
@@ -94,7 +99,7 @@ class SingleRankWorld:
 
 
 class _SingleRankGroup:
-    """Stands for a process group of one rank, with what sending asks of it."""
+    """A stand-in for a process group of one rank, with the methods that sending needs."""
 
     def size(self) -> int:
         return 1
@@ -106,7 +111,9 @@ class _SingleRankGroup:
 @codec.register("SendReport")
 @dataclass(frozen=True)
 class SendReport:
-    """The report of one rank on what it sent; all zero and empty on ranks that are no senders."""
+    """The report of one rank on the weights that it sent; all zero and empty on ranks that send
+    nothing.
+    """
 
     num_bytes: int  # of tensors
     seconds: float
@@ -122,7 +129,7 @@ class SendReport:
 
 @dataclass(frozen=True)
 class SendRequest:
-    """Which weights are to be sent, and in what pieces."""
+    """The version, type and bucket size of the weights to send."""
 
     policy_version: int
     engine_dtype: torch.dtype  # the engines'
@@ -377,7 +384,7 @@ def _open_planned_buffers(
                 buffers = open_buffers(
                     max((bucket.num_bytes for bucket in buckets), default=0), len(buckets)
                 )
-        except Exception as error:  # told to the other ranks first
+        except Exception as error:  # the other ranks must learn of it first
             failure = error
         raise_if_any_rank_failed(
             failure,

@@ -47,13 +47,14 @@ COLUMNS = list_token_columns(MiniBatch)
 
 
 class ActorModel(TrainedModel):
-    """Made on all ranks of the pool at once, each with the same arguments but `backend`.
+    """The policy that learns. Make it on all ranks of the pool at once, each with the same
+    arguments but `backend`.
 
-    `phases`: name -> optimizer and length ("warmup", "rl"); the first one is entered at once.
-    `correction`: what the policy loss makes from the policy as it moves. `distillation`: the loss
-    towards a teacher, where there is one.
+    `phases` maps a name ("warmup", "rl") to optimizer and length; the first phase is entered at
+    once. `correction` holds the rollout correction that the policy loss makes itself.
+    `distillation` is the loss towards a teacher, where there is one.
 
-    Raises ValueError for a loss, kernel or schedule that is not supported.
+    Raise ValueError for a loss, kernel or schedule that is not supported.
     """
 
     def __init__(

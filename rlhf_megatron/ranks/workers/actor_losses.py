@@ -52,7 +52,7 @@ from rlhf_megatron.ranks.kernels.weighted_row_loss import (
 
 
 class SupervisedRowLoss:
-    """The negative log-prob of the rows' tokens."""
+    """The loss of supervised jobs: the negative log-prob of the rows' tokens."""
 
     needs_entropy = needs_sequences = False
 
@@ -72,8 +72,8 @@ class SupervisedRowLoss:
 
 @dataclass(frozen=True)
 class DistillationRowLoss:
-    """A divergence from the teacher, of the rows' most likely tokens. `has_tail`:
-    see `DistillationParams`.
+    """The divergence from the teacher over the rows' most likely tokens. For `has_tail` see
+    `DistillationParams`.
     """
 
     divergence: DistillationLoss
@@ -103,9 +103,7 @@ class DistillationRowLoss:
 
 @dataclass(frozen=True)
 class DistilledPolicyRowLoss:
-    """A policy loss with its terms, and beside them a divergence from the
-    teacher; their weights.
-    """
+    """The weighted sum of a regularized policy loss and a divergence from the teacher."""
 
     policy_loss: PolicyRowLoss
     distillation_loss: DistillationRowLoss
@@ -224,10 +222,10 @@ def parse_loss_side_correction(
 
 @dataclass(frozen=True)
 class CorrectedRowLoss:
-    """A policy loss of rows whose weights and rejection are made from their own log-probs. Neither
-    has a gradient.
+    """A policy loss of rows with importance weights and rejection made from their own log-probs.
+    Neither has a gradient.
 
-    Weights multiply the policy loss; what is rejected has loss weight 0, also of KL and entropy
+    Weights multiply the policy loss; rejected rows have loss weight 0, also in KL and entropy
     terms. Denominators were counted before, with every response token. The old log-probs of these
     rows are the engine's.
     """

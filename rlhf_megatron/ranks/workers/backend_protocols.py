@@ -1,5 +1,5 @@
-"""What actor, critic and reference ask of a trainer backend: one model on one rank, and
-what trains it.
+"""The interface of a trainer backend for actor, critic and reference: one model on one rank, and
+its optimizer.
 
 `ranks.workers.megatron_backend` has one on Megatron-Core, `ranks.workers.fsdp_backend` one on
 FSDP2. All methods are called on every rank of the pool at once.
@@ -28,7 +28,7 @@ from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import WeightRule
 
 RowsResult = tuple[Tensor, int, Tensor]
-"""(scalar loss; 0, the token count, by which nothing divides; what to collect)."""
+"""(scalar loss; 0, a token count that has no effect; the tensor to collect)."""
 RowsFunction = Callable[[MicroBatch, Tensor], RowsResult]
 """(micro-batch, hidden [1, S, H]) -> its result. On the last chunk of the last stage, all tp and cp
 ranks: S are the tokens of this cp rank, of which each tp rank has its part where sequence
@@ -68,8 +68,8 @@ class StepOptimizer(Protocol):
 
 
 class PolicyHead(Protocol):
-    """The head of a policy: log-probs and entropies of rows, by the kernel in use. Last
-    stage, all tp ranks.
+    """The head of a policy: log-probs and entropies of rows, by the kernel in use. Call it on the
+    last stage, on all tp ranks.
     """
 
     def compute_outputs(
@@ -109,8 +109,8 @@ class PolicyHead(Protocol):
 
 
 class ModelBackend(Protocol):
-    """A model with its weights. What trains it stands there after `begin_phase`, if the model was
-    made to train.
+    """A model with its weights. Its optimizer exists after `begin_phase`, if the model was made to
+    train.
     """
 
     hf_config: HFConfig
@@ -147,7 +147,7 @@ class ModelBackend(Protocol):
         """Return the tensors that hold the memory of a part."""
 
     def gather_parameters(self) -> None:
-        """Gather the parameters that the last optimizer step updated on other ranks only."""
+        """Gather the parameters that the last optimizer step updated on other ranks."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """Yield the rules of this rank's stage with this rank's shards, the parameters gathered
@@ -197,8 +197,7 @@ class TrainedBackend(ModelBackend, Protocol):
         """
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
-        """Set the gradients to zero, and start the loss terms of the routers where there are any.
-        """
+        """Set the gradients to zero, and start the loss terms of routers, if any."""
 
     def end_training_pass(self) -> dict[str, float]:
         """Return the replica's share of the loss terms that the row loss does not include: the
@@ -220,8 +219,7 @@ class TrainedBackend(ModelBackend, Protocol):
         """Return `named_parameters` and the buffers that are weights too."""
 
     def check_replicas(self) -> ReplicaReport:
-        """Compare the tensors that this rank holds alike with other ranks, and return the report.
-        """
+        """Compare the tensors that this rank holds alike with other ranks; return the report."""
         ...
 
     def estimate_save_bytes(self) -> int:

@@ -34,13 +34,13 @@ COLUMNS = list_token_columns(ValueMiniBatch)
 
 
 class CriticModel(TrainedModel):
-    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose
-    model has a value head.
+    """The value model that learns. Make it on all ranks of the pool at once, each with the same
+    arguments but `backend`, whose model has a value head.
 
-    `phases`: name -> optimizer and length ("rl"); the first one is entered at once. `seed`: of the
-    value head's first weights, where a model that is loaded has none.
+    `phases` maps a name ("rl") to optimizer and length; the first phase is entered at once. `seed`
+    is the seed of the value head's first weights, where a model that is loaded has no value head.
 
-    Raises ValueError for a schedule that is not supported.
+    Raise ValueError for a schedule that is not supported.
     """
 
     def __init__(

@@ -30,10 +30,10 @@ def wrap_for_data_parallelism(
     megatron: MegatronConfig,
     world: World,
 ) -> list[DistributedDataParallel]:
-    """Gradients in float32 buffers, summed over all ranks that hold the same shard. Chunks have
-    their weights already.
+    """Wrap the chunks in megatron's DistributedDataParallel, with gradients in float32 buffers that
+    are summed over all ranks with the same shard. The chunks have their weights already.
 
-    All ranks of the pool at once.
+    All ranks of the pool must call it at once.
     """
     settings = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
@@ -59,8 +59,9 @@ def wrap_for_data_parallelism(
 
 
 def gather_updated_parameters(chunks: Sequence[DistributedDataParallel]) -> None:
-    """Gather what the last optimizer step changed, where the next forward pass would do it. All
-    ranks of the pool.
+    """Gather the parameters that the last optimizer step updated on other ranks, where otherwise
+    the next forward pass would gather them (overlap_param_gather). All ranks of the pool must call
+    it.
     """
     for chunk in chunks:
         if chunk.ddp_config.overlap_param_gather:
@@ -68,8 +69,8 @@ def gather_updated_parameters(chunks: Sequence[DistributedDataParallel]) -> None
 
 
 def list_parameter_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Tensor]:
-    """Return the tensors that hold the memory of all parameters, padding of the flat
-    buffers included.
+    """Return the tensors that hold the memory of all parameters: flat buffers with their padding,
+    and the parameters, which may be views of them.
     """
     flat = [
         buffer.param_data for buffer in _list_flat_buffers(chunks) if buffer.param_data is not None
@@ -83,6 +84,7 @@ def list_gradient_tensors(chunks: Sequence[DistributedDataParallel]) -> list[Ten
 
 
 def _list_flat_buffers(chunks: Sequence[DistributedDataParallel]) -> list[Any]:
+    """Return megatron's flat buffers of all chunks, of dense parameters and of experts."""
     return [
         buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
     ]

@@ -1,5 +1,5 @@
-"""Which experts the tokens of a call met before: recorded on the ranks (R2), or told by the engine
-in files (R3).
+"""The experts that the tokens of a call met before: recorded on the ranks (R2), or written to files
+by the engine (R3).
 
 The controller never sees an id. With R2 every rank sends what its routers picked to the token's
 home, and an update asks the homes for the tokens that a rank then has: whatever was planned anew in
@@ -41,7 +41,9 @@ class _RoutedTokenIndex:
     positions_N: Tensor
 
     def make_token_keys(self, sample_ids: Tensor) -> Tensor:
-        """A number for each token that is of a sample, unique over the run; -1 for others."""
+        """Return a number for each token of a sample, unique over the run: the sample's id and the
+        token's position. Tokens of no sample get -1.
+        """
         keys_N = (sample_ids[self.samples_N.clamp(min=0)] << POSITION_BITS) | self.positions_N
         return keys_N.where(self.samples_N >= 0, -1)
 
@@ -60,8 +62,8 @@ class ExpertRoutes:
         )
 
     def prepare_log_probs_pass(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """Prepare the pass that follows: with R2 it is recorded, with R3 it replays what
-        the engine did.
+        """Prepare the log-prob pass that follows and return its batch: with R2 begin to record the
+        routes of `packed_batch`; with R3 attach the engine's routes for replay.
         """
         if self.replay_mode == "r2" and batch.sample_ids is not None:
             self.router_replay.start_recording()
@@ -70,7 +72,9 @@ class ExpertRoutes:
         )
 
     def store_recorded_routes(self, batch: TokenBatch, packed_batch: PackedBatch) -> None:
-        """End what `prepare_log_probs_pass` began."""
+        """End the recording that `prepare_log_probs_pass` began, and store the recorded routes on
+        their home ranks. Do nothing where nothing is recorded.
+        """
         if not self.router_replay.is_recording:
             return
         assert batch.sample_ids is not None
@@ -82,15 +86,15 @@ class ExpertRoutes:
             )
 
     def prepare_update_pass(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """The pass that follows replays. A later `prepare_log_probs_pass` begins another step: what
-        stands is forgotten.
+        """Return `packed_batch` with the routes that the update pass replays. The next recorded
+        log-prob pass then begins another step, and discards the stored routes.
         """
         self._route_homes.is_from_earlier_step = True
         return self._attach_routes(batch, packed_batch)
 
     def _attach_routes(self, batch: TokenBatch, packed_batch: PackedBatch) -> PackedBatch:
-        """`packed_batch` with the ids of the tokens that this rank routes. A batch without them is
-        left as it is.
+        """Return `packed_batch` with the expert ids of the tokens that this rank routes, on the
+        device. A batch without sample ids (R2) or route files (R3) is returned as it is.
         """
         if (batch.sample_ids if self.replay_mode == "r2" else batch.routes) is None:
             return packed_batch
@@ -121,6 +125,9 @@ class ExpertRoutes:
     def _index_routed_tokens(
         self, batch: TokenBatch, packed_batch: PackedBatch
     ) -> _RoutedTokenIndex:
+        """Return the sample and the position of each token that this rank routes, over all
+        micro-batches.
+        """
         shares = [self._select_tp_share(micro) for micro in packed_batch.micro_batches]
         sources_N = torch.cat(shares)
         samples_N = torch.searchsorted(batch.offsets, sources_N, right=True) - 1
@@ -130,6 +137,7 @@ class ExpertRoutes:
         )
 
     def _select_tp_share(self, micro_batch: MicroBatch) -> Tensor:
+        """Return the source tokens of this rank's part of the sequence."""
         assert micro_batch.source_tokens is not None, "packed without the sources of tokens"
         if not self.world.layout.sequence_parallel:
             return micro_batch.source_tokens
@@ -138,6 +146,10 @@ class ExpertRoutes:
     def _read_route_files(
         self, route_files: Sequence[str], token_index: _RoutedTokenIndex
     ) -> Tensor:
+        """Return the ids [N, L, K] of the indexed tokens from the files of their samples, for this
+        rank's layers; zeros where a file has no such token. Raise where a file's layers or ids do
+        not fit the model.
+        """
         replay = self.router_replay
         num_layers = len(self.router_replay.layer_has_experts)
         ordinals = [sum(replay.layer_has_experts[:number]) for number in replay.layer_numbers]
@@ -165,8 +177,8 @@ class ExpertRoutes:
 
 
 class _RouteHomes:
-    """Ids of tokens, each with one of the ranks of this stage:
-    the sample's id modulo their number.
+    """The store of tokens' expert ids, each on one rank of this stage: the sample's id modulo the
+    number of ranks.
     """
 
     def __init__(self, world: World, routes_shape: tuple[int, int], dtype: torch.dtype) -> None:
@@ -177,7 +189,9 @@ class _RouteHomes:
         self._routes_NLK = torch.empty((0, *routes_shape), dtype=dtype)
 
     def store_routes(self, keys_N: Tensor, routes_NLK: Tensor) -> None:
-        """Bring the ids of tokens home."""
+        """Send the routes of these tokens to their home ranks, and store the routes received;
+        discard stored routes of an earlier step first. All ranks must call it.
+        """
         if self.is_from_earlier_step:
             self._keys_N = self._keys_N[:0]
             self._routes_NLK = self._routes_NLK[:0]
@@ -192,7 +206,9 @@ class _RouteHomes:
         self._routes_NLK = routes_NLK[order]
 
     def fetch_routes(self, keys_N: Tensor) -> Tensor:
-        """The ids of these tokens; zeros where the key is -1."""
+        """Return the routes of these tokens from their home ranks, zeros where the key is -1. All
+        ranks must call it; raise AssertionError for a token without recorded routes.
+        """
         rows_NLK = self._routes_NLK.new_zeros((keys_N.numel(), *self._routes_NLK.shape[1:]))
         if rows_NLK.shape[1] == 0:  # a stage without experts
             return rows_NLK
@@ -209,8 +225,8 @@ class _RouteHomes:
         return rows_NLK
 
     def _plan_exchange(self, keys_N: Tensor) -> tuple[Tensor, list[int], list[int]]:
-        """(the tokens of samples, by their homes; how many go to each rank; how many
-        come from each).
+        """Return (the indices of the tokens of samples, sorted by home rank; how many tokens go to
+        each rank; how many come from each rank).
         """
         num_homes = self.process_group.size()
         homes_N = ((keys_N >> POSITION_BITS) % num_homes).where(keys_N >= 0, num_homes)
@@ -222,7 +238,9 @@ class _RouteHomes:
     def _exchange_bytes(
         self, column: Tensor, send_counts: list[int], receive_counts: list[int]
     ) -> Tensor:
-        """Exchange a column as bytes, since gloo does not know all types."""
+        """Send `send_counts` rows of the column to each rank and return the received rows on the
+        CPU; the exchange is in bytes, because gloo does not support all types.
+        """
         sendable = column.unsqueeze(-1).flatten(1).contiguous().view(torch.uint8).to(self.device)
         found = sendable.new_empty((sum(receive_counts), sendable.shape[1]))
         dist.all_to_all_single(

@@ -21,10 +21,10 @@ from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
 
 @dataclass(frozen=True)
 class RowLogProbs:
-    """(hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Last
-    stage, all tp ranks.
+    """A function (hidden_SH, micro-batch) -> log-probs and entropies of the target tokens. Call it
+    on the last stage, on all tp ranks.
 
-    `compute_outputs` gives all that was asked for.
+    `compute_outputs` returns all requested outputs.
     """
 
     head: PolicyHead
@@ -33,10 +33,14 @@ class RowLogProbs:
     with_sum_squares: bool = False
 
     def __call__(self, hidden_SH: Tensor, micro_batch: MicroBatch) -> tuple[Tensor, Tensor | None]:
+        """Return (log-probs, entropies or None) of the target tokens of a micro-batch's rows."""
         found = self.compute_outputs(hidden_SH, micro_batch)
         return found.log_probs_R, found.entropies_R
 
     def compute_outputs(self, hidden_SH: Tensor, micro_batch: MicroBatch) -> HeadOutputs:
+        """Return all requested outputs of the rows: log-probs, entropies, sums of squared
+        probabilities.
+        """
         return self.head.compute_outputs(
             hidden_SH, micro_batch, self.temperature, self.with_entropy, self.with_sum_squares
         )
@@ -45,11 +49,13 @@ class RowLogProbs:
 def compute_log_probs(
     backend: ModelBackend, row_log_probs: RowLogProbs, batch: TokenBatch, plan: ReplicaPlan
 ) -> TokenLogProbs | None:
-    """Log-probs, and what else the rows are asked for, on the leader; None elsewhere. All
-    ranks of a replica.
+    """Return the log-probs of the batch's tokens, with entropies and sums of squared probabilities
+    where `row_log_probs` requests them, on the leader; None elsewhere. All ranks of a replica must
+    call it.
     """
 
     def stack_row_columns(hidden_SH: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the outputs of the rows that are not None, stacked as [C, R]."""
         return torch.stack(
             [
                 column_R
@@ -72,11 +78,12 @@ def compute_log_probs(
 def compute_values(
     backend: ModelBackend, batch: TokenBatch, plan: ReplicaPlan
 ) -> CriticValues | None:
-    """Values of a model with a value head, on the leader; None elsewhere.
-    All ranks of a replica.
+    """Return the values of the batch's tokens, of a model with a value head, on the leader; None
+    elsewhere. All ranks of a replica must call it.
     """
 
     def compute_row_values(hidden_SH: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return the values of the rows as [1, R]."""
         return backend.compute_values(hidden_SH, micro_batch.rows)[None]
 
     columns = compute_token_columns(backend, batch, plan, compute_row_values)
@@ -91,9 +98,12 @@ def compute_top_log_probs(
     temperature: float,
     num_top: int,
 ) -> TopLogProbs | None:
-    """The likeliest tokens of each place, on the leader; None elsewhere. All ranks of a replica."""
+    """Return the `num_top` likeliest tokens of each position and their log-probs, on the leader;
+    None elsewhere. All ranks of a replica must call it.
+    """
 
     def compute_row_top_log_probs(hidden_SH: Tensor, micro_batch: MicroBatch) -> Tensor:
+        """Return ids and log-probs of the rows' likeliest tokens as [2 x `num_top`, R]."""
         ids_RK, log_probs_RK = head.find_likeliest_tokens(
             hidden_SH, micro_batch, temperature, num_top
         )
@@ -115,11 +125,11 @@ def compute_token_columns(
     plan: ReplicaPlan,
     compute_rows: Callable[[Tensor, MicroBatch], Tensor],
 ) -> Tensor | None:
-    """Token columns [C, T] float32 on the CPU, on the leader; None elsewhere. All
-    ranks of a replica.
+    """Run the model forward over the batch, and return token columns [C, T] float32 on the CPU, on
+    the leader; None elsewhere. All ranks of a replica must call it.
 
-    `compute_rows`: (hidden_SH, micro-batch) -> [C, R], on the last stage. Zero outside of the
-    batch's response mask.
+    `compute_rows` maps (hidden_SH, micro-batch) to [C, R], on the last stage. The columns are zero
+    outside of the batch's response mask.
     """
     world = backend.world
     routes = backend.routes
@@ -135,6 +145,7 @@ def compute_token_columns(
         packed = routes.prepare_log_probs_pass(batch, packed)
 
     def collect_columns(micro_batch: MicroBatch, hidden_states: Tensor) -> RowsResult:
+        """Return the rows' columns as the collected value; loss and token count have no use."""
         columns_CR = compute_rows(hidden_states[0], micro_batch)
         return columns_CR[0], 0, columns_CR
 
@@ -148,8 +159,8 @@ def compute_token_columns(
 def gather_token_columns(
     row_columns: Sequence[Tensor], packed_batch: PackedBatch, world: World
 ) -> Tensor | None:
-    """The token columns [C, T] float32 on the CPU of `row_columns`, [C, R] of each micro-batch.
-    As `compute_token_columns`.
+    """Return the token columns [C, T] float32 on the CPU, on the leader, from `row_columns`, [C, R]
+    of each micro-batch; None elsewhere. All cp ranks of the last stage must call it.
     """
     if not world.is_last_stage or world.coordinates.tp != 0:
         return None

@@ -15,7 +15,7 @@ from rlhf_megatron.data.shared_prompts import find_sample_prompts
 
 
 class TargetRows(NamedTuple):
-    """The places whose next token is in the response mask, document by document."""
+    """The packed tokens whose next token is in the response mask, document by document."""
 
     token_indices: Tensor  # [R] among the packed tokens
     document_indices: Tensor  # [R] whose they are
@@ -24,8 +24,8 @@ class TargetRows(NamedTuple):
 
 @dataclass(frozen=True)
 class ForwardedDocuments:
-    """The documents of micro-batch after micro-batch: shared prompts before samples, and each
-    kind by length.
+    """The documents of all micro-batches, one micro-batch after the other: in each, shared prompts
+    before samples, and both sorted by length.
     """
 
     sample_indices: Tensor  # [D] the sample of each; of a shared prompt, one that has it
@@ -38,8 +38,8 @@ class ForwardedDocuments:
     )
 
     def make_prompt_fields(self, document_range: slice, num_fillers: int) -> dict[str, Any]:
-        """Return what a MicroBatch says of prompts, for these documents behind fillers of
-        one token each.
+        """Return the MicroBatch fields prompts and num_keys for these documents behind
+        `num_fillers` filler documents of one token each; {} where no prompts are shared.
         """
         if self.prompt_indices is None:
             return {}
@@ -55,8 +55,8 @@ class ForwardedDocuments:
         return {"prompts": own, "num_keys": num_fillers + int(keys.sum())}
 
     def add_rows_after_shared_prompts(self, rows: TargetRows, sample_offsets: Tensor) -> TargetRows:
-        """Give each document behind a shared prompt a first row, the prompt's last token, which
-        has none itself.
+        """Return the rows with a first row added for each document that continues a shared prompt,
+        at the prompt's last token, in place of the prompt's own row.
         """
         if self.prompt_indices is None:
             return rows
@@ -76,8 +76,8 @@ class ForwardedDocuments:
 
 
 def count_forwarded_tokens(document_lengths: Tensor) -> Tensor:
-    """[D] tokens of each document -> [D] tokens of it that a pass runs on: all but the last,
-    and one at least.
+    """Return, for each document length [D], the number of tokens that a pass runs on: all but the
+    last, at least one.
     """
     return (document_lengths - 1).clamp(min=1)
 
@@ -85,8 +85,8 @@ def count_forwarded_tokens(document_lengths: Tensor) -> Tensor:
 def split_into_whole_documents(
     batch: TokenBatch, sample_order: Tensor, micro_batch_sizes: Tensor
 ) -> ForwardedDocuments:
-    """Take the samples in `sample_order`, as many for each micro-batch as `micro_batch_sizes` says,
-    and sort them there by length.
+    """Return one document for each sample. The samples come in `sample_order`, `micro_batch_sizes`
+    of them in each micro-batch, where they are sorted by length.
     """
     micro = torch.repeat_interleave(torch.arange(micro_batch_sizes.numel()), micro_batch_sizes)
     lengths = count_forwarded_tokens(batch.lengths)[sample_order]
@@ -103,8 +103,8 @@ def split_into_whole_documents(
 def split_off_shared_prompts(
     batch: TokenBatch, sample_order: Tensor, micro_batch_sizes: Tensor
 ) -> ForwardedDocuments:
-    """Do as `split_into_whole_documents`, but make a prompt that several samples of a micro-batch
-    have one document, and what is left of each of these samples another.
+    """Return documents as `split_into_whole_documents` does, but make a prompt that several samples
+    of a micro-batch share one document, and the rest of each of these samples another.
     """
     found = find_sample_prompts(batch)
     micro = torch.repeat_interleave(torch.arange(micro_batch_sizes.numel()), micro_batch_sizes)
@@ -142,7 +142,7 @@ def split_off_shared_prompts(
 
 
 def _lexsort_indices(*sort_keys: Tensor) -> Tensor:
-    """Return the order by these keys, of which the last counts most."""
+    """Return the indices that sort by these keys; the last key counts most."""
     order = torch.arange(len(sort_keys[0]))
     for key in sort_keys:
         order = order[key[order].argsort(stable=True)]

@@ -18,10 +18,10 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 
 class FrozenModel:
-    """Made on all ranks of the pool at once, each with the same arguments but `backend`, whose
-    model is frozen.
+    """A model that does not learn. Make it on all ranks of the pool at once, each with the same
+    arguments but `backend`, whose model is frozen.
 
-    `is_offloaded`: keep the weights in host memory between calls; their storages on the device are
+    `is_offloaded` keeps the weights in host memory between calls; their storages on the device are
     empty then, on a CPU too.
     """
 
@@ -37,29 +37,31 @@ class FrozenModel:
             self.offload()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """This rank's shards with their table rules. The weights must be on the
-        device: see `onload`.
+        """Return an iterator over this rank's shards with their table rules. Raise RuntimeError
+        where the weights are offloaded: see `onload`.
         """
         self.offloadable_memory.require_parts(["parameters"])
         return self.backend.export_shards()
 
     def offload(self) -> None:
-        """Free the device's memory of the weights. They are copied where they have changed since
-        the last time.
+        """Free the device memory of the weights, which are copied to host memory only where they
+        have changed since the last copy.
         """
         self.offloadable_memory.drop_parts()
 
     def onload(self) -> None:
-        """Undo `offload`."""
+        """Bring the weights back to the device."""
         self.offloadable_memory.restore_parts(is_read_only=True)
 
     def memory_report(self) -> MemoryReport:
-        """Report what this rank holds now."""
+        """Report the memory that this rank holds now."""
         return self.offloadable_memory.make_report()
 
     @contextmanager
     def _weights_on_device(self, will_change_weights: bool = False) -> Iterator[None]:
-        """The weights are there meanwhile, and then where they are kept."""
+        """Keep the weights on the device within the block, and offload them afterwards if the model
+        is offloaded. `will_change_weights` must be True where the block changes them.
+        """
         self.onload()
         self.offloadable_memory.require_parts(["parameters"], will_change=will_change_weights)
         try:
@@ -73,6 +75,8 @@ class FrozenRewardModel(FrozenModel):
     """A frozen model with a value head, which scores samples. A `ScoreWorker`."""
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> CriticValues | None:
-        """Scores, as `ScoreWorker.values`."""
+        """Return the scores of the samples' tokens on the leader; None elsewhere. See
+        `ScoreWorker.values`.
+        """
         with self._weights_on_device():
             return compute_values(self.backend, batch, plan)

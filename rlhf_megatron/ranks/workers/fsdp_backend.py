@@ -78,14 +78,14 @@ logger = logging.getLogger(__name__)
 
 
 class FSDPBackend:
-    """A `TrainedBackend`; with `is_frozen` a `Backend`. A rank is a replica, and holds a piece of
-    each parameter.
+    """A `TrainedBackend`; with `is_frozen` a `ModelBackend`. A rank is a replica, and holds a piece
+    of each parameter.
 
-    Parameters are float32 where they learn; activations and gathered parameters have `dtype`,
-    gradients are summed in float32. `lora` of a rank above 0: only its matrices learn, which begin
-    with `seed`, and the weights keep `dtype`.
+    Parameters that learn are float32; activations and gathered parameters have `dtype`, gradients
+    are summed in float32. With a `lora` of a rank above 0 only the LoRA matrices learn, which begin
+    from `seed`, and the weights keep `dtype`.
 
-    Raises ValueError for a model that transformers cannot build, or whose packed documents leak.
+    Raise ValueError for a model that transformers cannot build, or whose packed documents leak.
     """
 
     def __init__(
@@ -165,8 +165,7 @@ class FSDPBackend:
 
     @property
     def run_training_passes(self) -> Callable[[PackedBatch, RowsFunction], list[Tensor]]:
-        """Return the function that runs the model forward and backward over packed micro-batches.
-        """
+        """Return the function that runs the model forward and backward over micro-batches."""
         return partial(self._run_micro_batches, forward_only=False)
 
     def begin_training_pass(self, packed_batch: PackedBatch) -> None:
@@ -198,6 +197,7 @@ class FSDPBackend:
                 lengths |= {f"max_length_{side}": micro.max_seqlen for side in "qk"}
 
             def compute_rows(hidden_states: Tensor, micro_batch: MicroBatch = micro) -> Any:
+                """Return the loss and the collected values of this micro-batch's hidden states."""
                 return process_rows(micro_batch, hidden_states)
 
             value, _, kept = self.model(
@@ -262,9 +262,9 @@ class FSDPBackend:
         """Do nothing: the shards are always as the last optimizer step left them."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """Yield each rule of the table with this rank's piece of the tensor on the world's device,
-        LoRA matrices merged into the weight. All ranks must call it: with LoRA the down matrices
-        are gathered at once.
+        """Return an iterator over each rule of the table with this rank's piece of the tensor on
+        the world's device, LoRA matrices merged into the weight. All ranks must call it: the LoRA
+        down matrices are gathered at once; iterating communicates nothing.
         """
         held = self.named_weights()
         named = dict[str, Any](self.model.collect_tensors())
@@ -274,6 +274,7 @@ class FSDPBackend:
             downs = {name: named[name].full_tensor() for name in held if name.endswith(DOWN)}
 
         def materialize_tensor(rule: WeightRule) -> Tensor:
+            """Return this rank's piece of the rule's tensor on the device, LoRA merged."""
             own = held[rule.megatron_name].detach()  # copied only where it is kept in host memory
             stem = get_layer_stem(rule.megatron_name)
             if self.lora is not None and stem + DOWN in downs:
@@ -498,6 +499,7 @@ class FSDPBackend:
         tokens = tokens[None].to(self.world.device)
 
         def multiply_head_weight(hidden: Tensor) -> Tensor:
+            """Return the logits that hidden states times the head's weight give, capped."""
             weight: Tensor = self.model.output_layer.weight
             return apply_softcap((hidden[0] @ weight.T).float(), self.model.softcap)
 
@@ -522,8 +524,8 @@ class FSDPBackend:
 
 
 class FullLogitsHead:
-    """A `backend.Head` for models whose logits are more than a product: they come from the
-    model's own head.
+    """A `PolicyHead` for models whose logits are more than a product with the head's weight: the
+    model's own head makes the logits.
     """
 
     def __init__(self, role: str, world: World) -> None:
@@ -579,8 +581,7 @@ class FullLogitsHead:
 
 
 def _top_log_probs(logits_RV: Tensor, temperature: float, num_top: int) -> tuple[Tensor, Tensor]:
-    """Return (ids [R, K], log-probs [R, K]) of the `num_top` likeliest tokens, the likeliest first.
-    """
+    """Return (ids [R, K], log-probs [R, K]) of the likeliest tokens, the likeliest first."""
     log_probs_RK, ids_RK = (logits_RV.float() / temperature).log_softmax(-1).topk(num_top, -1)
     return ids_RK, log_probs_RK
 

@@ -26,11 +26,11 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class FSDPStepOptimizer:
-    """A `backend.StepOptimizer`. Made on all ranks at once, of sharded float32 parameters
-    (DTensors) by name.
+    """A `StepOptimizer` over sharded float32 parameters (DTensors) by name. Make it on all ranks at
+    once.
 
-    Norms and biases have no weight decay. Raises ValueError when the schedules of `optim`
-    cannot be met.
+    Norms and biases have no weight decay. Raise ValueError when the schedules of `optim` cannot be
+    met.
     """
 
     def __init__(

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class HeadBackendChoice:
-    """Made once, when a role is built."""
+    """The backend of a role's head and its stash, chosen once, when the role is built."""
 
     backend: LogProbBackend
     reason: str
@@ -47,7 +47,10 @@ class HeadBackendChoice:
 def choose_head_backend(
     kernels: KernelsConfig, device: torch.device, dtype: torch.dtype
 ) -> HeadBackendChoice:
-    """Raises ValueError where the configuration names triton and it cannot run on `device`."""
+    """Return the backend that the configuration names, or for "auto" triton where it runs on
+    `device`, else chunked. Raise ValueError where the configuration names triton and it cannot run
+    on `device`.
+    """
     stash_bytes = get_stash_bytes(kernels, dtype)
     if kernels.backend in ("reference", "chunked"):
         return HeadBackendChoice(kernels.backend, "as configured", stash_bytes)
@@ -65,15 +68,17 @@ def choose_head_backend(
 
 
 def get_stash_bytes(kernels: KernelsConfig, dtype: torch.dtype) -> int:
-    """Return the bytes that a micro-batch of a model in `dtype` may keep of its logits."""
+    """Return the bytes of logits that a micro-batch of a model in `dtype` may keep for the backward
+    pass.
+    """
     if kernels.stash_megabytes is not None:
         return kernels.stash_megabytes * MIB
     return STASH_MEGABYTES_16 * MIB if dtype.itemsize == 2 else 0
 
 
 class CheckedHeadBackend:
-    """The backend in use, of one role on one rank. The first calls of the role try it against
-    the reference.
+    """The head's backend in use, of one role on one rank. The first calls of the role check the
+    backend against the reference.
     """
 
     def __init__(self, choice: HeadBackendChoice, num_checks: int, role: str, world: World) -> None:
@@ -87,11 +92,11 @@ class CheckedHeadBackend:
     def check_and_fall_back(
         self, run_self_check: Callable[[LogProbBackend], SelfCheckResult]
     ) -> None:
-        """Check the backend, and fall back until a check passes on all tp ranks. Call it before
-        each use, on all of them.
+        """Check the backend by `run_self_check`, and fall back to simpler ones until a check passes
+        on all tp ranks. Call it before each use, on all tp ranks.
 
-        Nothing is done, and nothing exchanged, after the first checks. The reference is what others
-        are held to, and is not checked.
+        Nothing is done, and nothing exchanged, after the first `num_checks` calls. The reference
+        backend is the measure, and is not checked.
         """
         if not self.num_checks_left:
             return
@@ -103,13 +108,16 @@ class CheckedHeadBackend:
             self._use_simpler_backend(problem)
 
     def make_report(self) -> HeadReport:
+        """Return the report: choice, backend in use, checks left, notices of fall-backs."""
         left = self.num_checks_left if self.backend in FALLBACK_BACKENDS else 0
         return HeadReport(
             self._rank_name, str(self.choice), self.backend, left, tuple(self._notices)
         )
 
     def _has_any_rank_problem(self, problem: str) -> bool:
-        """Backends exchange different things: the tp ranks must use the same."""
+        """Return whether a tp rank has a problem: all tp ranks must use the same backend, because
+        backends communicate differently.
+        """
         if self._world.layout.tp == 1:
             return bool(problem)
         flag = torch.tensor([bool(problem)], dtype=torch.int32, device=self._world.device)
@@ -117,6 +125,9 @@ class CheckedHeadBackend:
         return bool(flag.item())
 
     def _use_simpler_backend(self, problem: str) -> None:
+        """Fall back to the next simpler backend; a rank with a problem of its own logs and records
+        a notice.
+        """
         failed = self.backend
         self.backend = FALLBACK_BACKENDS[self.backend]
         if not problem:  # the rank that has one tells it
@@ -132,7 +143,9 @@ class CheckedHeadBackend:
 def _find_backend_problem(
     backend: LogProbBackend, run_self_check: Callable[[LogProbBackend], SelfCheckResult]
 ) -> str:
-    """Why `backend` must not be used; "" where nothing speaks against it."""
+    """Return the reason why `backend` must not be used (a failed check or an exception), or "".
+    Running out of memory is raised.
+    """
     try:
         found = run_self_check(backend)
     except torch.OutOfMemoryError:  # says nothing about the backend, and simpler ones need more

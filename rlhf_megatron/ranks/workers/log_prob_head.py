@@ -1,7 +1,7 @@
 """The head of a policy on one rank: hidden states become log-probs and entropies of rows, by the
 backend in use.
 
-Also: The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's
+The head's gradient goes straight into megatron's float32 main_grad: no tensor of the weight's
 size in between.
 """
 # S tokens of this rank (its part of the sequence under sequence parallelism), R rows, V vocabulary
@@ -43,16 +43,18 @@ class MainGradSink:
         self._weight: Any = weight  # with megatron's attributes
 
     def get_buffer_VH(self) -> Tensor:
+        """Return megatron's float32 gradient buffer of the weight."""
         buffer: Tensor = self._weight.main_grad
         return buffer
 
     def make_autograd_gradient(self) -> Tensor | None:
-        """The weight itself as the stand-in, which costs no memory: autograd takes it
-        over as it is.
+        """Return the gradient that autograd receives in place of the real one: the weight itself,
+        which costs no memory, as autograd takes it over as it is. Mark the weight's gradient as
+        already added.
 
-        None where the weight is also the embedding of this stage (megatron marks it with
-        `zero_out_wgrad`): autograd would add the stand-in to the embedding's gradient, which is
-        what the hook gets there, and adds.
+        Return None where the weight is also the embedding of this stage (megatron marks it with
+        `zero_out_wgrad`): autograd would add the stand-in to the embedding's gradient, and the hook
+        would add that sum.
         """
         if getattr(self._weight, "zero_out_wgrad", False):
             return None
@@ -61,8 +63,8 @@ class MainGradSink:
 
 
 def make_main_grad_sink(weight: nn.Parameter) -> MainGradSink | None:
-    """Return the sink of a weight's gradient; None for the weight of a frozen model, which
-    collects none.
+    """Return the sink of a weight's gradient; None for the weight of a frozen model, which has no
+    gradient buffer.
     """
     return MainGradSink(weight) if hasattr(weight, "main_grad") else None
 
@@ -71,12 +73,13 @@ logger = logging.getLogger(__name__)
 
 
 class LogProbHead:
-    """One a role, for the whole run. Made on all ranks; used on the last stage.
+    """The policy's head of one role, for the whole run. Make it on all ranks; use it on the last
+    stage.
 
-    `weight`: gives this rank's rows of the head, the first of which stands for the token
-    `vocab_start`. `softcap`: of the logits, as in `compute_linear_log_probs`.
+    `get_weight_shard` returns this rank's rows of the head, of which the first belongs to the token
+    `vocab_start`. `softcap` caps the logits, as in `compute_linear_log_probs`.
 
-    Raises ValueError for a backend that cannot run.
+    Raise ValueError for a backend that cannot run.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class LogProbHead:
             logger.info("head of the %s: %s", role, choice)
 
     def make_report(self) -> HeadReport | None:
-        """Report on the head; None off the last stage."""
+        """Return the report on the head; None off the last stage."""
         return self.checked_backend.make_report() if self.world.is_last_stage else None
 
     def compute_outputs(
@@ -117,7 +120,10 @@ class LogProbHead:
         with_entropy: bool,
         with_sum_squares: bool,
     ) -> HeadOutputs:
-        """Statistics of the target tokens. Last stage, all tp ranks."""
+        """Return log-probs, and entropies and sums of squared probabilities where requested, of the
+        micro-batch's target tokens. The first calls check the backend, and may fall back to a
+        simpler one. Call it on the last stage, on all tp ranks.
+        """
         world = self.world
         weight_VH = self._get_weight_shard()
         vocab_start, vocab_size = self._vocab_range
@@ -125,6 +131,7 @@ class LogProbHead:
         stash_bytes = self.checked_backend.choice.stash_bytes
 
         def check_candidate_backend(backend: LogProbBackend) -> SelfCheckResult:
+            """Run the self-check of a backend on this call's hidden states."""
             return check_log_prob_backend(
                 backend,
                 hidden_SH,
@@ -166,7 +173,9 @@ class LogProbHead:
         log_probs_R: Tensor,
         token_ids_RK: Tensor,
     ) -> Tensor:
-        """The kernel's log-prob of the target, and how much larger the logits of the others are."""
+        """Return the log-probs [R, K] of the tokens `token_ids_RK`, with grad: the target's
+        log-prob plus the difference between the token's and the target's logit.
+        """
         ids_RN = torch.cat([micro_batch.targets[:, None], token_ids_RK.long()], -1)
         weight_VH = self._get_weight_shard()
         logits_RN = compute_chosen_logits(
@@ -178,7 +187,9 @@ class LogProbHead:
     def find_likeliest_tokens(
         self, hidden_SH: Tensor, micro_batch: MicroBatch, temperature: float, num_top: int
     ) -> tuple[Tensor, Tensor]:
-        """See `backend.Head`."""
+        """Return ([R, K] ids, [R, K] log-probs) of the `num_top` likeliest tokens, the likeliest
+        first. Call it on all tp ranks.
+        """
         weight_VH = self._get_weight_shard()
         return find_likeliest_tokens(
             hidden_SH,
@@ -192,6 +203,9 @@ class LogProbHead:
         )
 
     def _make_head_shard(self, weight_VH: nn.Parameter) -> HeadShard:
+        """Return the description of this rank's vocabulary shard, with a gradient sink where
+        gradients are recorded.
+        """
         sink = make_main_grad_sink(weight_VH) if torch.is_grad_enabled() else None
         return HeadShard(
             *self._vocab_range, self.world.tp_group, self.world.layout.sequence_parallel, sink

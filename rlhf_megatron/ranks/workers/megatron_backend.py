@@ -56,9 +56,9 @@ from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 
 
 class MegatronBackend:
-    """A `TrainedBackend`; with `is_frozen` a `Backend`, without gradient buffers.
+    """A `TrainedBackend`; with `is_frozen` a `ModelBackend`, without gradient buffers.
 
-    Raises ValueError for an architecture or layout that is not supported.
+    Raise ValueError for an architecture or layout that is not supported.
     """
 
     def __init__(
@@ -141,6 +141,7 @@ class MegatronBackend:
         if terms.needs_counting_pass:
 
             def return_zero_loss(micro_batch: MicroBatch, hidden_states: Tensor) -> RowsResult:
+                """Return a zero loss: the counting pass needs only the routers' loads."""
                 return hidden_states.new_zeros(()), 0, hidden_states.new_zeros(1)
 
             terms.begin_pass(*packed_batch.forwarded_counts, is_counting=True)
@@ -344,8 +345,7 @@ class MegatronBackend:
         return {**model, "optimizer": self.optimizer.sharded_state_dict(model, is_loading)}
 
     def _make_sharded_model_state(self) -> dict[str, Any]:
-        """Return each chunk's sharded tensors, without extra state, under model0, model1 and so on.
-        """
+        """Return each chunk's sharded tensors, without extra state, under model0, model1, ..."""
         metadata = {"dp_cp_group": self.world.dp_cp_group}
         return {
             f"model{index}": drop_extra_state(chunk.module.sharded_state_dict(metadata=metadata))

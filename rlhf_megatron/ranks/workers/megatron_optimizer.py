@@ -46,13 +46,13 @@ from rlhf_megatron.ranks.workers.streamed_adam import replace_with_streamed_adam
 class MegatronStepOptimizer:
     """Megatron's optimizer and its learning-rate and weight-decay schedules.
 
-    Made on all ranks at once, of chunks that are wrapped for data parallelism and hold their
-    weights already. `num_steps`: optimizer steps of the run, the length of schedules that name
-    none. `state_format`: where moments and float32 parameters stand between steps, and as what;
-    None: in float32 on the device.
+    Make it on all ranks at once, of chunks that are wrapped for data parallelism and hold their
+    weights already. `num_steps` is the number of optimizer steps of the run, and the length of
+    schedules without a length of their own. `state_format` says where and in which types moments
+    and float32 parameters are kept between steps; None means float32 on the device.
 
-    Raises ValueError when the schedules of `optim` cannot be met, and for an Apex that
-    cannot make a step.
+    Raise ValueError when the schedules of `optim` cannot be met, and for an Apex that cannot make a
+    step.
     """
 
     def __init__(
@@ -77,11 +77,12 @@ class MegatronStepOptimizer:
                 _initialize_adam_state(part.optimizer)
 
     def step(self, losses: torch.Tensor | None = None) -> OptimizerStepResult:
-        """One step with the gradients that stand in the main-gradient buffers. All ranks.
+        """Clip the gradients in the main-gradient buffers and take one step. All ranks must call
+        it.
 
-        `losses`: of this rank's micro-batches, where it has any. A gradient, gradient norm or loss
-        that is not finite, on whatever rank, changes nothing on any: neither parameters, nor
-        moments, nor the schedules.
+        `losses` holds the losses of this rank's micro-batches, where the rank has any. A gradient,
+        gradient norm or loss that is not finite, on any rank, skips the step on all ranks: neither
+        parameters, nor moments, nor schedules change.
         """
         verdict, grad_norm = self.check_finiteness(losses)
         if verdict != FINITE:
@@ -95,8 +96,8 @@ class MegatronStepOptimizer:
         return OptimizerStepResult(grad_norm, self.lr, is_skipped=False)
 
     def check_finiteness(self, losses: torch.Tensor | None) -> tuple[int, float]:
-        """(`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm), alike on all ranks, all
-        of which call it.
+        """Return (`nonfinite.FINITE`, INFINITE or NAN; the global gradient norm before clipping),
+        the same on all ranks. All ranks must call it.
         """
         self.megatron_optimizer.prepare_grads()
         grad_norm = float(self.megatron_optimizer.get_grad_norm())
@@ -106,15 +107,17 @@ class MegatronStepOptimizer:
         return verdict, choose_reported_grad_norm(verdict, grad_norm)
 
     def zero_grad(self) -> None:
+        """Clear the gradients of the optimizer's parameters."""
         self.megatron_optimizer.zero_grad()
 
     @property
     def lr(self) -> float:
+        """Return the current learning rate."""
         return float(self.megatron_optimizer.param_groups[0]["lr"])
 
     def list_state_tensors(self) -> list[torch.Tensor]:
-        """Return what it holds on the device beside model parameters and gradients: moments, step
-        counts, float32 main parameters.
+        """Return the optimizer's tensors on the device beside model parameters and gradients:
+        moments, step counts and float32 main parameters; [] where the state is in host memory.
         """
         if self.state_format.is_on_host:
             return []
@@ -131,8 +134,8 @@ class MegatronStepOptimizer:
         return [*tensors, *self.list_main_parameters()]
 
     def list_main_parameters(self) -> list[torch.Tensor]:
-        """The float32 copies of parameters in half precision, or this rank's shards of them, as
-        they are kept; none in float32.
+        """Return the float32 copies of half-precision parameters, or this rank's shards of the
+        copies, as they are stored between steps; [] for a float32 model.
         """
         names = ("fp32_from_float16_groups", "shard_fp32_from_float16_groups")
         parts = [
@@ -144,18 +147,18 @@ class MegatronStepOptimizer:
         ]
 
     def sharded_state_dict(self, model_state: dict[str, Any], is_loading: bool) -> dict[int, Any]:
-        """Return moments and main parameters for megatron's distributed checkpoint.
-        Call on all ranks.
+        """Return moments and main parameters for megatron's distributed checkpoint. All ranks must
+        call it.
         """
         return make_sharded_optimizer_state(self.megatron_optimizer, model_state, is_loading)
 
     def load_state_dict(
         self, optimizer_state: dict[int, Any], scheduler_state: dict[str, Any]
     ) -> None:
-        """Undo `sharded_state_dict` and `scheduler_state.state_dict`.
+        """Load moments and main parameters from `sharded_state_dict`, and the number of steps from
+        `scheduler.state_dict`.
 
-        Of the schedules only the number of steps is taken over: what they are is the
-        configuration's to say.
+        The schedules take only the number of steps: their settings are those of the configuration.
         """
         self.scheduler.num_steps = 0
         self.scheduler.override_opt_param_scheduler = True
@@ -173,8 +176,8 @@ def reset_optimizer(
     dtype: torch.dtype,
     world: World,
 ) -> MegatronStepOptimizer:
-    """A fresh optimizer that keeps the float32 main parameters of `old_optimizer`, which are finer
-    than the model's.
+    """Return a fresh optimizer that keeps the float32 main parameters of `old_optimizer`, which are
+    more precise than the model's.
     """
     kept = old_optimizer.list_main_parameters()
     new = MegatronStepOptimizer(chunks, optim, num_steps, dtype, world, old_optimizer.state_format)
@@ -186,6 +189,7 @@ def reset_optimizer(
 def _build_megatron_optimizer(
     chunks: list[DistributedDataParallel], optim: OptimConfig, dtype: torch.dtype, world: World
 ) -> Any:
+    """Return megatron's optimizer for the chunks, without weight decay on norms and biases."""
     data_parallel = chunks[0].ddp_config
     config = OptimizerConfig(
         optimizer=optim.optimizer,
@@ -213,8 +217,8 @@ def _build_megatron_optimizer(
 def make_lr_and_decay_schedules(
     optimizer: Any, optim: OptimConfig, num_steps: int
 ) -> OptimizerParamScheduler:
-    """The schedules of learning rate and weight decay over the groups of any optimizer.
-    Raises ValueError.
+    """Return the schedules of learning rate and weight decay over the groups of any optimizer.
+    Raise ValueError for a decay that ends within the warm-up, or a weight decay that falls.
     """
     decay_steps = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
     if optim.lr_decay_style != "constant" and decay_steps <= optim.lr_warmup_steps:
@@ -247,8 +251,8 @@ def make_lr_and_decay_schedules(
 
 
 def detect_megatron_adam() -> AdamKernel:
-    """Whose Adam megatron-core took when it was imported; on a CPU
-    torch's (`ranks.parallel.cpu_platform`).
+    """Return the package of the Adam that megatron-core picked at its import; on a CPU torch's
+    (`ranks.parallel.cpu_platform`).
     """
     home = importlib.import_module("megatron.core.optimizer").Adam.__module__.partition(".")[0]
     if home == TRANSFORMER_ENGINE:
@@ -257,8 +261,8 @@ def detect_megatron_adam() -> AdamKernel:
 
 
 def refuse_broken_adam(adam_source: AdamKernel, apex_package: OptionalPackage) -> None:
-    """megatron-core takes Apex's FusedAdam where it can be imported, with or without
-    what it runs on.
+    """Raise ValueError where megatron-core picked Apex's FusedAdam and Apex cannot run:
+    megatron-core takes FusedAdam wherever it can be imported.
     """
     if adam_source == "apex" and not apex_package.is_usable:
         raise ValueError(
@@ -268,11 +272,12 @@ def refuse_broken_adam(adam_source: AdamKernel, apex_package: OptionalPackage) -
 
 
 def _initialize_adam_state(adam: torch.optim.Optimizer) -> None:
-    """Moments exist before the first step; torch's AdamW runs its fused kernel.
+    """Create the moments before the first step, and make torch's AdamW run its fused kernel.
 
-    The fused Adams of Transformer Engine and Apex keep nothing else: they count steps in their
-    parameter groups, which `optimizer_state.load_optimizer_state` sets. torch's counts in tensors; each
-    parameter gets one of its own, since torch counts a shared one up once a parameter.
+    The fused Adams of Transformer Engine and Apex need nothing else: they count steps in their
+    parameter groups, which `optimizer_state.load_optimizer_state` sets. torch's AdamW counts in
+    tensors; each parameter gets its own, because torch would count a shared tensor up once for each
+    parameter.
     """
     is_torch = isinstance(adam, torch.optim.AdamW)
     for group in adam.param_groups:

@@ -46,8 +46,8 @@ class StageMemory:
 
     @property
     def totals(self) -> tuple[int, ...]:
-        """The bytes on the device, by rank that holds the same shard. The reference counts when it
-        is not offloaded.
+        """Return the bytes on the device of each rank that holds the same shard, without the
+        reference model, whose bytes come on top when it is not offloaded.
         """
         fixed = self.parameters + self.gradients
         if self.is_optimizer_on_host:
@@ -65,12 +65,12 @@ def plan_layout_memory(
     dtype: torch.dtype,
     head: HeadKind = "vocabulary",
 ) -> tuple[StageMemory, ...]:
-    """One entry a pipeline stage. Call it in a process without process groups; it
-    leaves none behind.
+    """Return the memory of each pipeline stage, by building its model without storage. Call it in a
+    process without process groups; it leaves none behind.
 
-    `num_ranks`: of the pool. `head`: "vocabulary" for an actor, "value" for a critic.
+    `num_ranks` is the size of the pool; `head` is "vocabulary" for an actor, "value" for a critic.
 
-    Raises ValueError for a model or layout that is not supported.
+    Raise ValueError for a model or layout that is not supported.
     """
     layout = make_parallel_layout(megatron, num_ranks)
     return tuple(
@@ -87,6 +87,7 @@ def _plan_stage_memory(
     dtype: torch.dtype,
     head: HeadKind,
 ) -> StageMemory:
+    """Return the memory of one pipeline stage, measured on its model in a fake world."""
     # What runs on GPUs only holds no parameters, and this is a CPU.
     megatron = replace(megatron, moe_token_dispatcher_type="alltoall", moe_permute_fusion=False)
     with _create_fake_world(layout, layout.compute_rank(dp=0, pp=stage, tp=0)) as world:
@@ -126,8 +127,8 @@ def _plan_stage_memory(
 
 
 def _count_shard_elements(buffers: list[Any], num_shards: int) -> tuple[int, ...]:
-    """Parameters that each shard of the distributed optimizer updates: its equal part of every
-    bucket, less padding.
+    """Return the elements that each shard of the distributed optimizer updates: its equal part of
+    every bucket, less padding.
     """
     counts = [0] * num_shards
     for buffer in buffers:
@@ -141,13 +142,14 @@ def _count_shard_elements(buffers: list[Any], num_shards: int) -> tuple[int, ...
 
 
 def _count_tensor_bytes(tensor: torch.Tensor) -> int:
+    """Return the bytes of a tensor's elements."""
     return tensor.numel() * tensor.element_size()
 
 
 @contextlib.contextmanager
 def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
-    """The world of one rank of `layout`; tensors made inside have no storage, and
-    collectives do nothing.
+    """Yield the world of one rank of `layout` within the block, where new tensors have no storage
+    and collectives do nothing.
     """
     from torch.testing._internal.distributed.fake_pg import (
         FakeStore,  # registers the backend "fake"
@@ -168,7 +170,9 @@ def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
 
 @contextlib.contextmanager
 def _disable_module_to() -> Iterator[None]:
-    """Module.to swaps tensors, which fake ones refuse; everything is made on its device already."""
+    """Make Module.to do nothing within the block, because it swaps tensors, which fake tensors
+    refuse; all modules are made on their device already.
+    """
     to = torch.nn.Module.to
     torch.nn.Module.to = (  # type: ignore[method-assign]
         lambda module, *args, **kwargs: module  # type: ignore[assignment]

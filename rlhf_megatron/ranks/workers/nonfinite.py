@@ -5,8 +5,8 @@ A verdict needs more than the gradient norm: Megatron's is of one copy of each p
 only the second tensor-parallel rank has in its copy of a norm's gradient, or one replica after its
 gradients were summed, is not in it.
 
-Also: Finds the first tensor of a forward and backward pass that is not finite. Waits for the device
-at every module.
+`NonFiniteWatch` finds the first tensor of a forward and backward pass that is not finite, and waits
+for the device at every module.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ NAN = 2
 def compute_local_verdict(
     chunks: Sequence[DistributedDataParallel], grad_norm: float, losses: Tensor | None
 ) -> Tensor:
-    """FINITE, INFINITE or NAN, int32 on the device: of what this rank's gradient buffers hold, the
-    norm and losses.
+    """Return FINITE, INFINITE or NAN, int32 on the device, over this rank's gradient buffers, the
+    gradient norm and the losses.
 
-    A sum is finite where all its terms are: terms whose sum overflows have a norm that is not
-    finite either.
+    A finite sum proves that all its terms are finite; finite terms whose sum overflows have a norm
+    that is not finite either.
     """
     buffers = [
         buffer for chunk in chunks for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]
@@ -45,7 +45,9 @@ def compute_local_verdict(
 
 
 def compute_verdict(gradients: Sequence[Tensor], grad_norm: float, losses: Tensor | None) -> Tensor:
-    """Return the verdict on any tensors, as `compute_local_verdict` does."""
+    """Return FINITE, INFINITE or NAN, int32 on the gradients' device, over the sums of the
+    gradients, the gradient norm and the losses.
+    """
     sums = [gradient.sum(dtype=torch.float32) for gradient in gradients]
     if losses is not None and losses.numel():
         sums.append(losses.float().sum())
@@ -61,7 +63,9 @@ def compute_verdict(gradients: Sequence[Tensor], grad_norm: float, losses: Tenso
 
 
 def all_reduce_verdict(verdict: Tensor, world: World) -> int:
-    """The worst of all ranks' verdicts, on all of them. All ranks of the pool."""
+    """Return the worst verdict of all ranks (NAN over INFINITE over FINITE), on all of them. All
+    ranks of the pool must call it.
+    """
     verdict = verdict.reshape(1).clone()
     all_reduce(verdict, ReduceOp.MAX, group=world.model_parallel_group)
     all_reduce(verdict, ReduceOp.MAX, group=world.dp_cp_group)
@@ -69,8 +73,8 @@ def all_reduce_verdict(verdict: Tensor, world: World) -> int:
 
 
 def choose_reported_grad_norm(verdict: int, grad_norm: float) -> float:
-    """Return what all ranks report as the gradient norm: their own may differ where only some saw
-    what is wrong.
+    """Return the gradient norm that all ranks report: `grad_norm` where the verdict is FINITE, else
+    inf or nan, because ranks may have seen different norms.
     """
     return {FINITE: grad_norm, INFINITE: math.inf, NAN: math.nan}[verdict]
 
@@ -78,8 +82,9 @@ def choose_reported_grad_norm(verdict: int, grad_norm: float) -> float:
 def find_bad_tensors(
     tensors: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]],
 ) -> tuple[BadTensor, ...]:
-    """Return the tensors that are not finite, in order. Where all are finite it takes one pass and
-    one wait for the device.
+    """Return the tensors that are not finite, in order, with their counts of NaN and Inf; at most
+    MAX_REPORTED_ENTRIES suspects are counted. Where all are finite, this takes one pass and one
+    wait for the device.
     """
     items = list(tensors.items() if isinstance(tensors, Mapping) else tensors)
     if not items:
@@ -96,15 +101,17 @@ def find_bad_tensors(
 
 
 def find_bad_positions(values: Tensor, positions: Tensor) -> tuple[tuple[int, ...], int]:
-    """(`positions` of the `values` that are not finite, the first NUM_NAMED of them; how
-    many there are).
+    """Return (the `positions` whose `values` are not finite, at most MAX_REPORTED_ENTRIES; the
+    number of all such positions).
     """
     found = positions[~values.isfinite()]
     return tuple(found[:MAX_REPORTED_ENTRIES].tolist()), found.numel()
 
 
 def check_parameters_finite(parameters: Mapping[str, Tensor], world: World) -> None:
-    """Raises ValueError on all ranks of the pool when a parameter on one of them is not finite."""
+    """Raise ValueError on all ranks of the pool when a parameter on one of them is not finite. All
+    ranks must call it.
+    """
     found = find_bad_tensors(parameters)
     verdict = torch.tensor(NAN if found else FINITE, dtype=torch.int32, device=world.device)
     if all_reduce_verdict(verdict, world) == FINITE:
@@ -120,11 +127,11 @@ def check_parameters_finite(parameters: Mapping[str, Tensor], world: World) -> N
 
 
 class NonFiniteWatch:
-    """Context manager: while it is on, `first_bad_tensor` becomes the name of the first tensor that
-    was not finite, "" till then.
+    """A context manager: within it `first_bad_tensor` becomes the name of the first tensor that is
+    not finite; it is "" until then.
 
-    Modules are seen when they return, the inner ones first, and the gradients of what they returned
-    when these are known: in the order of the pass, over all micro-batches.
+    The outputs of a module are checked when the module returns, inner modules first, and their
+    gradients when these are computed: in the order of the pass, over all micro-batches.
     """
 
     def __init__(self, chunks: Sequence[nn.Module]) -> None:
@@ -133,6 +140,7 @@ class NonFiniteWatch:
         self._hooks: list[Any] = []
 
     def __enter__(self) -> NonFiniteWatch:
+        """Attach a hook to each module and return the watch."""
         for chunk in self._chunks:
             model = unwrap_model_chunk(chunk)
             for name, module in model.named_modules():
@@ -143,17 +151,25 @@ class NonFiniteWatch:
         return self
 
     def __exit__(self, *error: object) -> None:
+        """Remove the hooks from the modules."""
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
 
     def record_tensor(self, tensor: Tensor, tensor_name: str) -> None:
-        """`tensor` is next in the order of the pass."""
+        """Check the next tensor in the order of the pass; its name becomes `first_bad_tensor` if it
+        is the first that is not finite.
+        """
         if not self.first_bad_tensor and not bool(tensor.detach().isfinite().all()):
             self.first_bad_tensor = tensor_name
 
     def _make_output_hook(self, module_name: str) -> Any:
+        """Return a forward hook that checks the module's outputs, and later the gradients of the
+        outputs.
+        """
+
         def record_outputs(module: nn.Module, inputs: Any, outputs: Any) -> None:
+            """Check the module's outputs, and hook their gradients."""
             for output in _iterate_floating_tensors(outputs):
                 self.record_tensor(output, f"output of {module_name}")
                 if output.requires_grad:
@@ -167,6 +183,7 @@ class NonFiniteWatch:
 
 
 def _iterate_floating_tensors(value: Any) -> Iterator[Tensor]:
+    """Yield the floating-point tensors in a tensor or in nested tuples and lists."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield value

@@ -38,11 +38,12 @@ Tensors = Callable[[], Iterable[Tensor]]
 
 
 class OffloadableMemory:
-    """The parts of one model on this rank. `tensors`: of each part, asked for whenever
-    it is dropped.
+    """The parts of one model on this rank. `tensor_getters` returns the tensors of each part, and
+    is called whenever the part is dropped.
 
-    What several parts share belongs to the first of them in the order parameters, gradients,
-    optimizer. Gradients are not kept: they come back as zeros. `role`: in messages.
+    A storage that several parts share belongs to the first of them in the order parameters,
+    gradients, optimizer. Gradients are not kept: they come back as zeros. `role` appears in
+    messages.
     """
 
     def __init__(
@@ -199,7 +200,7 @@ class OffloadableMemory:
 
 
 class _HostCopy:
-    """Bytes of a part in host memory: pieces that are allocated once and used again."""
+    """The bytes of a part in host memory, in pieces that are allocated once and reused."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -256,4 +257,5 @@ def _view_as_bytes(storage: Storage) -> Tensor:
 
 
 def _round_up_to_alignment(num_bytes: int) -> int:
+    """Return the bytes rounded up to a multiple of _ALIGNMENT."""
     return -(-num_bytes // _ALIGNMENT) * _ALIGNMENT

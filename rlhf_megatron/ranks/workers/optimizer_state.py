@@ -32,7 +32,7 @@ from rlhf_megatron.ranks.workers.optimizer_state_format import (
 
 @dataclass(frozen=True)
 class ParameterState:
-    """The state that this rank's optimizer has of one model parameter."""
+    """The optimizer state of one model parameter on this rank."""
 
     model_param: nn.Parameter
     # what is stepped on: `model_param`, its float32 copy, or a flat shard of these;
@@ -48,8 +48,8 @@ class ParameterState:
     )  # ranks that share the parameter out; None where `element_range` is
 
     def decode_tensors(self) -> dict[str, Tensor]:
-        """Name in a checkpoint -> this rank's part of it. Float32 parameters are in the checkpoint
-        as the model's.
+        """Return this rank's part of the moments and the float32 parameter in float32, by the names
+        in a checkpoint. A float32 model has no separate parameter here.
         """
         return {
             name: decode_float32_state(kept, self.model_shard)
@@ -57,7 +57,9 @@ class ParameterState:
         }
 
     def get_stored_tensors(self) -> dict[str, Tensor]:
-        """The same tensors as they are kept between steps."""
+        """Return the tensors of `decode_tensors` as they are stored between steps; empty tensors
+        where this rank has no part.
+        """
         names = [*MOMENTS, *([] if self.model_param.dtype == torch.float32 else [MAIN])]
         empty = torch.empty(0, device=self.model_param.device)
         if self.main_param is None:
@@ -71,20 +73,20 @@ class ParameterState:
 
     @property
     def model_shard(self) -> Tensor:
-        """The part of the model's parameter that this rank steps on."""
+        """Return the part of the model's parameter that this rank updates."""
         model = self.model_param.detach()
         return model if self.element_range is None else model.view(-1)[self.element_range]
 
     def load_tensor(self, state_name: str, value: Tensor) -> None:
-        """Put what a checkpoint has under a name of `decode_tensors` into place; the parameter is
-        loaded already.
+        """Store a checkpoint's float32 value under a name of `decode_tensors`. The model's
+        parameter must be loaded already.
         """
         encode_float32_state(self.get_stored_tensors()[state_name], value, self.model_shard)
 
 
 def iterate_parameter_states(optimizer: Any) -> Iterator[ParameterState]:
-    """All model parameters of this rank, in an order that is the same on all ranks that
-    share them out.
+    """Yield the state of each model parameter of this rank, in an order that is the same on all
+    ranks that share the parameters out. Create the state of a fused Adam that has made no step.
     """
     for part in optimizer.chained_optimizers:
         if any(
@@ -103,10 +105,11 @@ def iterate_parameter_states(optimizer: Any) -> Iterator[ParameterState]:
 def make_sharded_optimizer_state(
     optimizer: Any, model_state: dict[str, Any], is_loading: bool
 ) -> dict[int, dict[str, Any]]:
-    """Sharded tensors for megatron's distributed checkpoint, by `iterate_parameter_states`'
-    order. All ranks.
+    """Return sharded tensors for megatron's distributed checkpoint, by the position in
+    `iterate_parameter_states` and the tensor's name. All ranks must call it.
 
-    `model_state`: the model's, with the parameters themselves as data.
+    `model_state` is the model's sharded state, with the parameters themselves as data. `is_loading`
+    makes tensors to load into, without gathering.
     """
     sharded, _ = extract_sharded_tensors_and_factories(model_state)
     of_parameter = {id(entry.data): entry for entry in nested_values(sharded)}
@@ -131,7 +134,9 @@ def make_sharded_optimizer_state(
 def load_optimizer_state(
     optimizer: Any, loaded_state: dict[int, dict[str, Tensor]], num_steps: int
 ) -> None:
-    """Undo `make_sharded_optimizer_state`. `num_steps`: optimizer steps behind this state."""
+    """Load the tensors of `make_sharded_optimizer_state` that a checkpoint returned, and set the
+    optimizer's count of steps to `num_steps`.
+    """
     for number, held in enumerate(iterate_parameter_states(optimizer)):
         for name in held.get_stored_tensors():
             full = loaded_state[number][name]
@@ -147,6 +152,7 @@ def load_optimizer_state(
 
 
 def _iterate_unsharded_states(chained_optimizer: Any) -> Iterator[ParameterState]:
+    """Yield the states of the parameters of a plain optimizer, which holds them whole."""
     if hasattr(chained_optimizer, "float16_groups"):
         models = [
             *chain(*chained_optimizer.float16_groups),
@@ -163,6 +169,9 @@ def _iterate_unsharded_states(chained_optimizer: Any) -> Iterator[ParameterState
 
 
 def _iterate_sharded_states(chained_optimizer: DistributedOptimizer) -> Iterator[ParameterState]:
+    """Yield the states of the parameters of a distributed optimizer, with this rank's range of
+    elements, which may be empty.
+    """
     for buffer in chained_optimizer.buffers:
         for model in buffer.param_index_map:
             if model not in chained_optimizer.model_param_gbuf_map:
@@ -183,8 +192,8 @@ def _iterate_sharded_states(chained_optimizer: DistributedOptimizer) -> Iterator
 
 
 def _make_load_target(parameter_state: ParameterState, local_shard: Tensor) -> Tensor:
-    """Return the tensor to load into. Rows that pad the vocabulary here but not in the
-    file stay zero.
+    """Return the tensor to load into. Rows that pad the vocabulary here but not in the file stay
+    zero.
     """
     return (
         local_shard
@@ -194,10 +203,10 @@ def _make_load_target(parameter_state: ParameterState, local_shard: Tensor) -> T
 
 
 def _choose_writer_ranks(parameter_states: Sequence[ParameterState]) -> list[int]:
-    """Choose, for each parameter, the rank of its group that writes what is put together of it,
-    about as many bytes each.
+    """Return, for each parameter, the rank of its group that writes the gathered state, chosen so
+    that the ranks write about the same number of bytes.
 
-    Megatron has the first rank write all model parameters.
+    Megatron has the first rank write all model parameters, which counts.
     """
     loads: dict[int, list[int]] = {}
     writers = []
@@ -217,8 +226,8 @@ def _choose_writer_ranks(parameter_states: Sequence[ParameterState]) -> list[int
 def _with_writer_rank(
     writer_rank: int, sharded_tensor: Any, parameter_state: ParameterState
 ) -> Any:
-    """`sharded_tensor` of the model, as one whose first replica is the one on rank
-    `writer_rank` of the group.
+    """Return the model's `sharded_tensor` with its replicas renumbered, so that the replica on rank
+    `writer_rank` of the group is the first, which is written.
     """
     if writer_rank == 0:
         return sharded_tensor
@@ -237,8 +246,9 @@ def _with_writer_rank(
 def _gather_full_tensor(
     parameter_state: ParameterState, local_shard: Tensor, writer_rank: int
 ) -> Tensor:
-    """The whole tensor of a shard, on the rank of the group that writes it;
-    a blank on the others.
+    """Return the whole tensor of a shard on the CPU, on the rank of the group that writes the
+    tensor; zeros without memory on the other ranks. A tensor that is whole already is returned as
+    it is.
     """
     if parameter_state.element_range is None:
         return local_shard

@@ -17,8 +17,8 @@ MAIN = "fp32_param"
 
 @dataclass(frozen=True)
 class OptimizerStateFormat:
-    """How an optimizer keeps its state; without arguments in float32 on the device, as
-    any Adam does.
+    """The place and the types in which an optimizer keeps its state; without arguments float32 on
+    the device, as any Adam does.
     """
 
     is_on_host: bool = False

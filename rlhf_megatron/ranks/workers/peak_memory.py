@@ -1,6 +1,6 @@
-"""What a rank holds at the peak of an update, by arithmetic: weights, optimizer, and what layers
-keep for the backward pass. And what the settings that are left to us become by
-it (`resolve_memory_settings`).
+"""The bytes that a rank holds at the peak of an update, by arithmetic: weights, optimizer, and the
+tensors that layers keep for the backward pass. `resolve_memory_settings` decides by these bytes the
+settings that the configuration leaves open.
 
 Bytes kept of a token in a layer, measured with hooks on saved tensors
 (tests/unit/workers/test_workers_activations.py) and under a counting CUDA allocator: 2.25 GiB a
@@ -44,10 +44,10 @@ class TrainedModelSpec:
 def estimate_layer_activation_bytes(
     model: TrainedModelSpec, layout: ParallelLayout, impl: LayerImpl, has_experts: bool = False
 ) -> int:
-    """Return the bytes that a layer keeps of a micro-batch, with nothing recomputed, flash
-    attention and fused SwiGLU.
+    """Return the bytes that a layer keeps for the backward pass of a micro-batch, with nothing
+    recomputed, flash attention and fused SwiGLU.
 
-    Of one with experts: where tokens are routed evenly.
+    For a layer with experts, tokens are taken to be routed evenly.
     """
     arguments = find_model_family(model.hf_config).make_transformer_arguments(model.hf_config)
     tp = layout.tp
@@ -71,7 +71,7 @@ def estimate_layer_activation_bytes(
 def _count_grouped_attention_elements(
     arguments: Mapping[str, Any], layout: ParallelLayout, impl: LayerImpl
 ) -> float:
-    """Count the elements of a token in grouped-query attention."""
+    """Return the elements that grouped-query attention keeps of a token."""
     tp = layout.tp
     heads = arguments["num_attention_heads"]
     groups = arguments.get("num_query_groups", heads)
@@ -91,8 +91,8 @@ def _count_grouped_attention_elements(
 
 
 def _count_latent_attention_elements(arguments: Mapping[str, Any], layout: ParallelLayout) -> float:
-    """Count the elements of a token in latent attention, whose values flash attention takes
-    as wide as keys.
+    """Return the elements that latent attention keeps of a token; flash attention takes its values
+    as wide as the keys.
     """
     sequence = layout.tp if layout.sequence_parallel else 1
     heads = arguments["num_attention_heads"] / layout.tp
@@ -117,9 +117,10 @@ def estimate_stage_activation_bytes(
     impl: LayerImpl,
     stage: int,
 ) -> int:
-    """Return the most that all layers of a stage keep, over the micro-batches under way there at
-    one time. And, where no head takes as much in its turn, the gradients of a layer while it is
-    passed backward: about what it keeps.
+    """Return the most bytes that all layers of a stage keep, over the micro-batches that are under
+    way there at one time, with the recomputation that is configured. Where no head takes as much at
+    its turn, add the gradients of a layer in the backward pass, about as many bytes as the layer
+    keeps.
     """
     arguments = find_model_family(model.hf_config).make_transformer_arguments(model.hf_config)
     stage_of = layout.map_layers_to_stages(arguments["num_layers"])
@@ -150,8 +151,8 @@ def estimate_stage_activation_bytes(
 
 @dataclass(frozen=True)
 class ModelElementCounts:
-    """Elements of a model's tensors, by who shares them: each entry is (of experts, cut by tp,
-    whole on each rank).
+    """The elements of a model's tensors, by the way they are shared: each entry is (of experts, cut
+    by tp, whole on each rank).
     """
 
     layer_counts: tuple[tuple[int, int, int], ...]
@@ -162,7 +163,7 @@ class ModelElementCounts:
 
     @staticmethod
     def from_model(model: TrainedModelSpec) -> ModelElementCounts:
-        """Reads the whole weight table once."""
+        """Count the elements of a model's tensors, by reading the whole weight table once."""
         found: dict[int | str, list[int]] = {}
         for rule in make_weight_table(model.hf_config, head=model.head):
             where = found.setdefault(rule.owner if rule.layer is None else rule.layer, [0, 0, 0])
@@ -190,8 +191,8 @@ class ModelElementCounts:
         )
 
     def count_stage_elements(self, layout: ParallelLayout, stage: int) -> tuple[int, int]:
-        """Elements on one rank of a stage, of experts and of all else; of a tied embedding those of
-        the first stage.
+        """Return (elements of experts, all other elements) on one rank of a stage. A tied embedding
+        counts on the first stage only.
         """
         stage_of = layout.map_layers_to_stages(len(self.layer_counts))
         parts = [
@@ -215,8 +216,9 @@ def estimate_state_bytes(
     stage: int,
     element_counts: ModelElementCounts | None = None,
 ) -> int:
-    """Weights, float32 gradients, main parameters and moments of a stage's rank; a distributed
-    optimizer's evenly, and none where they stand in host memory.
+    """Return the bytes of weights, float32 gradients, main parameters and moments on a rank of a
+    stage. A distributed optimizer's state is shared out evenly; optimizer state in host memory does
+    not count.
     """
     of_optimizer = (
         0
@@ -244,12 +246,14 @@ def resolve_memory_settings(
     device_bytes: int,
     has_reference: bool = False,
 ) -> MegatronConfig:
-    """`megatron` with what it leaves to us decided, alike on all ranks of the pool.
+    """Return `megatron` with the settings decided that the configuration leaves open
+    (use_distributed_optimizer, recomputation), the same on all ranks of the pool.
 
     On GPUs optimizer state is shared out where several ranks hold the same shard, and layers are
-    computed again where the peak without that is over FITS of a device. `trained_models`: all that
-    learn on these ranks, the first with a frozen copy beside it where there is a reference.
-    `device_bytes`: of the smallest GPU; 0: a CPU, where neither is done.
+    recomputed where the peak without recomputation exceeds USABLE_MEMORY_SHARE of a device.
+    `trained_models` are all models that learn on these ranks; with `has_reference` the first has a
+    frozen copy beside it. `device_bytes` is the memory of the smallest GPU; 0 means a CPU, where
+    neither is done.
     """
     layout = make_parallel_layout(megatron, num_ranks)
     if megatron.use_distributed_optimizer is None:

@@ -33,19 +33,22 @@ def run_micro_batches(
     routers: RouterLossTerms | None = None,
     replay: RouterReplay | None = None,
 ) -> list[Tensor]:
-    """Forward, and backward of the loss that `compute_rows` returns, over all micro-batches. All
-    ranks of a replica.
+    """Run the chunks forward, and, unless `forward_only`, backward of the loss that `compute_rows`
+    returns, over all micro-batches. Return the third values that `compute_rows` returned, in order,
+    on the last stage; [] elsewhere. All ranks of a replica must call it.
 
     Gradients add up in the main-gradient buffers and are summed over replicas: the loss arrives
     divided by a global count, and nothing divides after it (ranks.models.transformer_config).
-    Returns what `compute_rows` collected, in order, on the last stage; [] elsewhere. `routers`:
-    what they are told of each micro-batch's tokens, which `packed_batch` then has. `replay`: of
-    routers, which meet `routes` of micro-batches that have any.
+    `routers` receives the documents of each micro-batch's tokens, which `packed_batch` must then
+    have. `replay` makes the routers follow the `routes` of micro-batches that have routes.
     """
 
     def forward_step(
         micro_batches: Iterator[MicroBatch], model: nn.Module
     ) -> tuple[Tensor, Callable[..., Any]]:
+        """Run a chunk on the next micro-batch, and return its output and the function that computes
+        the loss of its rows.
+        """
         micro = next(micro_batches)
         if routers is not None:
             assert micro.documents is not None, "packed without the documents of tokens"
@@ -97,8 +100,8 @@ def run_micro_batches(
 
 
 def _get_no_sync_contexts(chunks: Sequence[nn.Module]) -> Any:
-    """Return what keeps overlapped gradient reductions back until a chunk's last micro-batch; None
-    where nothing overlaps.
+    """Return the context managers that hold back overlapped gradient reductions until a chunk's
+    last micro-batch (a list for several chunks); None where nothing overlaps.
     """
     managers = [
         chunk.no_sync
@@ -111,8 +114,8 @@ def _get_no_sync_contexts(chunks: Sequence[nn.Module]) -> Any:
 
 
 def sum_over_cp(values: Tensor, world: World) -> Tensor:
-    """The sum over the context-parallel ranks, each of which has rows of its own. All ranks
-    of a cp group.
+    """Return the sum over the context-parallel ranks, each of which has its own rows. All ranks of
+    a cp group must call it.
     """
     if world.layout.cp == 1:
         return values

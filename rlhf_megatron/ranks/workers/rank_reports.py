@@ -1,5 +1,5 @@
-"""What a rank tells of its memory, numbers that are not finite, replicas that differ and its head.
-The controller reads it.
+"""Reports of a rank on its memory, numbers that are not finite, replicas that differ and its head.
+The controller reads them.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ class BadTensor:
     num_elements: int
 
     def __str__(self) -> str:
+        """Return the name with the counts of NaN and Inf elements."""
         counts = [f"{self.num_nan} NaN"] * bool(self.num_nan) + [f"{self.num_inf} Inf"] * bool(
             self.num_inf
         )
@@ -42,20 +43,19 @@ class BadTensor:
 )
 @dataclass(frozen=True)
 class NonFiniteReport:
-    """What one rank saw in an update with numbers that are not finite. It has losses and tokens on
-    the last stage only.
+    """The findings of one rank in an update with numbers that are not finite. It has losses and
+    tokens on the last stage only.
     """
 
     rank_name: str  # "dp1 pp0 tp0"
     grad_norm: float  # global; nan or inf
     gradients: tuple[
         BadTensor, ...
-    ]  # at most NUM_NAMED; a distributed optimizer's: of all that this rank summed up
+    ]  # at most MAX_REPORTED_ENTRIES; a distributed optimizer's: of all that this rank summed up
     parameters: tuple[BadTensor, ...]
     losses: tuple[float, ...]  # of each micro-batch, this rank's share
-    bad_tokens: tuple[
-        int, ...
-    ]  # of the shard: those with a log-prob (a value) that is not finite, at most NUM_NAMED
+    # of the shard: those with a log-prob (a value) that is not finite, at most MAX_REPORTED_ENTRIES
+    bad_tokens: tuple[int, ...]
     num_bad_tokens: int  # of them, without that limit
     # the first tensor that was not finite, where the pass was watched (`ranks.workers.nonfinite`)
     first_bad_tensor: str = ""
@@ -77,6 +77,7 @@ class ReplicaDifference:
     max_abs_diff: float | None  # from a rank of the majority; None: not measured
 
     def __str__(self) -> str:
+        """Return a sentence that says which ranks differ, from which others, and by how much."""
         others = self.num_ranks - len(self.ranks)
         verb = "differs" if len(self.ranks) == 1 else "differ"
         size = "" if self.max_abs_diff is None else f", by up to {self.max_abs_diff:.3g}"

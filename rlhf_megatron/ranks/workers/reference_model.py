@@ -19,8 +19,9 @@ from rlhf_megatron.weights.hf_reader import HFReader
 
 
 class ReferenceModel(FrozenModel):
-    """`chunk_size`: vocabulary columns that the head handles at a time, and `kernels`: how. Others:
-    see `FrozenModel`.
+    """The frozen reference policy. `chunk_size` is the number of vocabulary columns that the head
+    handles at a time, and `kernels` selects the head's backend. For the other arguments see
+    `FrozenModel`.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class ReferenceModel(FrozenModel):
     def log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, with_entropy: bool = False
     ) -> TokenLogProbs | None:
-        """Log-probs of the frozen policy, as `ForwardWorker.log_probs`."""
+        """Return the log-probs of the frozen policy on leaders; None elsewhere. See
+        `ForwardWorker.log_probs`.
+        """
         with self._weights_on_device():
             rows = RowLogProbs(self.head, temperature, with_entropy)
             return compute_log_probs(self.backend, rows, batch, plan)
@@ -44,26 +47,28 @@ class ReferenceModel(FrozenModel):
     def top_log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, temperature: float, count: int
     ) -> TopLogProbs | None:
-        """The tokens that the frozen policy finds likeliest, as `ForwardWorker.top_log_probs`."""
+        """Return the `count` likeliest tokens of the frozen policy and their log-probs on leaders;
+        None elsewhere. See `TeacherWorker.top_log_probs`.
+        """
         with self._weights_on_device():
             return compute_top_log_probs(self.backend, self.head, batch, plan, temperature, count)
 
     def head_report(self) -> HeadReport | None:
-        """How its log-probs are computed, and what was found out about that; None off
-        the last stage.
+        """Return the report on the backend that computes the log-probs and on its self-checks; None
+        off the last stage.
         """
         return self.head.make_report()
 
     def copy_weights_from(self, source_backend: ModelBackend) -> None:
-        """Become the model of `source_backend` (the actor's, after a warm-up), which has the same
+        """Copy the weights of `source_backend` (the actor's, after a warm-up), which has the same
         layout and configuration.
         """
         with self._weights_on_device(will_change_weights=True):
             self.backend.copy_weights_from(source_backend)
 
     def load_hf(self, directory: Path) -> None:
-        """Become the model of a Hugging Face directory of the same architecture.
-        Raises ValueError.
+        """Load the weights of a Hugging Face directory of the same architecture. Raise ValueError
+        where the directory does not fit.
         """
         reader = HFReader(directory)
         reader.check_against_table(self.backend.table)

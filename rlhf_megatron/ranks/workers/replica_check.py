@@ -45,10 +45,10 @@ _ABSENT = -(1 << 62)
 
 
 def compute_tensor_digest(tensor: Tensor) -> Tensor:
-    """[] int64 on the tensor's device: its 64-bit words, each row of them with a factor of its own,
-    summed mod 2^64.
+    """Return a digest, [] int64 on the tensor's device: the sum mod 2^64 of the tensor's 64-bit
+    words, with another factor for each row of words.
 
-    Any change within one word is seen. At the speed at which memory is read.
+    Any change within one word changes the digest. The speed is the speed of reading the memory.
     """
     data = tensor.detach().contiguous().view(-1)
     if data.data_ptr() % _WORD or data.storage_offset() * data.element_size() % _WORD:
@@ -73,7 +73,10 @@ def compute_tensor_digest(tensor: Tensor) -> Tensor:
 def compare_replicas(
     chunks: Sequence[nn.Module], optimizer: MegatronStepOptimizer, world: World
 ) -> ReplicaReport:
-    """Compare what this rank shares with others. All ranks of the pool, parameters gathered."""
+    """Compare the tensors that this rank holds alike with other ranks, and return the report; the
+    first rank of a group reports its differences. All ranks of the pool must call it, with
+    parameters gathered.
+    """
     start = time.monotonic()
     parameters = collect_named_parameters(chunks)
     weights = collect_named_weights(chunks)
@@ -127,8 +130,8 @@ def compare_replicas(
 
 
 def split_by_majority(values: Sequence[int]) -> tuple[int | None, list[int]]:
-    """(the value of more than half of the entries, or None; the positions of the others: all
-    without a majority).
+    """Return (the value of more than half of the entries, or None; the positions of the other
+    entries, which are all positions without a majority).
     """
     value, count = Counter(values).most_common(1)[0]
     if 2 * count <= len(values):
@@ -138,8 +141,8 @@ def split_by_majority(values: Sequence[int]) -> tuple[int | None, list[int]]:
 
 @dataclass(frozen=True)
 class _GroupComparison:
-    """Callable: differences within a group, all of whose ranks call it with the same names. Told by
-    its first rank.
+    """A function that returns the differences within a group, on its first rank. All ranks of the
+    group must call it with the same names.
     """
 
     world: World
@@ -149,6 +152,9 @@ class _GroupComparison:
     def __call__(
         self, group_kind: str, process_group: ProcessGroup, tensor_names: Sequence[str]
     ) -> list[ReplicaDifference]:
+        """Return the differences between the group's ranks over these tensors, on the group's first
+        rank; [] elsewhere. All ranks of the group must call it with the same names.
+        """
         mine = (
             torch.stack([self.digests[name].to(self.world.device) for name in tensor_names])
             & _POSITIVE
@@ -182,7 +188,9 @@ class _GroupComparison:
     def _measure_max_difference(
         self, tensor: Tensor, source_rank: int, process_group: ProcessGroup
     ) -> float:
-        """The largest difference from the rank `source_rank`, over the group."""
+        """Return the largest absolute difference of any rank of the group from the rank
+        `source_rank`.
+        """
         tensor = tensor.detach().to(self.world.device)
         theirs = tensor.contiguous().clone()
         dist.broadcast(theirs, source_rank, group=process_group)
@@ -195,8 +203,8 @@ class _GroupComparison:
 
 
 def _find_differing_positions(local_digests: Tensor, process_group: ProcessGroup) -> list[int]:
-    """Positions of the digests [N] that are not the same on all ranks of the group that have one
-    (not _ABSENT).
+    """Return the positions of the digests [N] that differ between the ranks of the group that have
+    one (not _ABSENT). All ranks of the group must call it.
     """
     absent = local_digests == _ABSENT
     bounds = torch.stack([local_digests, torch.where(absent, local_digests, -local_digests)])
@@ -207,6 +215,7 @@ def _find_differing_positions(local_digests: Tensor, process_group: ProcessGroup
 
 
 def _all_gather_value(local_value: Tensor, process_group: ProcessGroup) -> list[int]:
+    """Return the value of each rank of the group, by rank."""
     gathered = [
         torch.empty_like(local_value.reshape(1)) for _ in range(dist.get_world_size(process_group))
     ]
@@ -217,6 +226,7 @@ def _all_gather_value(local_value: Tensor, process_group: ProcessGroup) -> list[
 def _name_ranks(
     world: World, process_group: ProcessGroup, group_positions: Sequence[int]
 ) -> tuple[str, ...]:
+    """Return the coordinates of the ranks at these positions of the group, as text."""
     ranks = dist.get_process_group_ranks(process_group)
     return tuple(str(world.layout.locate_rank(ranks[position])) for position in group_positions)
 
@@ -224,8 +234,9 @@ def _name_ranks(
 def _collect_optimizer_state(
     parameters: Mapping[str, nn.Parameter], optimizer: MegatronStepOptimizer
 ) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """("name moment" -> what each data-parallel rank has whole; what they share out). The ranks of
-    a tp group share alike, since their buffers have one layout.
+    """Return (the tensors that each data-parallel rank holds whole, the shards that the ranks hold
+    a part of), by "parameter name, kind of state". The ranks of a tp group shard alike, because
+    their buffers have one layout.
     """
     names = {id(parameter): name for name, parameter in parameters.items()}
     whole: dict[str, Tensor] = {}
@@ -239,7 +250,7 @@ def _collect_optimizer_state(
 
 
 def _make_schedule_tensor(optimizer: MegatronStepOptimizer, world: World) -> Tensor:
-    """How far the optimizer is, and its learning rates."""
+    """Return the optimizer's number of steps and its learning rates as a tensor, to be compared."""
     groups = optimizer.megatron_optimizer.param_groups
     numbers = [
         float(optimizer.scheduler.num_steps),
@@ -249,7 +260,9 @@ def _make_schedule_tensor(optimizer: MegatronStepOptimizer, world: World) -> Ten
 
 
 def _compare_tied_embeddings(chunks: Sequence[nn.Module], world: World) -> list[ReplicaDifference]:
-    """The embedding of the first stage against the last stage's copy of it."""
+    """Compare the embedding of the first stage with the copy on the last stage, and return a
+    difference on the group's first rank; [] elsewhere.
+    """
     if world.layout.pp == 1:
         return []
     model = collect_named_parameters(chunks)

@@ -83,10 +83,10 @@ class MicroBatch:
     num_sequences: int  # samples
     columns: dict[str, Tensor]  # column name -> [R]
     documents: Tensor | None = (
-        None  # [S / cp] int64, the document of each token, -1 of none; where it was asked for
+        None  # [S / cp] int64, the document of each token, -1 of none; where requested
     )
     source_tokens: Tensor | None = (
-        None  # [S / cp] int64, the shard's token that each is, -1 of none; where it was asked for
+        None  # [S / cp] int64, the shard's token that each is, -1 of none; where requested
     )
     routes: tuple[Tensor, Tensor] | None = (
         None  # experts that tokens are to meet: RoutedTokens of ranks.models.router_replay
@@ -98,7 +98,7 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class PackedBatch:
-    """All micro-batches of a call, and where their rows belong."""
+    """All micro-batches of a call, and the tokens to which their rows belong."""
 
     micro_batches: tuple[MicroBatch, ...]
     # [sum of R] int64: the shard's token that each row of each micro-batch, in order, predicts
@@ -111,10 +111,10 @@ class PackedBatch:
     )  # tokens and documents of real samples, over all cp ranks
 
     def unpack_rows(self, row_values: Sequence[Tensor]) -> Tensor:
-        """Per-row results of each micro-batch, [R] each -> one token column [T] float32 on the CPU,
-        zero elsewhere.
+        """Return one token column [T] float32 on the CPU from per-row results of each micro-batch,
+        [R] each; tokens without a row are zero.
 
-        The columns of all cp ranks add up to that of the shard.
+        The columns of all cp ranks add up to the column of the shard.
         """
         values = torch.cat([part.detach() for part in row_values]).to(
             device="cpu", dtype=torch.float32
@@ -135,13 +135,13 @@ def pack_batch(
     """Pack the shard `batch` (on the CPU) as `plan` says, cut out the share of `cp_rank` and move
     it to `device`.
 
-    `columns`: token columns of `batch` to gather; a column that is None there is left out.
-    `with_documents`: say of which document each token is; those of no-op samples, of padding and
-    filler are of none. `with_source_tokens`: say which token of the shard each is, likewise, on the
-    CPU. Under pipeline parallelism every micro-batch gets plan.packed_length tokens, since stages
-    agree on one length; else no more than layout.packed_multiple asks for.
+    `columns` names the token columns of `batch` to gather; a column that is None there is left out.
+    `with_documents` adds the document of each token; tokens of no-op samples, padding and filler
+    get -1. `with_source_tokens` adds the shard's token of each packed token, likewise, on the CPU.
+    Under pipeline parallelism every micro-batch gets plan.packed_length tokens, since stages agree
+    on one length; else each gets only the next multiple of layout.packed_multiple.
 
-    Raises ValueError when the plan and the shard do not belong together.
+    Raise ValueError when the plan and the shard do not belong together.
     """
     sizes = torch.tensor([len(group) for group in plan.micro_batches])
     order = torch.tensor(
@@ -229,7 +229,9 @@ def pack_batch(
 def _move_micro_batches(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> tuple[MicroBatch, ...]:
-    """All of them in one transfer."""
+    """Move all tensors of the micro-batches to the device in one transfer, except `source_tokens`,
+    which stay on the CPU.
+    """
     further = [
         name for name in ("documents", "prompts") if getattr(micro_batches[0], name) is not None
     ]
@@ -248,7 +250,9 @@ def _move_micro_batches(
 
 
 def list_token_columns(batch_type: type[TokenBatch]) -> tuple[str, ...]:
-    """Names of the token columns that `batch_type` has beside those of a TokenBatch."""
+    """Return the names of the token columns that `batch_type` has beside the fields of a
+    TokenBatch.
+    """
     base = {f.name for f in fields(TokenBatch)}
     return tuple(
         f.name
@@ -258,8 +262,8 @@ def list_token_columns(batch_type: type[TokenBatch]) -> tuple[str, ...]:
 
 
 def _select_cp_share(document_lengths: Tensor, cp_size: int, cp_rank: int) -> tuple[Tensor, Tensor]:
-    """(document, position in it) of each token that `cp_rank` has of documents of these
-    lengths, in order.
+    """Return (document, position in the document) of each token that `cp_rank` holds, in order, for
+    documents of these padded lengths.
     """
     document = torch.repeat_interleave(document_lengths)
     positions = (
@@ -275,8 +279,8 @@ def _select_cp_share(document_lengths: Tensor, cp_size: int, cp_rank: int) -> tu
 def _mask_unused_tokens(
     token_column: Tensor, is_used: Tensor, token_range: slice, filler_positions: Tensor
 ) -> Tensor:
-    """A column of the shard's packed tokens at those of a micro-batch; -1 where they
-    are of no sample.
+    """Return a micro-batch's part of a column of packed tokens, with -1 for fillers and for tokens
+    of no sample.
     """
     return torch.cat(
         [
@@ -287,6 +291,7 @@ def _mask_unused_tokens(
 
 
 def _make_slices(end_positions: list[int]) -> list[slice]:
+    """Return the slices between consecutive end positions, from 0."""
     return [
         slice(start, stop)
         for start, stop in zip([0, *end_positions[:-1]], end_positions, strict=True)
@@ -294,8 +299,9 @@ def _make_slices(end_positions: list[int]) -> list[slice]:
 
 
 def _compute_packed_length(num_tokens: int, plan: ReplicaPlan, layout: ParallelLayout) -> int:
-    """Tokens that a micro-batch is filled to, over all cp ranks; its padded documents
-    have `num_tokens`.
+    """Return the number of tokens, over all cp ranks, to which a micro-batch is filled;
+    `num_tokens` counts its padded documents. Raise ValueError where they exceed the plan's
+    packed_length.
     """
     if num_tokens > plan.packed_length:
         raise ValueError(
@@ -312,8 +318,8 @@ def _compute_packed_length(num_tokens: int, plan: ReplicaPlan, layout: ParallelL
 
 
 def _make_cu_seqlens(document_lengths: Tensor, num_fillers: int, filler_length: int) -> Tensor:
-    """[D + 1] int32: the borders of `num_fillers` documents of `filler_length`, then of documents
-    of these lengths; one without tokens is left out.
+    """Return the borders [D + 1] int32 of `num_fillers` documents of `filler_length`, followed by
+    documents of these lengths; documents without tokens are left out.
     """
     filler = torch.arange(num_fillers + 1) * filler_length
     return torch.cat([filler, filler[-1] + document_lengths[document_lengths > 0].cumsum(0)]).to(
@@ -322,6 +328,9 @@ def _make_cu_seqlens(document_lengths: Tensor, num_fillers: int, filler_length: 
 
 
 def _check_plan_covers_batch(batch: TokenBatch, sample_order: Tensor) -> None:
+    """Raise ValueError unless the plan has every sample exactly once, every sample has a token, and
+    no sample's first token is in the response mask.
+    """
     if not torch.equal(sample_order.sort().values, torch.arange(len(batch))):
         raise ValueError(
             f"the plan's micro-batches name {sample_order.numel()} samples but the shard has"

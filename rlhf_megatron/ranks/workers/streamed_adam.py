@@ -58,11 +58,12 @@ def replace_with_streamed_adam(
 
 
 class StreamedAdam:
-    """Has what megatron's optimizers ask of an Adam: `param_groups`, `state` and `step`.
+    """An AdamW with the interface that megatron's optimizers need: `param_groups`, `state` and
+    `step`.
 
-    `models`: float32 parameter -> that of the model in half precision. The former lose their bytes
-    on the device; theirs stand in `state`, beside the moments. Parameters of a float32 model stay
-    where they are.
+    `model_params` maps a float32 parameter to the model's parameter in half precision. The float32
+    parameters lose their bytes on the device; their values are kept in `state`, beside the moments.
+    Parameters of a float32 model stay where they are.
     """
 
     def __init__(
@@ -95,8 +96,8 @@ class StreamedAdam:
 
     @torch.no_grad()
     def step(self) -> None:
-        """One step with the gradients of the parameters. Returns when the new state stands
-        in host memory.
+        """Take one step with the gradients of the parameters, and return when the new state is in
+        place (in host memory, where it is stored there).
         """
         queue = CopyQueue(self._device)
         pieces = list(
@@ -109,6 +110,9 @@ class StreamedAdam:
         rooms = [torch.empty(3, size, device=self._device) for _ in range(2)]
 
         def load_piece(piece_number: int) -> Any:
+            """Begin to copy the state of a piece to the device, as float32, and return the mark to
+            wait for.
+            """
             piece = pieces[piece_number]
             with queue.copy_after_computation():
                 for here, kept in zip(rooms[piece_number % 2], piece.stored_states, strict=False):
@@ -131,6 +135,9 @@ class StreamedAdam:
         queue.wait_for_copies()
 
     def _split_into_pieces(self) -> Iterator[_OptimizerPiece]:
+        """Yield the parameters with a gradient in pieces of at most MAX_PIECE_ELEMENTS elements,
+        and count up their steps.
+        """
         for group in self.param_groups:
             for main in group["params"]:
                 if main.grad is None:
@@ -149,7 +156,7 @@ class StreamedAdam:
 def _join_adjacent_pieces(
     pieces: Iterable[_OptimizerPiece], max_elements: int
 ) -> Iterator[_OptimizerPiece]:
-    """Join parts whose states lie one behind the other, up to `max_elements` elements."""
+    """Join pieces whose states are adjacent in memory, up to `max_elements` elements."""
     waiting: list[_OptimizerPiece] = []
     size = 0
     for part in pieces:
@@ -164,6 +171,7 @@ def _join_adjacent_pieces(
 
 
 def _merge_pieces(pieces: Sequence[_OptimizerPiece]) -> _OptimizerPiece:
+    """Return one piece of several adjacent pieces; their states become one view."""
     kept = [
         tensor.as_strided((sum(part.size for part in pieces),), (1,))
         for tensor in pieces[0].stored_states
@@ -177,7 +185,7 @@ def _merge_pieces(pieces: Sequence[_OptimizerPiece]) -> _OptimizerPiece:
 
 @dataclass(frozen=True)
 class _OptimizerPiece:
-    """Some elements of a parameter, or of several parameters that have made as many steps; all
+    """Some elements of a parameter, or of several parameters with the same number of steps; all
     tensors are flat.
     """
 
@@ -191,10 +199,13 @@ class _OptimizerPiece:
 
     @property
     def size(self) -> int:
+        """Return the number of elements."""
         return sum(map(len, self.grads))
 
     def is_adjacent_to(self, previous_piece: _OptimizerPiece) -> bool:
-        """Tell whether both can be one piece, this one behind `previous_piece`."""
+        """Return whether this piece can follow `previous_piece` in one joined piece: same group and
+        step count, and states next to each other.
+        """
         kinds = (
             (one.num_steps, len(one.stored_states), id(one.param_group))
             for one in (self, previous_piece)
@@ -204,13 +215,15 @@ class _OptimizerPiece:
         return len(set(kinds)) == 1 and place == end
 
     def decoding_params(self, stored_state: Tensor) -> Tensor:
-        """Return what one of `stored_state` is read beside: see `optimizer_state_format.decode_float32_state`. On the
-        stream that copies.
+        """Return the model parameters that are needed to decode or encode `stored_state`: see
+        `optimizer_state_format.decode_float32_state`. Call it on the stream that copies.
         """
         return torch.cat(self.models) if stored_state.dtype == torch.int16 else self.models[0]
 
     def apply_adamw(self, float32_states: list[Tensor]) -> None:
-        """Change `models`, and `float32_states`: `stored_states` in float32 on the device."""
+        """Run AdamW on the piece: change `models` and `float32_states` (the piece's `stored_states`
+        in float32 on the device) in place.
+        """
         sizes = [len(grad) for grad in self.grads]
         first, second, mains = (room.split(sizes) for room in float32_states)
         is_copied = len(self.stored_states) == 3
@@ -242,4 +255,4 @@ class _OptimizerPiece:
 
 
 def _skip_parameter_copy() -> None:
-    """Stands for a copy that has been made."""
+    """Do nothing: the step has copied the parameters already."""

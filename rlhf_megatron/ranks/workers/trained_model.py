@@ -63,7 +63,9 @@ class TrainingPhase:
 
 @dataclass(frozen=True)
 class _PassResult:
-    """The results of all micro-batches; empty but on the last stage."""
+    """The results of all micro-batches of a pass; empty except on the last stage, but for
+    `router_sums`.
+    """
 
     metric_names: tuple[str, ...]
     losses: Tensor | None  # [micro-batches], this rank's shares
@@ -73,13 +75,13 @@ class _PassResult:
 
 
 class TrainedModel:
-    """Weights, gradients and optimizer. Made on all ranks of the pool at once, and so
-    are all calls.
+    """A model with weights, gradients and optimizer. Make it on all ranks of the pool at once, and
+    call all methods on all of them.
 
-    `phases`: name -> optimizer and length; the first one is entered at once. `role`:
+    `phases` maps a name to optimizer and length; the first phase is entered at once. `role` is
     "actor" or "critic".
 
-    Raises ValueError for a schedule that is not supported.
+    Raise ValueError for a schedule that is not supported.
     """
 
     def __init__(
@@ -281,8 +283,9 @@ class TrainedModel:
         self._begin_current_phase()
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """Yield the table's rules with this rank's shards, after gathering updated parameters.
-        Raise ValueError on all ranks where a weight is not finite.
+        """Gather updated parameters, and return an iterator over the table's rules with this rank's
+        shards; iterating communicates nothing. Raise ValueError on all ranks where a weight is not
+        finite.
         """
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()

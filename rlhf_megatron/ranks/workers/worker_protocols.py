@@ -37,8 +37,8 @@ from rlhf_megatron.weights.weight_table import WeightRule
 
 @dataclass(frozen=True)
 class UpdateResult:
-    """The result of one optimizer step. `sums` add up over replicas: they were divided by global
-    counts before.
+    """The result of one optimizer step. `sums` add up over replicas, because they were divided by
+    global counts before.
     """
 
     sums: dict[str, float]  # loss and token-averaged metrics, this replica's share
@@ -52,89 +52,91 @@ class UpdateResult:
 
 
 class ModelWorker(Protocol):
-    """A model, whatever is asked of it."""
+    """A model of any role."""
 
     def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
-        """This rank's shards with their table rules, in table order: views, not copies.
+        """Return an iterator over this rank's shards with their table rules, in table order: views,
+        not copies.
 
-        What an update left to be gathered is gathered before this returns; iterating
+        Parameters that an update left to be gathered are gathered before this returns; iterating
         communicates nothing.
         """
 
     def memory_report(self) -> MemoryReport:
-        """Report what this rank holds now, on its device and in host memory."""
+        """Report the memory that this rank holds now, on its device and in host memory."""
 
 
 class TrainedWorker(ModelWorker, Protocol):
     """A model that learns."""
 
     def offload(self, *, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
-        """Free the device's memory of these parts; parts that are in host memory
-        already stay there.
+        """Free the device memory of these parts; parts that are in host memory already stay there.
 
-        Gradients are let go. What needs a part that is not on the device raises RuntimeError
-        until `onload`.
+        Gradients are discarded. A method that needs a part that is not on the device raises
+        RuntimeError until `onload`.
         """
 
     def onload(
         self, *, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False
     ) -> None:
-        """Undo `offload`, bit for bit; gradients are zero. `is_read_only`: nothing will change
-        before the next `offload`, which then copies nothing.
+        """Bring these parts back to the device, bit for bit; gradients become zero. `is_read_only`
+        promises that nothing changes them before the next `offload`, which then copies nothing.
         """
 
     def reset_optimizer(self, *, phase: str) -> None:
-        """Fresh optimizer and schedules: phase "warmup" or "rl"."""
+        """Start a fresh optimizer and schedules, for the phase "warmup" or "rl"."""
 
     def take_skip_reports(self) -> list[NonFiniteReport]:
-        """Take what this rank saw in each optimizer step that was skipped since the last call,
-        in their order.
+        """Return this rank's reports on the optimizer steps that were skipped since the last call,
+        in order, and clear them.
         """
 
     def check_replicas(self) -> ReplicaReport:
-        """Compare what this rank holds alike with others; parameters are looked at for numbers that
-        are not finite.
+        """Compare the tensors that this rank holds alike with other ranks, check the parameters for
+        numbers that are not finite, and return the report.
         """
 
     def save_weights(self, *, directory: Path) -> str:
-        """The model, without its optimizer, and the random states, for a capsule; "" or why it
-        could not be written.
+        """Write the model, without its optimizer, and the random states into `directory`, for a
+        capsule. Return "" or the reason why they could not be written.
         """
 
     def load_weights(self, *, directory: Path) -> None:
-        """The model out of such a directory, under any layout. Raises ValueError where
-        it does not fit.
+        """Load the model from a directory of `save_weights`, which may come from another layout.
+        Raise ValueError where it does not fit.
         """
 
     def estimate_save_bytes(self) -> int:
-        """Return about the bytes that this rank will write in a save; the sum over ranks is
-        the whole save.
+        """Return about the bytes that this rank will write in a save; the sum over ranks is the
+        whole save.
         """
 
     def begin_save(self, *, directory: Path) -> None:
-        """Save sharded model, optimizer and schedules under `directory`, to be loaded
-        under any layout.
+        """Save sharded model, optimizer and schedules under `directory`, for loading under any
+        layout.
 
-        Returns when they are copied to host memory: they may change from now on, while a thread
-        writes. One at a time.
+        Return when they are copied to host memory: they may change from then on, while a thread
+        writes. One save may run at a time.
         """
 
     def is_save_done(self) -> bool:
-        """This rank writes nothing any more; `finish_save` will not wait for it."""
+        """Return whether this rank has nothing left to write, so that `finish_save` will not wait
+        for it.
+        """
 
     def finish_save(self, *, timeout_s: float) -> SaveResult:
-        """End what `begin_save` began; a rank that has not written its files `timeout_s` from
-        now has failed.
+        """Wait for the save that `begin_save` began, and return its files or its error; a rank that
+        has not written its files `timeout_s` seconds from now has failed.
 
-        What keeps a rank from writing is an error in the result, on all ranks, and no exception.
+        A failure to write is an error in the result, on all ranks, not an exception.
         """
 
     def save(self, *, directory: Path) -> None:
-        """`begin_save` and `finish_save`. Raises OSError on all ranks when one cannot write."""
+        """Save and wait for the files. Raise OSError on all ranks when one cannot write."""
 
     def load(self, *, directory: Path) -> None:
-        """Become what was saved. Raises ValueError naming the tensor that is missing or has
-        another shape.
+        """Load a saved model with its optimizer. Raise ValueError, with the name of the tensor that
+        is missing or has another shape.
         """
 
 
@@ -149,13 +151,13 @@ class ForwardWorker(ModelWorker, Protocol):
         temperature: float,
         with_entropy: bool = False,
     ) -> TokenLogProbs | None:
-        """log p(token | before) at `response_mask`, of the distribution
-        softmax(logits / temperature).
+        """Return log p(token | tokens before) at the tokens in `response_mask`, of the distribution
+        softmax(logits / temperature), and entropies if requested.
         """
 
     def head_report(self) -> HeadReport | None:
-        """How its log-probs are computed, and what was found out about that; None off
-        the last stage.
+        """Return the report on the backend that computes the log-probs and on its self-checks; None
+        off the last stage.
         """
 
 
@@ -165,9 +167,7 @@ class TeacherWorker(ForwardWorker, Protocol):
     def top_log_probs(
         self, batch: TokenBatch, plan: ReplicaPlan, *, temperature: float, count: int
     ) -> TopLogProbs | None:
-        """Return the `count` likeliest tokens and their log-probs at each place in
-        `response_mask`.
-        """
+        """Return the `count` likeliest tokens and their log-probs at `response_mask`."""
 
 
 class PolicyWorker(ForwardWorker, TrainedWorker, Protocol):
@@ -182,8 +182,8 @@ class PolicyWorker(ForwardWorker, TrainedWorker, Protocol):
         with_entropy: bool = False,
         with_sum_squares: bool = False,
     ) -> TokenLogProbs | None:
-        """Return log-probs as the reference does; on demand also the sum of the squared
-        probabilities of the vocabulary.
+        """Return log-probs as the reference does; on request also the sum of the squared
+        probabilities over the vocabulary.
         """
 
     def update(
@@ -195,23 +195,23 @@ class PolicyWorker(ForwardWorker, TrainedWorker, Protocol):
         loss: str = "policy",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """Forward and backward over the micro-batches and one optimizer step.
+        """Run forward and backward over the micro-batches, and take one optimizer step.
 
-        `loss`: "policy"; or "sft", the sum of -log p(token) x its loss weight, of either sign: the
-        one verb of every supervised job, whose weights hold global denominators, weights of
-        samples, and slopes of preference losses. Its sums: actor/loss, that sum, and
+        `loss` is "policy"; or "sft", the sum of -log p(token) x its loss weight, of either sign:
+        every supervised job uses it, with weights that hold global denominators, weights of
+        samples, and slopes of preference losses. Its sums are actor/loss, that sum, and
         actor/sft_loss, with metric weights. Columns of other losses are None. Or "distillation",
-        towards the columns `teacher_`; its sum: actor/loss.
+        towards the columns `teacher_`; its sum is actor/loss.
 
-        `capsule`: a directory for `save_weights`, when the step is skipped; for the first such step
-        that names it.
+        `capsule` is a directory for `save_weights` when the step is skipped; only the first skipped
+        step with this directory writes it.
         """
 
     def rerun_forward_backward(
         self, batch: MiniBatch, plan: ReplicaPlan, *, temperature: float, loss: str = "policy"
     ) -> UpdateResult | None:
-        """`update` without the optimizer step; `take_skips` tells what was seen, finite or not, and
-        what came first.
+        """Run `update` without the optimizer step; `take_skip_reports` then returns a report,
+        whether or not all numbers were finite, with the first tensor that was not.
         """
 
 
@@ -219,8 +219,8 @@ class ScoreWorker(ModelWorker, Protocol):
     """A frozen model with a value head: the reward model."""
 
     def values(self, batch: TokenBatch, plan: ReplicaPlan) -> CriticValues | None:
-        """The value of the state before each token at `response_mask`, from the same
-        rows as log-probs.
+        """Return the value of the state before each token in `response_mask`, from the same rows as
+        log-probs.
         """
 
 
@@ -235,23 +235,23 @@ class ValueWorker(ScoreWorker, TrainedWorker, Protocol):
         loss: str = "value",
         capsule: Path | None = None,
     ) -> UpdateResult | None:
-        """Update as `PolicyWorker.update` does, with the value loss. Sums: critic/vf_loss,
-        critic/vf_clipfrac, critic/vpred_mean.
+        """Update as `PolicyWorker.update` does, with the value loss. Its sums are critic/vf_loss,
+        critic/vf_clipfrac and critic/vpred_mean.
 
-        `loss`: "value"; or "linear", the sum of value x loss weight, which trains a reward model:
-        its weights are the slopes of the loss of pairs. Its sum: actor/loss, as the model stands
-        where a policy does in other jobs.
+        `loss` is "value"; or "linear", the sum of value x loss weight, which trains a reward model:
+        its weights are the slopes of the loss of pairs. Its sum is actor/loss, because the model
+        takes the place that a policy has in other jobs.
         """
 
     def rerun_forward_backward(
         self, batch: ValueMiniBatch, plan: ReplicaPlan, *, loss: str = "value"
     ) -> UpdateResult | None:
-        """Look again as `PolicyWorker.look_again` does."""
+        """Run `update` without its optimizer step; see `PolicyWorker.rerun_forward_backward`."""
 
     def load_hf(self, *, directory: Path) -> None:
-        """Become the model of a Hugging Face directory of the same architecture, with a
-        fresh optimizer.
+        """Load the model of a Hugging Face directory of the same architecture, with a fresh
+        optimizer.
 
-        Its value head is taken over; where it has none, the head gets its first weights again.
-        Raises ValueError.
+        Its value head is loaded; where it has none, the head gets its first weights again. Raise
+        ValueError where the directory does not fit.
         """

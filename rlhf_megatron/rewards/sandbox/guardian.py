@@ -44,6 +44,7 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def read_resident_bytes(pid: int) -> int:
+    """Return the resident memory of a process in bytes, or 0 where it has ended."""
     try:
         with open(f"/proc/{pid}/statm") as file:
             return int(file.read().split()[1]) * PAGE
@@ -52,6 +53,7 @@ def read_resident_bytes(pid: int) -> int:
 
 
 def count_process_threads(pid: int) -> int:
+    """Return the number of threads of a process, or 0 where it has ended."""
     try:
         return len(os.listdir(f"/proc/{pid}/task"))
     except OSError:
@@ -59,8 +61,8 @@ def count_process_threads(pid: int) -> int:
 
 
 def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
-    """Whether a folder has too many files, too many bytes on disk, or is too deep to be
-    looked through.
+    """Return whether a folder has more files or more bytes on disk than the limits allow, or is
+    deeper than MAX_DEPTH.
     """
     count = size = 0
     waiting = [(folder, 0)]
@@ -79,8 +81,8 @@ def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
 
 
 def remove_folder(folder: str) -> None:
-    """Remove a folder, also one that a program has closed to itself, and folders deeper than
-    Python recurses.
+    """Remove a folder with everything in it, also where a program has taken away permissions, or
+    made folders deeper than Python recurses. Errors are ignored.
     """
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
         subprocess.run([*command, "--", folder], check=False, capture_output=True)
@@ -88,7 +90,7 @@ def remove_folder(folder: str) -> None:
 
 @dataclass
 class SandboxLane:
-    """A sandbox: made, handed out once, ended."""
+    """A sandbox, which is made, handed out once, and ended."""
 
     pid: int
     work_dir: str | None  # of its own on disk, where it has no file system of its own
@@ -112,8 +114,8 @@ class SandboxGuardian:
     num_checks: int = 0
 
     def choose_layers(self, requested_layers: Sequence[str]) -> None:
-        """Keep those of `requested_layers` that this kernel gives an ordinary process here:
-        each is tried.
+        """Try each of `requested_layers` with a sandbox, and set `active_layers` to the layers that
+        the kernel gives here, and `missing_layers` to the reasons for the others.
         """
         self.missing_layers = {
             name: "not asked for" for name in sandbox_layers.LAYERS if name not in requested_layers
@@ -131,7 +133,7 @@ class SandboxGuardian:
             self.active_layers = self.active_layers[1:]
 
     def _try_layers(self) -> str | None:
-        """Try a sandbox of these layers; return None, or what is wrong with it."""
+        """Make and end a sandbox of the active layers. Return None if it worked, else its error."""
         lane = self.make_lane()
         assert lane.connection is not None
         lane.connection.settimeout(START_S)
@@ -144,6 +146,7 @@ class SandboxGuardian:
         return said.get("error")
 
     def make_lane(self) -> SandboxLane:
+        """Fork a process that becomes a sandbox and waits for a program. Return its lane."""
         ours, theirs = socket.socketpair()
         gate, their_gate = socket.socketpair()
         has_own_files = NAMESPACES in self.active_layers
@@ -166,7 +169,9 @@ class SandboxGuardian:
     def _become_lane(
         self, connection: socket.socket, gate: socket.socket, parent_pid: int, work_dir: str | None
     ) -> None:
-        """Does not return."""
+        """Turn this fork into a sandbox and serve programs in it. Write an error of the layers to
+        `connection`. Does not return.
+        """
         try:
             os.setsid()
             sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -212,6 +217,9 @@ class SandboxGuardian:
             os._exit(0)
 
     def _apply_layers(self, work_dir: str | None) -> None:
+        """Apply limits, Landlock, capabilities and seccomp to this process, as far as they are
+        active, and work in `work_dir` (None: /tmp).
+        """
         has_own_root = NAMESPACES in self.active_layers
         work = work_dir or "/tmp"
         os.chdir(work)
@@ -236,7 +244,9 @@ class SandboxGuardian:
             )
 
     def serve_requests(self) -> None:
-        """Until the other side goes."""
+        """Answer requests on the control socket, keep warm sandboxes ready, and enforce limits,
+        until the other side closes the socket.
+        """
         while True:
             self._refill_waiting_lanes()
             readable, _, _ = select.select(
@@ -252,6 +262,7 @@ class SandboxGuardian:
                 self._answer_request(json.loads(data))
 
     def _refill_waiting_lanes(self) -> None:
+        """Replace waiting sandboxes that have ended, and make sandboxes until `num_warm` wait."""
         for lane in [lane for lane in self.waiting_lanes if lane.has_ended]:
             self.waiting_lanes.remove(lane)
             self._release_lane(lane)
@@ -259,6 +270,10 @@ class SandboxGuardian:
             self.waiting_lanes.append(self.make_lane())
 
     def _answer_request(self, message: dict[str, Any]) -> None:
+        """Answer a request: for "take" send the pid and the socket of a sandbox, which becomes the
+        working one; else end the working sandbox and send why it was ended before, if so, and its
+        peak memory.
+        """
         if "take" in message:
             assert self.working_lane is None, "one program at a time"
             self.working_lane = lane = (
@@ -278,12 +293,15 @@ class SandboxGuardian:
             self.control.send(json.dumps(told).encode())
 
     def _list_working_pids(self) -> list[int]:
-        """All processes below this one but those of sandboxes that wait, which may be
-        starting theirs.
+        """Return the pids of all descendants of this process, without those of waiting sandboxes,
+        which may be starting theirs.
         """
         return list(iterate_descendants(os.getpid(), {lane.pid for lane in self.waiting_lanes}))
 
     def _check_lane_limits(self, lane: SandboxLane) -> None:
+        """Kill the processes of the working sandbox where they use too much memory, too many
+        processes or, in every third check, too many files; record the reason and the peak memory.
+        """
         tree = self._list_working_pids()
         resident = sum(map(read_resident_bytes, tree))
         lane.peak_bytes = max(lane.peak_bytes, resident)
@@ -302,8 +320,8 @@ class SandboxGuardian:
             self._kill_working_processes()
 
     def _kill_working_processes(self) -> None:
-        """Kill all descendants, also those that fork faster than one look can see and those that
-        have left their parents.
+        """Kill all descendants but the waiting sandboxes, within END_S, also descendants that fork
+        faster than one look can see or that have left their parents.
         """
         deadline = time.monotonic() + END_S
         while (tree := self._list_working_pids()) and time.monotonic() < deadline:
@@ -315,25 +333,28 @@ class SandboxGuardian:
             time.sleep(0.001)
 
     def _reap_children(self) -> None:
+        """Reap children that have ended, and mark the sandboxes among them as ended."""
         with contextlib.suppress(ChildProcessError):
             while pid := os.waitpid(-1, os.WNOHANG)[0]:
                 for lane in (*self.waiting_lanes, *filter(None, [self.working_lane])):
                     lane.has_ended = lane.has_ended or lane.pid == pid
 
     def end_lane(self, lane: SandboxLane) -> None:
-        """End the working sandbox, and with it all processes that do not belong
-        to a waiting one.
+        """Kill the working processes, which are all that belong to no waiting sandbox, and free the
+        lane's socket and folder.
         """
         self._kill_working_processes()
         self._release_lane(lane)
 
     def _release_lane(self, lane: SandboxLane) -> None:
+        """Close the lane's socket and remove its folder, if it has them."""
         if lane.connection is not None:
             lane.connection.close()
         if lane.work_dir is not None:
             remove_folder(lane.work_dir)
 
     def close(self) -> None:
+        """Kill all sandboxes and remove their folders."""
         lanes = self.waiting_lanes
         self.waiting_lanes = []
         self._kill_working_processes()
@@ -344,6 +365,9 @@ class SandboxGuardian:
 
 
 def main() -> None:
+    """Run the guardian of the control socket whose descriptor is in sys.argv: read the settings,
+    choose the layers, report them, and serve requests until the other side goes.
+    """
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())

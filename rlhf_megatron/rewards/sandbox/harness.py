@@ -59,8 +59,9 @@ VALUE = 3  # descriptor of the value that a function returned
 
 
 def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
-    """Answer a line a run until the other side closes. `is_init`: this is process 1 of a
-    namespace of its own.
+    """Read a program and then its inputs from `connection`, a line each, run the program on each
+    input, and answer a line for each run, until the other side closes. `is_init`: this is process 1
+    of a PID namespace.
     """
     with (
         connection.makefile("rb") as lines,
@@ -89,7 +90,11 @@ def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) 
 def run_in_fork(
     program: dict[str, Any], run_input: dict[str, Any], output_bytes: int, is_init: bool
 ) -> dict[str, Any]:
-    """`run_input`: "stdin" as text, or the "arguments" of the program's function."""
+    """Run the program once in a fork and return a dict of exit code, stdout, end of stderr, and
+    value (JSON, or None). More than `output_bytes` of one output count as a failure.
+
+    `run_input` has "stdin" as text, or the "arguments" of the program's function.
+    """
     with contextlib.ExitStack() as stack:
         stdin, *written = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(VALUE + 1)]
         stdin.write(run_input.get("stdin", "").encode("utf-8", "surrogateescape"))
@@ -117,8 +122,8 @@ def run_in_fork(
 
 
 def wait_for_program(child_pid: int, is_init: bool) -> int:
-    """Return the exit code, negative for a signal. What the program left behind in its
-    namespace is ended.
+    """Wait for the program and return its exit code, negative for a signal. With `is_init` kill all
+    processes that the program left behind in the namespace.
     """
     code = None
     while code is None:
@@ -136,6 +141,9 @@ def wait_for_program(child_pid: int, is_init: bool) -> int:
 
 
 def read_output(file: IO[bytes], output_bytes: int) -> bytes:
+    """Return the file's first `output_bytes` + 1 bytes: one more than the limit shows that the
+    limit is passed.
+    """
     file.seek(0)
     return file.read(output_bytes + 1)
 
@@ -143,7 +151,9 @@ def read_output(file: IO[bytes], output_bytes: int) -> bytes:
 def become_program(
     program: dict[str, Any], run_input: dict[str, Any], files: tuple[IO[bytes], ...]
 ) -> None:
-    """Does not return."""
+    """Run the program in this fork, with `files` as stdin, stdout, stderr and the value, and exit
+    with its code. Does not return.
+    """
     try:
         for number, file in enumerate([os.dup(file.fileno()) for file in files]):
             os.dup2(file, number)
@@ -157,7 +167,9 @@ def become_program(
 
 
 def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
-    """Return the exit code."""
+    """Execute the program as `__main__`, and with a function write the JSON of the returned value
+    to the descriptor VALUE. Return the exit code.
+    """
     main = types.ModuleType("__main__")
     for name in [name for name in sys.modules if name.split(".")[0] == "rlhf_megatron"]:
         del sys.modules[name]
@@ -193,9 +205,7 @@ def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
 
 
 def finish_interpreter() -> None:
-    """Wait for the threads that the program has not joined,
-    and call what it has left for its end.
-    """
+    """Wait for the threads that the program has not joined, and call its atexit functions."""
     for thread in threading.enumerate():
         if thread is not threading.current_thread() and not thread.daemon:
             thread.join()
@@ -203,7 +213,9 @@ def finish_interpreter() -> None:
 
 
 def find_program_function(main: types.ModuleType, name: str) -> Any:
-    """Return a function of the program, or a method of its class Solution."""
+    """Return the method of this name of the program's class Solution, where there is one, else the
+    function of the module. Raise AttributeError where there is neither.
+    """
     solution = getattr(main, "Solution", None)
     return (
         getattr(solution(), name)

@@ -90,7 +90,7 @@ class SandboxSettings:
 
 
 def list_unprotected_accesses(active_layers: tuple[str, ...]) -> list[str]:
-    """List what the missing layers would have closed."""
+    """Return texts on what a program can reach because layers are not in `active_layers`."""
     if NAMESPACES in active_layers:
         missing = [SECCOMP] if SECCOMP not in active_layers else []
         return [text for name in missing for text in OPEN_WITHOUT[name][:1]]
@@ -101,10 +101,10 @@ def list_unprotected_accesses(active_layers: tuple[str, ...]) -> list[str]:
 
 
 class LocalSandbox:
-    """See `ProgramSandbox`. Started at the first program, by the thread that uses it."""
+    """A `ProgramSandbox` of this machine. The thread that uses it starts it."""
 
     def __init__(self, settings: SandboxSettings, timeout_s: float) -> None:
-        """`timeout_s`: of one run."""
+        """Keep the settings; nothing starts yet. `timeout_s` limits one run."""
         self.settings = settings
         self.timeout_s = timeout_s
         self.active_layers: tuple[str, ...] = ()
@@ -114,7 +114,9 @@ class LocalSandbox:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start_guardian(self) -> None:
-        """Start the guardian, which finds the layers. Raises ValueError where they are too few."""
+        """Start the guardian process and learn from it which layers are in force. Raise ValueError
+        where it does not start, or the layers are too few.
+        """
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         python = self.settings.python or sys.executable
         with theirs:
@@ -149,7 +151,9 @@ class LocalSandbox:
         self._check_layers(told["missing"])
 
     def _check_layers(self, missing_layers: dict[str, str]) -> None:
-        """Note what holds. Two layers that do not reach files, or one alone, are too few."""
+        """Set `layers_note`. Where there are no namespaces and not both Landlock and seccomp, close
+        the sandbox and raise ValueError, unless allow_open is set.
+        """
         why = "; ".join(f"{name}: {reason}" for name, reason in missing_layers.items())
         is_enough = NAMESPACES in self.active_layers or {LANDLOCK, SECCOMP} <= set(
             self.active_layers
@@ -172,7 +176,9 @@ class LocalSandbox:
 
     @contextlib.contextmanager
     def open_session(self, program: SandboxProgram) -> Iterator[LocalSandboxSession]:
-        """See `ProgramSandbox`."""
+        """Yield a session of the program, and end its sandbox afterwards. Start the guardian where
+        it does not run; that may raise ValueError.
+        """
         if self._control is None:
             self.start_guardian()
         session = LocalSandboxSession(self, program)
@@ -182,7 +188,9 @@ class LocalSandbox:
             session.end_lane()
 
     def take_lane(self) -> tuple[int, socket.socket]:
-        """Return a sandbox that waits: the process that it is, and a socket to it."""
+        """Take a waiting sandbox from the guardian. Return the pid of its process and a socket to
+        it. Raise SandboxUnavailableError where the guardian has ended.
+        """
         assert self._control is not None, "not started"
         try:
             self._control.send(b'{"take": true}')
@@ -198,7 +206,10 @@ class LocalSandbox:
         return json.loads(data)["lane"], socket.socket(fileno=descriptors[0])
 
     def end_lane(self) -> str | None:
-        """End the sandbox that was taken. Return why the guardian has ended it before, if so."""
+        """End the sandbox that was taken, and record its peak memory. Return why the guardian had
+        ended it before ("memory", "processes", "files"), or None. Raise SandboxUnavailableError
+        where the guardian has ended.
+        """
         assert self._control is not None, "not started"
         try:
             self._control.send(b'{"end": true}')
@@ -212,7 +223,7 @@ class LocalSandbox:
         return str(told["why"]) if told["why"] else None
 
     def close(self) -> None:
-        """See `ProgramSandbox`."""
+        """End the guardian and all its sandboxes. Safe to call twice."""
         control = self._control
         process = self._process
         self._control = self._process = None
@@ -239,9 +250,12 @@ class HarnessAnswer:
 
 
 class LocalSandboxSession:
-    """See `base.Session`. A sandbox that had to be ended is replaced for the next run."""
+    """A `SandboxSession` of a `LocalSandbox`. A sandbox that had to be ended is replaced for the
+    next run.
+    """
 
     def __init__(self, sandbox: LocalSandbox, program: SandboxProgram) -> None:
+        """Keep the program; the first run takes a sandbox."""
         self.sandbox = sandbox
         self.program = program
         self._connection: socket.socket | None = None
@@ -249,7 +263,10 @@ class LocalSandboxSession:
         self._unread_bytes = b""
 
     def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
-        """See `base.Session`."""
+        """Run the program once and return how the run ended; see `SandboxSession.run_program`. Take
+        a new sandbox where there is none, and end the sandbox after a run that did not end by
+        itself.
+        """
         if self._connection is None:
             self._open_lane()
         given = {"arguments": arguments} if self.program.function is not None else {"stdin": stdin}
@@ -271,6 +288,9 @@ class LocalSandboxSession:
         return ProgramResult(ending)  # type: ignore[arg-type]
 
     def _open_lane(self) -> None:
+        """Take a sandbox and send it the program. Raise SandboxUnavailableError where the sandbox
+        could not be made.
+        """
         self._pid, self._connection = self.sandbox.take_lane()
         self._unread_bytes = b""
         first = self._exchange_line(None)
@@ -281,6 +301,7 @@ class LocalSandboxSession:
         self._send_message({"code": self.program.code, "function": self.program.function})
 
     def _send_message(self, message: Any) -> bool:
+        """Send the message as a line of JSON. Return whether that worked."""
         assert self._connection is not None
         self._connection.settimeout(self.sandbox.timeout_s + START_S)
         try:
@@ -290,7 +311,10 @@ class LocalSandboxSession:
         return True
 
     def _exchange_line(self, message: Any) -> bytes | str | None:
-        """The line that answers; "timeout" or "overloaded"; None where the sandbox ended."""
+        """Send the message (None: only wait) and return the line that answers; "timeout" for a run
+        over its time, "overloaded" where the machine kept it waiting for too long; None where the
+        sandbox ended.
+        """
         if message is not None and not self._send_message(message):
             return None
         assert self._connection is not None
@@ -317,7 +341,9 @@ class LocalSandboxSession:
         return line
 
     def end_lane(self) -> str | None:
-        """End the sandbox. Return why the guardian had done so before."""
+        """End the session's sandbox, if there is one. Return why the guardian had ended it before,
+        or None.
+        """
         if self._connection is None:
             return None
         self._connection.close()

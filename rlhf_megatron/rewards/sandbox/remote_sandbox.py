@@ -37,7 +37,7 @@ print("\\n" + {mark!r} + _value)
 
 @dataclass(frozen=True)
 class RemoteSandbox:
-    """See `ProgramSandbox`."""
+    """A `ProgramSandbox` whose programs run on a sandbox server."""
 
     endpoint: RewardEndpoint
     protocol: Protocol
@@ -46,22 +46,22 @@ class RemoteSandbox:
 
     @contextlib.contextmanager
     def open_session(self, program: SandboxProgram) -> Iterator[RemoteSandboxSession]:
-        """See `ProgramSandbox`. Each run is a request of its own."""
+        """Yield a session of the program. Nothing is opened: each run is a request of its own."""
         yield RemoteSandboxSession(self, program)
 
     def close(self) -> None:
-        """See `ProgramSandbox`."""
+        """Do nothing: no connection stays open."""
 
 
 @dataclass(frozen=True)
 class RemoteSandboxSession:
-    """See `base.Session`."""
+    """A `SandboxSession` of a `RemoteSandbox`."""
 
     sandbox: RemoteSandbox
     program: SandboxProgram
 
     def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
-        """See `base.Session`."""
+        """Run the program once on the server; see `SandboxSession.run_program`."""
         code = insert_prelude(self.program.code)
         if self.program.function is not None:
             stdin = json.dumps(arguments)
@@ -84,8 +84,8 @@ class RemoteSandboxSession:
 
 
 def insert_prelude(code: str) -> str:
-    """Return `code` behind the prelude, but for imports from __future__,
-    which must stand in front.
+    """Return `code` with the prelude before it, but behind imports from __future__, which must
+    stand first.
     """
     lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     try:
@@ -109,7 +109,9 @@ class SandboxFusionRun(msgspec.Struct):
 
 
 def run_on_sandbox_fusion(sandbox: RemoteSandbox, code: str, stdin: str) -> ProgramResult:
-    """https://github.com/bytedance/SandboxFusion: POST /run_code."""
+    """Run the code on a SandboxFusion server (https://github.com/bytedance/SandboxFusion: POST
+    /run_code) and return how the run ended. Raise RewardEndpointError where the server fails.
+    """
     body = {
         "compile_timeout": sandbox.timeout_s,
         "run_timeout": sandbox.timeout_s,
@@ -142,6 +144,9 @@ class PlainProtocolRun(msgspec.Struct):
 
 
 def run_on_plain_server(sandbox: RemoteSandbox, code: str, stdin: str) -> ProgramResult:
+    """Run the code on a server of the plain protocol (see the module) and return how the run ended.
+    Raise RewardEndpointError where the server fails.
+    """
     limits = {"timeout_s": sandbox.timeout_s, "memory_mib": sandbox.memory_mib}
     body = {"language": "python", "code": code, "stdin": stdin, **limits}
     answer = sandbox.endpoint.post_with_retries(body, body | PROBE).answer

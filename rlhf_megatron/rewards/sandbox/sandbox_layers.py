@@ -123,12 +123,18 @@ class SandboxLimits:
 
 
 def raise_on_error(result: int, action: str) -> int:
+    """Return the result of a C call. Raise OSError of errno, with `action` in the message, where
+    the result is negative.
+    """
     if result < 0:
         raise OSError(ctypes.get_errno(), f"{action}: {os.strerror(ctypes.get_errno())}")
     return result
 
 
-def invoke_syscall(syscall_number: int, *arguments: object) -> int:
+def call_syscall_unchecked(syscall_number: int, *arguments: object) -> int:
+    """Call a system call and return its raw result, -1 where the call fails; pass the result to
+    `raise_on_error` for an OSError. Integers become C longs.
+    """
     return int(
         LIBC.syscall(
             ctypes.c_long(syscall_number),
@@ -138,14 +144,17 @@ def invoke_syscall(syscall_number: int, *arguments: object) -> int:
 
 
 def invoke_prctl(*arguments: int) -> int:
+    """Call prctl with the arguments, filled up with zeros, and return its result. Raise OSError
+    where the call fails.
+    """
     return raise_on_error(
         LIBC.prctl(*[ctypes.c_ulong(a) for a in (*arguments, 0, 0, 0, 0)[:5]]), "prctl"
     )
 
 
 def parse_syscall_numbers(table: str) -> tuple[int, ...]:
-    """Return this machine's numbers of entries "name x86-64/aarch64". One number: the same on both;
-    -: aarch64 has no such call.
+    """Return this machine's numbers for a table of entries "name x86-64/aarch64", separated by
+    commas. One number counts for both; "-" means that aarch64 has no such call.
     """
     found = []
     for entry in table.replace("\n", " ").split(","):
@@ -208,7 +217,7 @@ SYNCS = parse_syscall_numbers(
 
 
 def find_syscall_number(name: str) -> int:
-    """Return this machine's number of a call that is used here."""
+    """Return this machine's number of one of the four system calls that this module names."""
     known = {
         "capset": (126, 91),
         "seccomp": (317, 277),
@@ -219,15 +228,19 @@ def find_syscall_number(name: str) -> int:
 
 
 def unshare_namespaces() -> None:
-    """New user, mount, network, IPC, UTS, cgroup and (for the next fork) PID namespaces."""
+    """Move this process into new user, mount, network, IPC, UTS, cgroup and (for its next children)
+    PID namespaces.
+    """
     raise_on_error(LIBC.unshare(NEW_NAMESPACES), "unshare")
 
 
 def map_namespace_users(pid: int) -> None:
-    """Called by the parent of a process that is in a new user namespace.
+    """Write the user and group maps of the process `pid`, which is in a new user namespace. Its
+    parent must call it.
 
-    An ordinary user is INSIDE there. Root maps itself, and a user that nobody else is, whom the
-    program becomes: the kernel holds root to no limit of processes.
+    An ordinary user becomes INSIDE there. Root stays root there, and INSIDE is mapped to a user
+    that no other process has, which the program becomes: the kernel holds root to no limit of
+    processes.
     """
     uid = os.getuid()
     gid = os.getgid()
@@ -247,12 +260,15 @@ def map_namespace_users(pid: int) -> None:
 
 
 def _write_file(path: str, text: str) -> None:
+    """Write the text to the file."""
     with open(path, "w") as file:
         file.write(text)
 
 
 def become_inside_user() -> None:
-    """Drop root's rights after `enter_private_root`."""
+    """Change from root to the user and group INSIDE, after `enter_private_root`; do nothing for an
+    ordinary user.
+    """
     if os.getuid() == 0:
         os.setgroups([])
         os.setresgid(INSIDE, INSIDE, INSIDE)
@@ -266,6 +282,7 @@ def mount_file_system(
     flags: int,
     data: str | None = None,
 ) -> None:
+    """Call mount(2). Raise OSError where it fails."""
     texts = [
         None if text is None else os.fsencode(text)
         for text in (source, target, file_system_type, data)
@@ -276,10 +293,13 @@ def mount_file_system(
 
 
 def _make_read_only(target: str) -> None:
+    """Make the mount at `target`, and all mounts below it, read-only, without device files and
+    set-user-id programs.
+    """
     attributes = ctypes.create_string_buffer(struct.pack("<QQQQ", READ_ONLY, 0, 0, 0), 32)
     path = ctypes.c_char_p(os.fsencode(target))
     raise_on_error(
-        invoke_syscall(
+        call_syscall_unchecked(
             find_syscall_number("mount_setattr"), AT_FDCWD, path, AT_RECURSIVE, attributes, 32
         ),
         f"read-only {target}",
@@ -287,10 +307,11 @@ def _make_read_only(target: str) -> None:
 
 
 def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> None:
-    """Give the process a root: `readable_paths` read-only, an empty /tmp of limited size, four
-    devices, own /proc.
+    """Give this process, which is in a new mount namespace, a root of its own: `readable_paths`
+    read-only, an empty /tmp of limited size, four devices, and a new /proc where the kernel allows
+    that. The working directory becomes /tmp.
 
-    No /dev/zero: mapped by several, it is memory that need not be resident.
+    There is no /dev/zero: shared mappings of it are memory that need not be resident.
     """
     mount_file_system(None, "/", None, MS_REC | MS_PRIVATE)
     mount_file_system(
@@ -323,7 +344,7 @@ def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> 
     ):  # where parts of /proc are masked, the kernel gives no new one
         mount_file_system("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     raise_on_error(
-        invoke_syscall(
+        call_syscall_unchecked(
             find_syscall_number("pivot_root"),
             ctypes.c_char_p(root.encode()),
             ctypes.c_char_p(f"{root}/old".encode()),
@@ -335,7 +356,7 @@ def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> 
     os.rmdir("/old")
     attributes = ctypes.create_string_buffer(struct.pack("<QQQQ", READ_ONLY, 0, 0, 0), 32)
     raise_on_error(
-        invoke_syscall(
+        call_syscall_unchecked(
             find_syscall_number("mount_setattr"), AT_FDCWD, ctypes.c_char_p(b"/"), 0, attributes, 32
         ),
         "read-only root",
@@ -344,6 +365,7 @@ def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> 
 
 
 def _bind_read_only(path: str, root: str, is_file: bool = False) -> None:
+    """Mount `path` read-only at the same path below `root`, where a directory exists already."""
     if is_file:
         open(root + path, "w").close()
     mount_file_system(path, root + path, None, MS_BIND | MS_REC)
@@ -351,8 +373,9 @@ def _bind_read_only(path: str, root: str, is_file: bool = False) -> None:
 
 
 def set_resource_limits(limits: SandboxLimits, counts_all_of_user: bool) -> None:
-    """`counts_all_of_user`: the kernel would count the user's processes outside too, so the
-    guardian counts alone.
+    """Set this process's resource limits. With `counts_all_of_user` set no limit of processes,
+    since the kernel would count the user's processes outside the sandbox too; the guardian counts
+    alone then.
     """
     mib = 1 << 20
     sizes = {
@@ -374,12 +397,13 @@ def set_resource_limits(limits: SandboxLimits, counts_all_of_user: bool) -> None
 
 
 def forbid_new_privileges() -> None:
+    """Set no_new_privs: programs that this process executes gain no privileges."""
     invoke_prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def drop_capabilities() -> None:
-    """A process that was forked and not executed keeps those of its new user
-    namespace until then.
+    """Drop all capabilities of this process. A process that was forked and not executed would keep
+    the capabilities of its new user namespace.
     """
     for capability in range(64):
         if LIBC.prctl(PR_CAPBSET_DROP, capability, 0, 0, 0) < 0:
@@ -387,18 +411,20 @@ def drop_capabilities() -> None:
     LIBC.prctl(PR_CAP_AMBIENT, 4, 0, 0, 0)
     header = (ctypes.c_uint32 * 2)(0x20080522, 0)
     raise_on_error(
-        invoke_syscall(find_syscall_number("capset"), header, (ctypes.c_uint32 * 6)()), "capset"
+        call_syscall_unchecked(find_syscall_number("capset"), header, (ctypes.c_uint32 * 6)()),
+        "capset",
     )
 
 
 def query_landlock_version() -> int:
-    """0 where the kernel has none."""
-    return max(0, invoke_syscall(444, 0, 0, 1))
+    """Return the kernel's Landlock version, or 0 where the kernel has no Landlock."""
+    return max(0, call_syscall_unchecked(444, 0, 0, 1))
 
 
 def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str]) -> None:
-    """Files: these only. From version 4 on no TCP; from 6 on no abstract socket and no signal out
-    of the sandbox.
+    """Restrict this process to reading and executing `readable_paths` and to all access to
+    `writable_paths`. From version 4 on deny TCP too; from version 6 on also abstract sockets and
+    signals out of the sandbox. Raise OSError where the kernel has no Landlock.
     """
     version = query_landlock_version()
     if version < 1:
@@ -411,7 +437,7 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
         size = 16 if version < 6 else 24
     rights = struct.pack("<QQQ", files, 3, 3)[:size]
     rules = raise_on_error(
-        invoke_syscall(444, ctypes.create_string_buffer(rights, size), size, 0), "Landlock"
+        call_syscall_unchecked(444, ctypes.create_string_buffer(rights, size), size, 0), "Landlock"
     )
     for paths, access in ((readable_paths, EXECUTE | READ | READ_FOLDER), (writable_paths, files)):
         for path in paths:
@@ -425,15 +451,21 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
                 else access & (EXECUTE | WRITE | READ | TRUNCATE) & files
             )
             rule = ctypes.create_string_buffer(struct.pack("<Qi", allowed, place), 12)
-            raise_on_error(invoke_syscall(445, rules, 1, rule, 0), f"Landlock rule for {path}")
+            raise_on_error(
+                call_syscall_unchecked(445, rules, 1, rule, 0), f"Landlock rule for {path}"
+            )
             os.close(place)
-    raise_on_error(invoke_syscall(446, rules, 0), "Landlock")
+    raise_on_error(call_syscall_unchecked(446, rules, 0), "Landlock")
     os.close(rules)
 
 
 def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
-    """A denied call gives EPERM. clone3 gives ENOSYS: the C library takes clone then, whose
-    flags can be read.
+    """Install a seccomp filter on this process. A denied call gives EPERM. clone3 gives ENOSYS: the
+    C library takes clone then, whose flags the filter can read. Calls that sync disks succeed and
+    do nothing.
+
+    `denies_metadata` also denies changes of files' metadata and truncation, `denies_signals` the
+    sending of signals.
     """
     clone, ioctl, prlimit, mmap, fcntl, openat = (
         (220, 29, 261, 222, 25, 56) if IS_ARM else (56, 16, 302, 9, 72, 257)
@@ -442,9 +474,13 @@ def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
     code: list[bytes] = []
 
     def add_instruction(operation: int, value: int, if_true: int = 0, if_false: int = 0) -> None:
+        """Append one BPF instruction to the filter."""
         code.append(struct.pack("<HBBI", operation, if_true, if_false, value))
 
     def answer_syscall(syscall_number: int, error: int) -> None:
+        """Append instructions that answer the system call with this errno; 0 makes it succeed
+        without effect.
+        """
         add_instruction(EQUAL, syscall_number, 0, 1)
         add_instruction(RETURN, ERROR | error)
 
@@ -501,4 +537,4 @@ def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
     program = ctypes.create_string_buffer(
         struct.pack("<HxxxxxxQ", len(code), ctypes.addressof(text)), 16
     )
-    raise_on_error(invoke_syscall(find_syscall_number("seccomp"), 1, 0, program), "seccomp")
+    raise_on_error(call_syscall_unchecked(find_syscall_number("seccomp"), 1, 0, program), "seccomp")

@@ -12,13 +12,13 @@ Ending = Literal["exit", "timeout", "memory", "processes", "files", "died"]
 
 
 class SandboxUnavailableError(RuntimeError):
-    """The sandbox failed, not the program: its sample is left out."""
+    """The sandbox failed, not the program; the sample is masked."""
 
 
 @dataclass(frozen=True)
 class SandboxProgram:
-    """Python source. `function`: what is called, of the module or of its class Solution; None: it
-    reads and prints.
+    """Python source. `function` names the function to call, of the module or of its class Solution;
+    with None the program reads stdin and prints.
     """
 
     code: str
@@ -37,6 +37,7 @@ class ProgramResult:
 
     @property
     def is_success(self) -> bool:
+        """Return whether the program ended by itself with exit code 0."""
         return self.ending == "exit" and self.exit_code == 0
 
 
@@ -44,14 +45,18 @@ class SandboxSession(Protocol):
     """One program; each run starts from nothing."""
 
     def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
-        """`arguments`: of the function. Raises SandboxUnavailable."""
+        """Run the program once, with `stdin`, or with `arguments` for its function, and return how
+        the run ended. Raise SandboxUnavailableError where the sandbox itself fails.
+        """
 
 
 class ProgramSandbox(Protocol):
-    """Used by one thread at a time."""
+    """A place where untrusted programs run. Only one thread at a time may use it."""
 
     def open_session(self, program: SandboxProgram) -> AbstractContextManager[SandboxSession]:
-        """Raises SandboxUnavailable."""
+        """Return a context manager that holds a session of this program. Raise
+        SandboxUnavailableError where the sandbox itself fails.
+        """
 
     def close(self) -> None:
-        """End all of it. Safe to call twice."""
+        """End the sandbox and all its processes. Safe to call twice."""

@@ -18,7 +18,7 @@ class AnswerParams:
     """Parameters of a reward that reads an answer. A subclass may have more, or other defaults."""
 
     pattern: str | None = (
-        None  # regular expression; group 1 of its last match is the answer. null: the whole response
+        None  # regular expression; group 1 of its last match is the answer. null: whole response
     )
     max_answer_chars: int = 256  # a longer answer is malformed
     allow_truncated: bool = False  # true: also read a response that ended by length
@@ -27,6 +27,7 @@ class AnswerParams:
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range, or a pattern without a group."""
         if not -MAX_SCORE <= self.wrong_score <= 0:
             raise ValueError(
                 f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual."
@@ -38,11 +39,15 @@ class AnswerParams:
 
     @property
     def needs_process(self) -> bool:
-        """Tell whether a pattern is searched, which can take for ever on a response that is made so."""
+        """Return whether a pattern is set: searching it can take for ever on some responses, so
+        that the reward must run in a process of its own.
+        """
         return self.pattern is not None
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `LabelCheckingParams`: the answer's text must be able to equal the label's."""
+        """Return why no answer could equal the label, with the fix, or ""; see
+        `LabelCheckingParams`.
+        """
         if is_json:
             return f"is no text; {ONE_TEXT}, or use short_answer, which takes several right answers"
         if not label.strip():
@@ -55,10 +60,13 @@ class AnswerParams:
         return ""
 
     def can_read_response(self, sample: RewardSample) -> bool:
+        """Return False for a response that ended by length, unless `allow_truncated` is set."""
         return sample.finish_reason != "length" or self.allow_truncated
 
     def extract_answer(self, sample: RewardSample) -> str | None:
-        """Return the answer; None if the response is malformed."""
+        """Return the answer in the response; None where there is none, it is too long, or the
+        response was truncated.
+        """
         answer = (
             parse_answer(sample.response, self.pattern) if self.can_read_response(sample) else None
         )
@@ -66,7 +74,9 @@ class AnswerParams:
 
 
 def parse_answer(response: str, pattern: str | None) -> str | None:
-    """Return the stripped group 1 of the last match of `pattern`, None without one. No pattern: the whole response."""
+    """Return the stripped group 1 of the last match of `pattern`, or None without a match. With no
+    pattern return the whole response, stripped.
+    """
     if pattern is None:
         return response.strip()
     answers = [match.group(1) for match in re.finditer(pattern, response)]
@@ -74,7 +84,9 @@ def parse_answer(response: str, pattern: str | None) -> str | None:
 
 
 def find_last_block(response: str, languages: Sequence[str]) -> str | None:
-    """Return the last fenced block with one of `languages` behind its fence; without one the last that has no mark."""
+    """Return the text of the last fenced code block that is marked with one of `languages`; without
+    one, that of the last block without a mark; else None.
+    """
     blocks = [(mark.strip().lower(), text) for mark, text in BLOCK.findall(response)]
     for wanted in (languages, ("",)):
         if found := [text for mark, text in blocks if mark in wanted]:
@@ -83,7 +95,9 @@ def find_last_block(response: str, languages: Sequence[str]) -> str | None:
 
 
 def find_last_boxed(response: str) -> str | None:
-    r"""Return the content of the \boxed{...} that is closed last, or None. The time is linear in the length."""
+    r"""Return the content of the \boxed{...} (or \fbox{...}) that is closed last, stripped, or
+    None. The time is linear in the length.
+    """
     answer = None
     opened: list[int | None] = []  # of each open brace, where its content starts if it is a box
     for match in BRACES.finditer(response):

@@ -57,13 +57,16 @@ class BenchmarkRuleParams:
     wrong_score: float = 0.0  # of an answer that is not right or malformed; a right one scores 1
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a wrong_score above 0."""
         if not -MAX_SCORE <= self.wrong_score <= 0:
             raise ValueError(
                 f"wrong_score ({self.wrong_score}) must be at most 0; 0 and -1 are usual."
             )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `base.Labelled`. A label may be a whole solution, say."""
+        """Return why no answer can equal the label, or ""; see `LabelCheckingParams`. A label may
+        be a whole solution, for example.
+        """
         pattern, form = self.answerable_labels
         if is_json:
             return f"is no text; {ONE_TEXT}"
@@ -96,8 +99,9 @@ def _score_normalised_answer(
     answer: str | None,
     normalise: Callable[[str], str],
 ) -> RewardResult:
-    """Compare label and answer. `normalise`: what the rules leave of a text; where it raises, texts
-    count as they are.
+    """Score 1 where answer and label are equal after `normalise`, else 0; MALFORMED for an answer
+    of None. Where `normalise` raises IndexError or ValueError, compare the raw texts. A label that
+    no answer can equal, or that is empty after `normalise`, is masked.
     """
     if problem := params.find_label_problem(sample.label):
         return make_bad_label_result(sample.label, problem)
@@ -113,8 +117,8 @@ def _score_normalised_answer(
 
 @REWARDS.register("gsm8k", Gsm8kParams)
 def score_gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
-    """Read the number behind the last "#### ". Commas do not count, nor those of the label, nor
-    what follows it.
+    """Score 1 where the number behind the last "#### " equals the label, else 0. Commas in either
+    do not count, nor the text behind the number.
     """
     found = re.findall(r"#### (-?[0-9.,]+)", sample.response[-END_CHARS:])
     return _score_normalised_answer(
@@ -124,7 +128,9 @@ def score_gsm8k(sample: RewardSample, params: Gsm8kParams) -> RewardResult:
 
 @REWARDS.register("math", MathParams)
 def score_math(sample: RewardSample, params: MathParams) -> RewardResult:
-    r"""Read the answer in the last \boxed{...}."""
+    r"""Score 1 where the answer in the last \boxed{...} equals the label after the rules of MATH,
+    else 0.
+    """
     return _score_normalised_answer(
         sample, params, _find_last_box(sample.response), _normalise_math
     )
@@ -132,8 +138,8 @@ def score_math(sample: RewardSample, params: MathParams) -> RewardResult:
 
 @REWARDS.register("math_dapo", MathDapoParams)
 def score_math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResult:
-    r"""Read the answer behind the last "Answer:"; where there is none, in a \boxed{...} at the
-    end, as it is.
+    r"""Score 1 where the answer behind the last "Answer:" equals the label after the rules of
+    Minerva, else 0. Without "Answer:" compare the content of a \boxed{...} at the end as it is.
     """
     end = sample.response[-END_CHARS:]
     if found := re.findall(r"(?i)answer\s*:\s*([^\n]+)", end):
@@ -144,8 +150,8 @@ def score_math_dapo(sample: RewardSample, params: MathDapoParams) -> RewardResul
 
 
 def _find_last_braced(text: str, opening: str) -> str | None:
-    """Return the content of the last `opening`, which ends with a brace, up to the brace
-    that closes it.
+    """Return the content of the last `opening` (which ends with a brace) up to its closing brace;
+    None where there is none.
     """
     start = text.rfind(opening)
     depth = 0
@@ -157,7 +163,9 @@ def _find_last_braced(text: str, opening: str) -> str | None:
 
 
 def _find_last_box(text: str) -> str | None:
-    r"""Return its content; that of "\boxed 5$", without braces, stands above all others."""
+    r"""Return the content of the last \boxed{...}, or None. A "\boxed 5$" without braces comes
+    before all others.
+    """
     if "\\boxed " in text:
         return text.split("\\boxed ")[-1].split("$")[0]
     start = text.rfind("\\boxed")
@@ -169,8 +177,8 @@ def _find_last_box(text: str) -> str | None:
 
 
 def _normalise_math(text: str) -> str:
-    """Apply the rules of MATH, in their order. Raises IndexError and ValueError for what
-    they do not know.
+    """Return the text after the rules of MATH, in their order. Raise IndexError or ValueError for
+    text that the rules do not know.
     """
     for what in LEFT_OUT[0]:
         text = text.replace(what, "")
@@ -196,7 +204,7 @@ def _normalise_math(text: str) -> str:
 
 
 def _brace_fractions(text: str) -> str:
-    r"""Write \frac12 and \frac1{72} with braces. Raises IndexError."""
+    r"""Write \frac12 and \frac1{72} with braces. Raise IndexError where \frac ends the text."""
     first, *others = text.split("\\frac")
     for one in others:
         if one[0] != "{" and len(one) < 2:
@@ -264,7 +272,7 @@ WORDS = (
 
 
 def _normalise_minerva(text: str) -> str:
-    """Apply the rules of Minerva, in their order."""
+    """Return the text after the rules of Minerva, in their order."""
     text = text.split("=")[-1]
     for before, after in (*REPLACED, *((word, "") for word in WORDS)):
         text = text.replace(before, after)

@@ -61,6 +61,7 @@ class CodeParams:
     allow_truncated: bool = False  # true: also read a response that ended by length
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a time limit or a number of tests out of range."""
         if not self.test_timeout_s > 0 or (self.max_tests is not None and self.max_tests < 1):
             raise ValueError(
                 f"test_timeout_s ({self.test_timeout_s}) must be above 0, and max_tests"
@@ -69,20 +70,24 @@ class CodeParams:
 
     @property
     def needs_s(self) -> float:
-        """Seconds of `reward.timeout_s` under which the limit of a test would never be reached."""
+        """Return the least `reward.timeout_s`, in seconds, with which the limit of a test can be
+        reached; 0 with a sandbox server.
+        """
         return 0.0 if self.server else self.test_timeout_s
 
     @property
     def waits_s(self) -> float | None:
-        """Seconds that a sample may wait for a server, whose fault it is then. Each test is a
-        request, which ends.
+        """Return the seconds that a sample may wait for the sandbox server, one request for each
+        test; None without a server. A longer wait masks the sample.
         """
         return (
             None if self.server is None else self.server.max_wait_s * (self.max_tests or MOST_TESTS)
         )
 
     def prepare(self) -> str | None:
-        """Return which layers this machine has. Raises ValueError where they are too few."""
+        """Start and end a sandbox, and return a note on which layers are in force on this machine;
+        None with a sandbox server. Raise ValueError where they are too few.
+        """
         if self.server is not None:
             return None
         sandbox = make_sandbox(self)
@@ -93,7 +98,7 @@ class CodeParams:
 
 
 def make_sandbox(params: CodeParams) -> ProgramSandbox:
-    """Make a sandbox without starting it."""
+    """Return a sandbox of these parameters, local or remote, without starting it."""
     if params.server is not None:
         return RemoteSandbox(
             params.server, params.protocol, params.test_timeout_s, params.memory_mib
@@ -107,13 +112,15 @@ def make_sandbox(params: CodeParams) -> ProgramSandbox:
 
 @lru_cache(maxsize=8)
 def get_process_sandbox(params: CodeParams) -> ProgramSandbox:
-    """Return this worker process's sandbox, which ends with the process."""
+    """Return this worker process's sandbox for the parameters, made at the first call; it ends with
+    the process.
+    """
     return make_sandbox(params)
 
 
 @dataclass(frozen=True)
 class CodeTestCase:
-    """One test: what the program is given, and what it must give."""
+    """One test: the input of the program, and its expected output or value."""
 
     stdin: str
     arguments: tuple[Any, ...]
@@ -128,7 +135,9 @@ class CodeTestSuite:
 
 
 def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
-    """Raises ValueError for a label that is none of the known schemas."""
+    """Return the tests in a label. `extra` is the JSON of the row's other keys, which has the
+    function's name for LiveCodeBench. Raise ValueError for a label of no known schema.
+    """
     found = json.loads(label)
     if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
         others = json.loads(extra) if extra else {}
@@ -157,6 +166,9 @@ def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
 
 
 def _make_stdin_case(test_input: Any, expected: Any) -> CodeTestCase:
+    """Return a test that gives the program text to read and expects text to be printed. Raise
+    ValueError for input or output that is no text, or an output that is too long.
+    """
     for one in (test_input, expected):
         if isinstance(one, dict | None):
             raise ValueError(f"{one!r:.80} is no text that is read or printed")
@@ -170,6 +182,9 @@ def _make_stdin_case(test_input: Any, expected: Any) -> CodeTestCase:
 
 
 def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
+    """Return a test that calls the function: a text has one JSON argument a line, and a JSON
+    result; a list has the arguments. Raise ValueError for other input.
+    """
     if isinstance(test_input, str):
         return CodeTestCase(
             "",
@@ -182,8 +197,8 @@ def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Compare output as LiveCodeBench does: white space around lines and the whole does not count;
-    lines of numbers compare as decimals.
+    """Return whether output equals the expected output as LiveCodeBench compares them: white space
+    around lines and around the whole does not count; lines of numbers compare as decimals.
     """
     lines, wanted = (
         [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
@@ -194,6 +209,9 @@ def is_same_output(printed: str, expected: str) -> bool:
 
 
 def _are_same_numbers(first_line: str, second_line: str) -> bool:
+    """Return whether two lines are the same numbers, separated by white space; False where a word
+    is no number.
+    """
     try:
         numbers = [[Decimal(token) for token in line.split()] for line in (first_line, second_line)]
         return bool(numbers[0]) and numbers[0] == numbers[1]
@@ -202,8 +220,8 @@ def _are_same_numbers(first_line: str, second_line: str) -> bool:
 
 
 def is_same_value(returned: Any, expected: Any) -> bool:
-    """Plain JSON values: numbers by value, a boolean equals booleans only, lists and
-    objects item by item.
+    """Return whether two plain JSON values are equal: numbers by value, NaN to NaN, a boolean only
+    to the same boolean, lists and objects item by item.
     """
     if isinstance(returned, bool) or isinstance(expected, bool):
         return isinstance(returned, bool) and returned is expected
@@ -220,7 +238,9 @@ def is_same_value(returned: Any, expected: Any) -> bool:
 
 
 def passes_test_case(result: ProgramResult, case: CodeTestCase, has_function: bool) -> bool:
-    """Whether a run gave what the test expects."""
+    """Return whether a run succeeded and gave the output, or the function's value, that the test
+    expects.
+    """
     if not result.is_success:
         return False
     if not has_function:
@@ -239,8 +259,9 @@ def passes_test_case(result: ProgramResult, case: CodeTestCase, has_function: bo
 
 @REWARDS.register("code", CodeParams, needs=(OWN_PROCESS,))
 def score_code(sample: RewardSample, params: CodeParams) -> RewardResult:
-    """The part `passed` is the share of tests that passed; with `score: all` the first
-    failure ends them.
+    """Score 1 where the program in the response passes all tests, else 0; with `score: share` score
+    the share of tests that pass. The part `passed` is that share; with `score: all` the first
+    failure ends the tests. A label without tests, and a sandbox that fails, mask the sample.
     """
     try:
         tests = parse_code_tests(sample.label, sample.extra)
@@ -274,7 +295,9 @@ def _run_test_cases(
     cases: Sequence[CodeTestCase],
     stops_at_failure: bool,
 ) -> tuple[int, list[str]]:
-    """(tests passed, how the runs ended)."""
+    """Run the tests and return the number of tests that passed and the endings of the runs. With
+    `stops_at_failure` end at the first test that fails.
+    """
     num_passed = 0
     endings: list[str] = []
     with sandbox.open_session(program) as session:

@@ -23,7 +23,9 @@ class ExactMatchParams(AnswerParams):
 
 @REWARDS.register("exact_match", ExactMatchParams)
 def score_exact_match(sample: RewardSample, params: ExactMatchParams) -> RewardResult:
-    """White space around answer and label does not count."""
+    """Score 1 where the answer equals the label, without white space around them, else 0. A label
+    that no answer can equal is masked.
+    """
     if problem := params.find_label_problem(sample.label):
         return make_bad_label_result(sample.label, problem)
     answer = params.extract_answer(sample)

@@ -27,18 +27,19 @@ class JsonSchemaParams:
     schema: dict[str, Any] = field(default_factory=dict)  # empty: each label is a schema
 
     def __post_init__(self) -> None:
+        """Raise ValueError where `schema` is not a JSON schema."""
         if self.schema:
             _make_validator(json.dumps(self.schema))
 
     def prepare(self) -> None:
-        """Import the library. Raises ValueError when it is not installed."""
+        """Import the library jsonschema. Raise ValueError when it is not installed."""
         _make_validator("{}")
 
 
 @lru_cache(maxsize=64)
 def _make_validator(schema: str) -> Any:
-    """Return the validator of draft 2020-12, or of the draft that `$schema` names. Raises
-    ValueError for text that is no schema.
+    """Return the validator of a schema, of draft 2020-12 or of the draft that `$schema` names.
+    Raise ValueError for text that is no schema, or without the library jsonschema.
     """
     try:
         from jsonschema import Draft202012Validator, SchemaError
@@ -62,8 +63,9 @@ def _make_validator(schema: str) -> Any:
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
 def score_json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardResult:
-    """Read the last fenced block, marked as JSON or not at all, or where there is none the whole
-    response. What is no JSON is malformed.
+    """Score 1 where the JSON in the response fits the schema, else 0. Read the last fenced block,
+    marked as JSON or not at all, or without a block the whole response. A response that is no JSON
+    is malformed; a label that is no schema masks the sample.
     """
     try:
         validator = _make_validator(json.dumps(params.schema) if params.schema else sample.label)
@@ -91,7 +93,7 @@ def score_json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardR
 
 
 def _is_endless_schema(validator: Any) -> bool:
-    """Tell whether a schema follows itself without going deeper into the value."""
+    """Return whether a schema refers to itself without going deeper into the value."""
     try:
         for simple in SIMPLE:
             validator.is_valid(simple)
@@ -101,4 +103,5 @@ def _is_endless_schema(validator: Any) -> bool:
 
 
 def _refuse_constant(text: str) -> Any:
+    """Raise ValueError for NaN and Infinity, which Python's parser would accept."""
     raise ValueError(f"{text} is no JSON")

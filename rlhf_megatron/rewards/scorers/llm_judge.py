@@ -62,7 +62,7 @@ PROBE = {
 
 @dataclass(frozen=True)
 class LlmJudgeParams:
-    """Whom to ask, what, and how the answer is read."""
+    """The judge's servers, the question, and the way to read the answer."""
 
     server: RewardEndpoint | None = (
         None  # its url with the path, such as http://HOST:8000/v1/chat/completions
@@ -87,6 +87,7 @@ class LlmJudgeParams:
     rest_s: float = 10.0  # that one of servers which failed is asked only where no other answers
 
     def __post_init__(self) -> None:
+        """Raise ValueError for values out of range, or that contradict each other."""
         if (self.server is None) == (not self.servers):
             raise ValueError(
                 "name either server, as {url: http://HOST:8000/v1/chat/completions}, or"
@@ -107,7 +108,9 @@ class LlmJudgeParams:
 
     @property
     def waits_s(self) -> float | None:
-        """Seconds that all votes may take, doubled for the wait until it is their turn."""
+        """Return the seconds that all votes of a sample may take, doubled for the wait until it is
+        their turn; a longer wait masks the sample.
+        """
         return (
             2
             * self.num_votes
@@ -116,11 +119,15 @@ class LlmJudgeParams:
 
     @property
     def judge_servers(self) -> tuple[RewardEndpoint, ...]:
+        """Return the servers to ask: `server` alone, or `servers`."""
         return self.servers if self.server is None else (self.server,)
 
 
 def fill_judge_template(sample: RewardSample, params: LlmJudgeParams) -> str:
-    """Return the template, filled in at once: braces in a response stay what they are."""
+    """Return the judge's prompt: the template with the sample's fields filled in. The rubric comes
+    from the row (key `rubric`), else from the params. All fields are filled in at once, so that
+    braces in a response stay.
+    """
     row = json.loads(sample.extra) if sample.extra else {}
     rubric = str(row.get("rubric", params.rubric))
     values = {
@@ -137,8 +144,8 @@ def fill_judge_template(sample: RewardSample, params: LlmJudgeParams) -> str:
 
 
 def parse_verdict(judge_answer: str, params: LlmJudgeParams) -> float | None:
-    """Return the number that the judge gave, as a score from 0 to 1. None: it gave
-    none on the scale.
+    """Return the last verdict in the judge's answer, as a score from 0 to 1; None where there is
+    none, or it is outside the scale.
     """
     found = re.findall(f"(?:{params.pattern})", judge_answer)
     try:
@@ -151,8 +158,8 @@ def parse_verdict(judge_answer: str, params: LlmJudgeParams) -> float | None:
 
 
 def read_first_log_prob(answer: Any, url: str) -> float:
-    """Return the log-prob of the first token that a judge answers PROBE with. Raises
-    EndpointError for none.
+    """Return the log-prob of the first token in a server's answer to PROBE. Raise
+    RewardEndpointRefusedError where there is none, or it is not finite.
     """
     try:
         found = float(answer["choices"][0]["logprobs"]["content"][0]["logprob"])
@@ -169,8 +176,8 @@ def read_first_log_prob(answer: Any, url: str) -> float:
 
 @REWARDS.register("llm_judge", LlmJudgeParams, needs=(OWN_PROCESS,))
 def score_by_llm_judge(sample: RewardSample, params: LlmJudgeParams) -> RewardResult:
-    """A server that fails and a judge without a verdict are not the policy's fault: the sample is
-    masked. The part `failovers` counts servers that failed before one answered.
+    """Return the mean score of the judge's votes. A server that fails, and a judge without any
+    verdict, mask the sample. The part `failovers` counts servers that failed before one answered.
     """
     body: dict[str, Any] = {
         "model": params.model,

@@ -1,8 +1,8 @@
-"""1 when the answer is mathematically equal to the label, by the library math-verify; else 0.
+r"""1 when the answer is mathematically equal to the label, by the library math-verify; else 0.
 
-The answer is what stands in the last \boxed{...}, or what `pattern` cuts out, or what the library finds in the whole
-response. Text that equals the label's is right without algebra. What cannot be read as mathematics, or would take for
-ever to compute, is malformed.
+The answer is the content of the last \boxed{...}, or the match of `pattern`, or the formula that
+the library finds in the whole response. Text that equals the label's is right without algebra. An
+answer that cannot be read as mathematics, or would take for ever to compute, is malformed.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!")
 CHOOSE = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)\s*\}|\\choose|\bC\s*\(\s*(\d+)")
 SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
 
-# Parsed once before workers are forked: parser and algebra are slow the first time that they meet a construct.
+# Parsed once before workers are forked: parser and algebra are slow the first time that they meet
+# a construct.
 REHEARSAL = (
     r"\frac{1}{2}",
     "0.5",
@@ -55,15 +56,18 @@ PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked 
 
 
 def is_formula_too_large(text: str) -> bool:
-    """Return True for brackets nested too deeply, and for powers, factorials and binomials of numbers too large."""
+    """Return whether brackets are nested too deeply, or powers, factorials or binomials would take
+    too long to evaluate.
+    """
     return (
         _measure_bracket_depth(text) > MAX_DEPTH
         or _has_large_power(text)
-        or _has_large_factorial(text)
+        or _has_large_factorial_or_binomial(text)
     )
 
 
 def _measure_bracket_depth(text: str) -> int:
+    """Return the greatest depth of nested brackets."""
     deepest = depth = 0
     for character in text:
         if OPENING.match(character):
@@ -75,7 +79,9 @@ def _measure_bracket_depth(text: str) -> int:
 
 
 def _has_large_power(text: str) -> bool:
-    """Innermost powers are replaced by their value until none is left."""
+    """Return whether evaluating the text's powers would give more than about MAX_DIGITS digits.
+    Nested powers are evaluated from the inside out.
+    """
     while match := _find_innermost_power(text):
         base, exponent = match.group(1), match.group(2) or match.group(3)
         if len(exponent) >= len(SHRUNK) and base.strip("0") not in ("", "1"):
@@ -91,11 +97,14 @@ def _has_large_power(text: str) -> bool:
 
 
 def _find_innermost_power(text: str) -> re.Match[str] | None:
-    """The last one, so that of 2^3^4 it is 3^4."""
+    """Return the match of the last power, which of 2^3^4 is 3^4; None where there is no power."""
     return next(reversed(list(POWER.finditer(text))), None) if "^" in text else None
 
 
-def _has_large_factorial(text: str) -> bool:
+def _has_large_factorial_or_binomial(text: str) -> bool:
+    """Return whether the text has a factorial or a binomial coefficient that would take too long to
+    evaluate.
+    """
     for match in FACTORIAL.finditer(text):
         if match.group(1) is None:
             inner = text[: match.start()]
@@ -112,17 +121,22 @@ def _has_large_factorial(text: str) -> bool:
 
 @dataclass(frozen=True)
 class MathVerifyParams(AnswerParams):
-    r"""Without a pattern the answer is in the last \boxed{...}, or where the library finds it in the response."""
+    r"""Without a pattern the answer is in the last \boxed{...}, or where the library finds it in
+    the response.
+    """
 
     max_memory_gib: float = 2.0  # that the worker process may use
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a value out of range."""
         super().__post_init__()
         if not self.max_memory_gib > 0:
             raise ValueError(f"max_memory_gib ({self.max_memory_gib}) must be above 0.")
 
     def prepare(self) -> None:
-        """Import the library and let it meet the usual constructs. Raises ValueError when it is not installed."""
+        """Import the library and parse the usual constructs once, which is slow the first time.
+        Raise ValueError when the library is not installed.
+        """
         try:
             import math_verify
         except ImportError as error:
@@ -137,7 +151,9 @@ class MathVerifyParams(AnswerParams):
             math_verify.verify(_parse_formula(text), _parse_formula(text), timeout_seconds=None)
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `LabelCheckingParams`. A long label may have a short value."""
+        """Return the problem of a label, or ""; see `LabelCheckingParams`. A label longer than
+        max_answer_chars has no problem, since its value may be short.
+        """
         return (
             ""
             if not is_json and len(label.strip()) > self.max_answer_chars
@@ -145,7 +161,7 @@ class MathVerifyParams(AnswerParams):
         )
 
     def make_result_key(self, sample: RewardSample) -> str:
-        """Return what the result depends on."""
+        """Return a key on which alone the result depends: the extracted answer and the label."""
         answer = extract_math_answer(sample, self)
         return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
 
@@ -158,7 +174,9 @@ class MathAnswer:
 
 @REWARDS.register("math_verify", MathVerifyParams, needs=(OWN_PROCESS,))
 def score_math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardResult:
-    """A label that cannot be read as mathematics is masked, unless the answer is the same text."""
+    """Score 1 where the answer equals the label as text or by algebra, else 0. A label that cannot
+    be read as mathematics gives a masked result, unless the answer is the same text.
+    """
     answer = extract_math_answer(sample, params)
     if answer is None:
         return RewardResult(0.0, MALFORMED)
@@ -171,7 +189,9 @@ def score_math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardR
 
 
 def extract_math_answer(sample: RewardSample, params: MathVerifyParams) -> MathAnswer | None:
-    """Return the answer, or the text that it stands in; None if none can be read."""
+    """Return the answer, or the whole response where it is prose that contains the answer; None
+    where none can be read or the answer is too long.
+    """
     if not params.can_read_response(sample):
         return None
     text = parse_answer(sample.response, params.pattern)
@@ -188,7 +208,10 @@ def extract_math_answer(sample: RewardSample, params: MathVerifyParams) -> MathA
 
 
 def _compare_by_algebra(label: str, answer: MathAnswer, max_chars: int) -> RewardResult:
-    """Compare by algebra. It has no time limit of its own: the process that it runs in has one."""
+    """Return 1 or 0 by algebra. A label that math-verify cannot read gives a masked result; an
+    answer that it cannot read, or that makes it raise, gives 0 with the status MALFORMED. There is
+    no time limit but that of the process.
+    """
     from math_verify import verify
 
     expected = [] if is_formula_too_large(label) else _parse_label(label)
@@ -207,11 +230,14 @@ def _compare_by_algebra(label: str, answer: MathAnswer, max_chars: int) -> Rewar
 
 @lru_cache(maxsize=4096)
 def _parse_label(label: str) -> Any:
+    """Parse a label as `_parse_formula` does, and cache the result."""
     return _parse_formula(label)
 
 
 def _parse_formula(text: str) -> Any:
-    """Return what math-verify reads in a formula, best guess first; empty if it reads nothing."""
+    """Return the expressions that math-verify reads in a formula, the best guess first; empty where
+    it reads nothing.
+    """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
 
     configs = [LatexExtractionConfig(), ExprExtractionConfig()]
@@ -221,10 +247,12 @@ def _parse_formula(text: str) -> Any:
 
 
 def _parse_prose(text: str, max_chars: int) -> list[Any]:
-    """Return what math-verify's `parse` finds in prose: of its patterns' matches the last one of the best kind that it
-    can read ("final answer is" before "answer" before any formula or number). Large ones are refused first.
+    """Return the expressions that math-verify's `parse` finds in prose: the last match that it can
+    read, of the pattern with the best priority ("final answer is" before "answer" before any
+    formula or number). Return [] where it finds none.
 
-    Raises ValueError where that is larger than an answer may be.
+    Raise ValueError, before parsing, where a match is longer than `max_chars` or too large to
+    evaluate.
     """
     from math_verify import ExprExtractionConfig, LatexExtractionConfig
     from math_verify.parser import extract_match, get_extraction_regexes

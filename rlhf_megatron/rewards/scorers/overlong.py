@@ -18,6 +18,7 @@ class OverlongParams:
     buffer: int  # tokens before that over which the score falls
 
     def __post_init__(self) -> None:
+        """Raise ValueError unless 1 <= buffer <= max_len."""
         if not 1 <= self.buffer <= self.max_len:
             raise ValueError(
                 f"buffer ({self.buffer} tokens) must be from 1 to max_len ({self.max_len})."
@@ -25,6 +26,7 @@ class OverlongParams:
 
     @property
     def acts_from(self) -> int:
+        """Return the number of tokens from which a response is punished."""
         return self.max_len - self.buffer
 
 

@@ -1,8 +1,10 @@
-"""Rewards for problems of the library reasoning-gym (the task of that name, data/tasks/reasoning_gym_task.py).
+"""Rewards for problems of the library reasoning-gym (the task of that name,
+data/tasks/reasoning_gym_task.py).
 
-The score is 1 when the parsed answer equals the label. The library's own score of that answer is a part, for metrics:
-it gives credit to an answer that merely contains the right one, in proportion to lengths, which a policy learns to use.
-Where a problem has many right answers, and so no label, the library alone can judge: `score: library`.
+The score is 1 when the parsed answer equals the label. The library's own score of that answer is a
+part, for metrics: it gives credit to an answer that merely contains the right one, in proportion to
+lengths, which a policy learns to use. Where a problem has many right answers, and so no label, the
+library alone can judge: `score: library`.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class ReasoningGymRewardParams(AnswerParams):
     )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `LabelCheckingParams`. The library needs no label, and the reward says more where one is missing."""
+        """Return what is wrong with the label, or ""; see `LabelCheckingParams`. With score:
+        library no label is needed, and the reward itself reports a missing label.
+        """
         return (
             ""
             if self.score == "library" or not label.strip()
@@ -42,7 +46,7 @@ class ReasoningGymRewardParams(AnswerParams):
         )
 
     def prepare(self) -> None:
-        """Import the library. Raises ValueError when it is not installed."""
+        """Import the library. Raise ValueError when it is not installed."""
         try:
             import reasoning_gym  # noqa: F401
         except ImportError as error:
@@ -54,7 +58,9 @@ class ReasoningGymRewardParams(AnswerParams):
 
 @REWARDS.register("reasoning_gym", ReasoningGymRewardParams, needs=(OWN_PROCESS,))
 def score_reasoning_gym(sample: RewardSample, params: ReasoningGymRewardParams) -> RewardResult:
-    """A sample without the library's entry, or without a label where that is compared with, is masked."""
+    """Score the answer by equality with the label, or with score: library as the library does. A
+    sample without the library's entry, or without a label where one is needed, is masked.
+    """
     problem = json.loads(sample.extra).get(EXTRA_KEY) if sample.extra else None
     label = sample.label.strip()
     if problem is None:
@@ -62,7 +68,10 @@ def score_reasoning_gym(sample: RewardSample, params: ReasoningGymRewardParams) 
             "no_entry", "The sample's extra has no 'reasoning_gym'; use data.task: reasoning_gym."
         )
     if params.score == "exact" and not label:
-        why = f"Problems of {problem['dataset']} have many answers; set `score: library` in the reward's params."
+        why = (
+            f"Problems of {problem['dataset']} have many answers; set `score: library` in the"
+            " reward's params."
+        )
         return make_masked_result("no_label", why)
     if problem_of_label := params.find_label_problem(label):
         return make_bad_label_result(label, problem_of_label)
@@ -77,7 +86,9 @@ def score_reasoning_gym(sample: RewardSample, params: ReasoningGymRewardParams) 
 
 
 def _score_with_library(answer: str, problem: dict[str, Any]) -> float | None:
-    """Score with the library; None where it raises because it cannot read the answer."""
+    """Return the library's score of the answer; None where the library raises because it cannot
+    read the answer.
+    """
     judge = _make_library_dataset(problem["dataset"], json.dumps(problem["config"]))
     try:
         return float(judge.score_answer(answer, problem["entry"]))
@@ -87,6 +98,7 @@ def _score_with_library(answer: str, problem: dict[str, Any]) -> float | None:
 
 @lru_cache(maxsize=64)
 def _make_library_dataset(dataset: str, config: str) -> Any:
+    """Return the library's data set of this name, which judges answers. `config` is JSON."""
     import reasoning_gym as library
 
     return library.create_dataset(dataset, **json.loads(config), size=1, seed=0)

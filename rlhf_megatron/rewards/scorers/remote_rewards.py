@@ -26,13 +26,14 @@ PROBE = RewardSample("", "", "", "", "abort", 0)  # which no reward sees
 
 @dataclass(frozen=True)
 class RemoteRewardParams:
-    """Whom to ask."""
+    """The servers that score, and the time that they get."""
 
     servers: tuple[RewardEndpoint, ...]  # with the path, such as http://HOST:8900/score
     patience_s: float = 120.0  # in which some server must answer; later the sample is masked
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an empty list of servers, or a negative time."""
         if not self.servers:
             raise ValueError(
                 "servers must name one server at least, as {url: http://HOST:8900/score}."
@@ -44,11 +45,15 @@ class RemoteRewardParams:
 
     @property
     def waits_s(self) -> float:
-        """Seconds that a sample may wait for a server, whose fault it is then."""
+        """Return the seconds that a sample may wait for the servers; a longer wait masks the
+        sample.
+        """
         return compute_max_wait_s(self.servers, self.patience_s)
 
     def prepare(self) -> str | None:
-        """Return which servers answer. Raises ValueError where none does."""
+        """Ask every server once, and return a note on which servers answer. Raise ValueError where
+        none does.
+        """
         silent = []
         for server in self.servers:
             try:
@@ -67,7 +72,9 @@ class RemoteRewardParams:
 
 @REWARDS.register("remote", RemoteRewardParams, needs=(OWN_PROCESS,))
 def score_remotely(sample: RewardSample, params: RemoteRewardParams) -> RewardResult:
-    """Score and status are the server's; so are the parts, and what it masks is masked."""
+    """Return the score, status and parts that a server gives. A sample that no server scores is
+    masked.
+    """
     try:
         result, _ = ask_any_replica(
             params.servers,
@@ -81,7 +88,9 @@ def score_remotely(sample: RewardSample, params: RemoteRewardParams) -> RewardRe
 
 
 def _request_result(server: RewardEndpoint, sample: RewardSample) -> RewardResult:
-    """Raises EndpointError."""
+    """Return the server's result of the sample. Raise RewardEndpointError where the server fails,
+    or answers something else than a result.
+    """
     answer: Any = server.post_with_retries(asdict(sample), asdict(PROBE)).answer
     try:
         return msgspec.convert(answer, RewardResult)

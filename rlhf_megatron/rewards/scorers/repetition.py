@@ -17,14 +17,15 @@ class RepetitionParams:
     num_words: int = 3  # of a run
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a run of less than one word."""
         if self.num_words < 1:
             raise ValueError(f"num_words ({self.num_words}) must be at least 1.")
 
 
 @REWARDS.register("repetition", RepetitionParams)
 def score_repetition(sample: RewardSample, params: RepetitionParams) -> RewardResult:
-    """Return from -1 to 0: distinct runs / runs - 1.
-    A response of fewer words than a run scores 0.
+    """Return from -1 to 0: (number of distinct runs of words) / (number of runs) - 1. A response of
+    fewer words than a run scores 0.
     """
     words = sample.response.lower().split()
     count = len(words) - params.num_words + 1

@@ -25,11 +25,14 @@ class FormatParams:
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a pattern that is no regular expression."""
         check_pattern(self.pattern)
 
 
 @REWARDS.register("format", FormatParams, needs=(OWN_PROCESS,))
 def score_format(sample: RewardSample, params: FormatParams) -> RewardResult:
-    """A response that ended by length is judged as any other."""
+    """Score 1 where the stripped response matches the pattern, wholly or somewhere as `match` says,
+    else 0. A response that ended by length is judged as any other.
+    """
     look = re.fullmatch if params.match == "whole" else re.search
     return RewardResult(float(look(params.pattern, sample.response.strip(), re.DOTALL) is not None))

@@ -39,7 +39,7 @@ TOLERANCE = 1e-2
 
 @dataclass(frozen=True)
 class RewardServerParams:
-    """Whom to ask, and what about."""
+    """The servers of the reward model, the text that they score, and the scale of the score."""
 
     servers: tuple[
         RewardEndpoint, ...
@@ -60,6 +60,9 @@ class RewardServerParams:
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
 
     def __post_init__(self) -> None:
+        """Raise ValueError for an empty list of servers, a /v1/classify url, or values out of
+        range.
+        """
         if not self.servers:
             raise ValueError(
                 "servers must name one server at least, as {url: http://HOST:30000/classify}."
@@ -79,12 +82,14 @@ class RewardServerParams:
 
     @property
     def waits_s(self) -> float:
-        """Seconds that a sample may wait for a server, whose fault it is then."""
+        """Return the seconds that a sample may wait for the servers; a longer wait masks the
+        sample.
+        """
         return compute_max_wait_s(self.servers, self.patience_s)
 
     def prepare(self) -> str | None:
-        """Return which servers answer. Raises ValueError where none does, or what they
-        answer is no score.
+        """Let every server score a probe, and return a note on which servers answer. Raise
+        ValueError where none gives a score, or where their scores differ.
         """
         scores = {}
         silent = []
@@ -101,13 +106,15 @@ class RewardServerParams:
         )
 
     def scale_score(self, score: float) -> float:
-        """Return the reward of a score."""
+        """Return the reward of a model's score: mean and std are applied, then the activation."""
         score = (score - self.mean) / self.std
         return 0.5 + 0.5 * math.tanh(0.5 * score) if self.activation == "sigmoid" else score
 
 
 def check_same_scores(scores_by_server: Mapping[str, float], tolerance: float = TOLERANCE) -> None:
-    """Raises ValueError where servers score one text differently. `scores_by_server`: by server."""
+    """Raise ValueError where servers score one text differently. `scores_by_server` has the scores
+    by the server's name; `tolerance` is relative to scores above 1 in size.
+    """
     low = min(scores_by_server.values())
     high = max(scores_by_server.values())
     if high - low > tolerance * max(1.0, abs(low), abs(high)):
@@ -120,8 +127,9 @@ def check_same_scores(scores_by_server: Mapping[str, float], tolerance: float = 
 
 @REWARDS.register("reward_server", RewardServerParams, needs=(OWN_PROCESS,))
 def score_by_reward_server(sample: RewardSample, params: RewardServerParams) -> RewardResult:
-    """The part `failovers` counts the servers that failed before one answered; `retries` are
-    those of that one.
+    """Return the model's score of prompt, response and ending, scaled. A sample that no server
+    scores is masked. The part `failovers` counts the servers that failed before one answered;
+    `retries` counts the repeated requests to the server that answered.
     """
     text = f"{sample.prompt}{sample.response}{params.ending}"
     try:
@@ -140,16 +148,20 @@ def score_by_reward_server(sample: RewardSample, params: RewardServerParams) -> 
 
 @cache
 def _load_tokenizer_once(directory: str) -> Tokenizer:
+    """Return the tokenizer of a directory, loaded once in this process."""
     return load_tokenizer(directory)
 
 
 def _request_score(
     server: RewardEndpoint, params: RewardServerParams, text: str
 ) -> tuple[float, RewardEndpointAnswer]:
-    """Raises EndpointError."""
+    """Return the server's score of the text and its whole answer. Raise RewardEndpointError."""
     is_openai = server.url.rstrip("/").endswith("/embeddings")
 
     def make_body(text: str) -> dict[str, Any]:
+        """Return the request's body for the text, as text or as token ids, in the form of the
+        server's API.
+        """
         what = (
             text
             if params.tokenizer is None
@@ -168,7 +180,9 @@ def _request_score(
 
 
 def read_single_score(answer: Any, url: str, is_openai: bool = False) -> float:
-    """Return the score that a server's answer holds. Raises EndpointError where it is none."""
+    """Return the score in a server's answer. Raise RewardEndpointRefusedError where the answer does
+    not hold exactly one finite number.
+    """
     try:
         if is_openai:
             [answer] = answer["data"]

@@ -42,14 +42,14 @@ class PreparedParams(Protocol):
     """Params that import or load something before the first sample."""
 
     def prepare(self) -> str | None:
-        """Called in the process that scores; what it returns is printed. Raises ValueError for what
-        a user can mend.
+        """Import or load what the reward needs, in the process that scores. Return a note to print,
+        or None. Raise ValueError for what a user can fix.
         """
 
 
 @runtime_checkable
 class MemoryLimitedParams(Protocol):
-    """Params that say how much memory a worker process may use, GiB."""
+    """Params that limit the memory of a worker process, in GiB."""
 
     max_memory_gib: float
 
@@ -68,7 +68,9 @@ class ResultKeyParams(Protocol):
     """Params of a reward that depends on less than the whole sample."""
 
     def make_result_key(self, sample: RewardSample) -> str:
-        """Samples of one key have one result: it is computed once a call."""
+        """Return a key of the sample. Samples of one key have the same result, which is computed
+        once a call.
+        """
 
 
 @runtime_checkable
@@ -78,10 +80,10 @@ class LabelCheckingParams(Protocol):
     """
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """Say what is wrong with a label, and the fix; "" for nothing. `is_json`: the row has a
-        list or an object.
+        """Return what is wrong with a label, and the fix; "" where nothing is. `is_json`: the row
+        has a list or an object as the label.
 
-        Such rows are refused before a run starts; a sample that has one is masked.
+        Such rows are refused before a run starts; a sample with such a label is masked.
         """
 
 
@@ -107,8 +109,8 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """The score of one sample: what one reward returns,
-    and what the scorer makes of all of them.
+    """The score of one sample: the value that one reward returns, or the combined value of all
+    rewards.
     """
 
     score: float  # at most MAX_SCORE in size; not read when the status is masked
@@ -117,6 +119,9 @@ class RewardResult:
     error: str = ""  # of a masked result: the end of the traceback
 
     def __post_init__(self) -> None:
+        """Raise BadResultError for an unknown status, or a score or part that is no number or too
+        large.
+        """
         has_why = self.status.startswith(MASKED) and len(self.status) > len(MASKED)
         if self.status not in (OK, MALFORMED, TIMEOUT) and not has_why:
             raise BadResultError(
@@ -131,7 +136,9 @@ class RewardResult:
 
 
 def check_pattern(pattern: str, num_groups: int = 0) -> None:
-    """Raises ValueError for what is no regular expression, or has fewer groups."""
+    """Raise ValueError for text that is no regular expression, or has fewer than `num_groups`
+    groups.
+    """
     try:
         found = re.compile(pattern).groups
     except re.error as error:
@@ -141,7 +148,9 @@ def check_pattern(pattern: str, num_groups: int = 0) -> None:
 
 
 def _format_value(value: object) -> str:
-    """Python refuses to write an integer of thousands of digits."""
+    """Return the value for a message; an integer of many digits as its number of bits, since Python
+    refuses to write thousands of digits.
+    """
     return (
         f"{value.bit_length()} bits"
         if isinstance(value, int) and value.bit_length() > 256
@@ -164,17 +173,19 @@ REWARDS: Registry[Reward] = Registry(
 
 
 def is_masked(status: str) -> bool:
-    """Return True for a sample that is left out of the group and the loss."""
+    """Return whether the status leaves the sample out of the group and the loss."""
     return status.startswith(MASKED)
 
 
 def make_bad_label_result(label: str, problem: str) -> RewardResult:
-    """Return the result of a sample whose label no answer could score with."""
+    """Return the masked result of a sample whose label no answer could score with. `problem`
+    continues the sentence "The label ...".
+    """
     return make_masked_result("bad_label", f"The label {label!r:.80} {problem}.")
 
 
 def make_masked_result(reason: str, error: str = "") -> RewardResult:
-    """Return the result of a sample that failed through no fault of the policy. `reason`: a
-    word for metrics.
+    """Return the masked result of a sample that failed through no fault of the policy. `reason` is
+    a word for metrics, `error` the text for the log.
     """
     return RewardResult(0.0, MASKED + reason, error=error)

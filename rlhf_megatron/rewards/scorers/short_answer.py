@@ -1,6 +1,7 @@
 """Answers to questions about facts, against one or several right ones: exact match, or F1 of words.
 
-Text is compared as SQuAD's evaluation does (arXiv 1606.05250): small letters, without punctuation and articles.
+Text is compared as SQuAD's evaluation does (arXiv 1606.05250): small letters, without punctuation
+and articles.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ class ShortAnswerParams(AnswerParams):
     )
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
-        """See `LabelCheckingParams`."""
+        """Return what is wrong with a label that holds no right answer with words, or ""; see
+        `LabelCheckingParams`.
+        """
         return (
             ""
             if list_right_answers(label)
@@ -46,20 +49,25 @@ class ShortAnswerParams(AnswerParams):
 
 
 def normalise_answer(text: str) -> str:
-    """Return a text in small letters, without punctuation and articles, one blank between words."""
+    """Return the text in lower case, without punctuation and the articles a, an, the, with one
+    blank between words.
+    """
     return " ".join(ARTICLES.sub(" ", text.lower().translate(PUNCTUATION)).split())
 
 
 def compute_word_f1(answer: str, right_answer: str) -> float:
-    """Return the harmonic mean of precision and recall of words, both normalised."""
+    """Return the harmonic mean of precision and recall of the words. Both texts must be normalised
+    already.
+    """
     words, wanted = answer.split(), right_answer.split()
     num_same = sum((Counter(words) & Counter(wanted)).values())
     return 2 * num_same / (len(words) + len(wanted)) if num_same else 0.0
 
 
 def list_right_answers(label: str) -> list[str]:
-    """List the right answers of a label: text, a JSON list of texts, or Search-R1's {"target": ...}, also where that is
-    JSON within JSON. Empty ones, and what is neither text nor number, are dropped.
+    """Return the normalised right answers of a label: a text, a JSON list of texts, or Search-R1's
+    {"target": ...}, also as JSON within JSON. Empty ones, and items that are neither text nor
+    number, are dropped.
     """
     found: Any = label
     with suppress(ValueError, RecursionError):
@@ -76,7 +84,10 @@ def list_right_answers(label: str) -> list[str]:
 
 @REWARDS.register("short_answer", ShortAnswerParams)
 def score_short_answer(sample: RewardSample, params: ShortAnswerParams) -> RewardResult:
-    """The best over all right answers. A label without words is masked: an empty answer would equal it."""
+    """Return the best score of the answer over all right answers, by exact match, word F1 or
+    containment as `score` says. A label without words is masked, since an empty answer would equal
+    it.
+    """
     rights = list_right_answers(sample.label)
     if problem := params.find_label_problem(sample.label):
         return make_bad_label_result(sample.label, problem)

@@ -54,6 +54,9 @@ class FunctionParams:
     )
 
     def __post_init__(self) -> None:
+        """Raise ValueError for a path without a function, a memory limit out of range, or kwargs
+        with the names of a sample's fields.
+        """
         module, _, name = self.path.rpartition(":")
         if not module or not name.isidentifier():
             raise ValueError(
@@ -72,11 +75,13 @@ class FunctionParams:
 
     @property
     def waits_s(self) -> float | None:
-        """Seconds that a sample may wait for a server, whose fault it is then."""
+        """Return the seconds that a sample may wait for the function's server, after which it is
+        masked; None without a server.
+        """
         return None if self.server is None else self.server.max_wait_s
 
     def prepare(self) -> None:
-        """Import the module and look at the signature. Raises ValueError."""
+        """Import the module and check the function's signature. Raise ValueError on failure."""
         load_user_function(self.path, tuple(self.kwargs))
 
 
@@ -84,8 +89,9 @@ class FunctionParams:
 def load_user_function(
     path: str, kwargs: tuple[str, ...]
 ) -> tuple[Callable[..., Any], tuple[str, ...]]:
-    """Return the function, and which of a sample's fields it takes. Raises ValueError for what
-    cannot be called.
+    """Import the module or file of `path` once. Return the function, and the names of the sample's
+    fields that it takes. `kwargs` are the names of the further arguments. Raise ValueError where
+    there is no such function, or its signature does not fit.
     """
     module_name, _, name = path.rpartition(":")
     module = (
@@ -108,6 +114,9 @@ def load_user_function(
 
 
 def _import_module(path: str, name: str) -> Any:
+    """Import a module by its dotted name, with the working directory on sys.path. Raise ValueError
+    where the module does not exist; errors that the module raises pass.
+    """
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -122,6 +131,9 @@ def _import_module(path: str, name: str) -> Any:
 
 
 def _import_file(path: str, file: str) -> Any:
+    """Import a Python file as a module of its stem, with its folder on sys.path. Raise ValueError
+    where the file does not exist.
+    """
     location = Path(file).expanduser().resolve()
     if not location.is_file():
         raise ValueError(f"path ({path!r}): {location} is not a file; correct the path.")
@@ -137,7 +149,9 @@ def _import_file(path: str, file: str) -> Any:
 def _find_accepted_fields(
     path: str, function: Callable[..., Any], kwargs: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Which of a sample's fields a function takes."""
+    """Return the names of the sample's fields that a function takes. Raise ValueError where it
+    needs an argument that is neither a field nor in `kwargs`, or does not take one of `kwargs`.
+    """
     parameters = inspect.signature(function).parameters.values()
     takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
     names = {p.name for p in parameters if p.kind in NAMED}
@@ -163,8 +177,8 @@ def _find_accepted_fields(
 
 @REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
 def score_by_user_function(sample: RewardSample, params: FunctionParams) -> RewardResult:
-    """Score with the user's function. A sample for which it raises is masked, not held
-    against the policy.
+    """Score with the user's function. The worker masks a sample for which the function raises; the
+    policy is not blamed.
     """
     call, names = load_user_function(params.path, tuple(params.kwargs))
     given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
@@ -182,13 +196,14 @@ def score_by_user_function(sample: RewardSample, params: FunctionParams) -> Rewa
 
 @cache
 def _get_event_loop() -> asyncio.AbstractEventLoop:
+    """Return this process's event loop for async functions, made at the first call."""
     return asyncio.new_event_loop()
 
 
 def convert_user_result(value: object) -> RewardResult:
-    """Return the result of what a user's function returned. Beside the score, text, lists, objects
-    and None are left out, which verl's users return too. Raises BadResultError for what
-    is not a score.
+    """Return the RewardResult for the value that a user's function returned: a number, or a mapping
+    with "score". Other numbers of the mapping become parts; text, lists, mappings and None are left
+    out. Raise BadResultError where the score or a part is no number.
     """
     if not isinstance(value, Mapping):
         return RewardResult(_convert_number("what the function returned", value))
@@ -206,8 +221,8 @@ def convert_user_result(value: object) -> RewardResult:
 
 
 def _convert_number(name: str, value: object) -> float:
-    """Numbers and booleans, also those of numpy and torch.
-    Text is none, even if it reads as one.
+    """Return a number or boolean, also of numpy or torch, as a plain number. Raise BadResultError
+    for others; text is no number, even if it reads as one.
     """
     try:
         plain = value.item() if hasattr(value, "item") else value

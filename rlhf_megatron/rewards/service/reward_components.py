@@ -31,6 +31,9 @@ class RewardComponent:
 
     @cached_property
     def needs_process(self) -> bool:  # asked for each sample
+        """Return whether the reward must run in a worker process, as the registration or the params
+        say.
+        """
         return OWN_PROCESS in self.entry.needs or (
             isinstance(self.params, PatternSearchingParams) and self.params.needs_process
         )
@@ -45,24 +48,28 @@ class RewardComponents:
     terms: tuple[RewardComponent, ...]
 
     def __iter__(self) -> Iterator[RewardComponent]:
+        """Yield all components: the main one, those of the sources, the terms."""
         yield from (self.main_component, *self.by_source.values(), *self.terms)
 
     def select_for_source(self, source: str) -> tuple[RewardComponent, ...]:
-        """Return the components that score a sample, the main one first."""
+        """Return the components that score a sample of this source, the main one first."""
         return (self.by_source.get(source, self.main_component), *self.terms)
 
 
 def load_reward_components(
     config: RewardConfig, model_term: RewardTermConfig | None = None
 ) -> RewardComponents:
-    """`model_term`: a term that scores by the run's own reward model. Raises ConfigError with all
-    unknown names and wrong parameters at once.
+    """Return the rewards that the configuration names. `model_term` is a term that scores by the
+    run's own reward model. Raise ConfigError with all unknown names and wrong parameters at once.
     """
     problems: list[str] = []
 
     def make_component(
         config_key: str, part_name: str, weight: float, name: str, params: dict[str, Any]
     ) -> RewardComponent | None:
+        """Return the component of a registered reward, or None after adding its problems to
+        `problems`.
+        """
         entry, found = resolve_part(REWARDS, name, params, config_key, problems)
         return (
             RewardComponent(config_key, part_name, weight, entry, found, params)
@@ -102,7 +109,9 @@ def load_reward_components(
 
 
 def _make_unique_name(name: str, used_names: set[str]) -> str:
-    """`name`, or with the first number that makes it a new one: format, format_2, format_3."""
+    """Return `name`, or where it is used the name with the first free number: format, format_2,
+    format_3.
+    """
     numbered = (f"{name}_{i}" for i in range(2, len(used_names) + 3))
     return next(candidate for candidate in (name, *numbered) if candidate not in used_names)
 
@@ -110,13 +119,13 @@ def _make_unique_name(name: str, used_names: set[str]) -> str:
 def combine_results(
     components: Sequence[RewardComponent], results: Sequence[RewardResult]
 ) -> RewardResult:
-    """Join the results of a sample's components, the main one first: the weighted sum, and every
+    """Return one result for a sample's results, the main one first: the weighted sum, and every
     score as a part.
 
-    The main reward decides the status. Where that is malformed or timeout it adds at most 0 and the
-    terms still count, so that a response without an answer is paid or fined for its format and
-    length as any other. A sample that any component could not score is masked. A `wrong_score`
-    stretches scores from 0 to 1 to wrong_score to 1.
+    The main reward decides the status. Where that is malformed or timeout the main reward adds at
+    most 0 and the terms still count, so that a response without an answer is paid or fined for its
+    format and length as any other. A sample that any component could not score is masked. A
+    `wrong_score` maps scores from 0..1 to wrong_score..1.
     """
     for result in results:
         if is_masked(result.status):

@@ -28,16 +28,16 @@ LOCAL = ("127.0.0.1", "localhost")
 
 
 class RewardHttpServer(ThreadingHTTPServer):
-    """Answers from threads of its own; `score_until_over` scores, on the thread that has
-    entered the scorer.
+    """An HTTP server that answers from threads of its own; `score_until_over` scores the samples,
+    on the thread that has entered the scorer.
     """
 
     daemon_threads = True
     request_queue_size = 1024
 
     def __init__(self, host: str, port: int, api_key: str | None) -> None:
-        """Raises ValueError for an address that others reach without a key, OSError for one
-        that is taken.
+        """Bind the server to the address. Raise ValueError for an address that other machines reach
+        without a key, OSError for one that is in use.
         """
         if api_key is None and host not in LOCAL:
             raise ValueError(
@@ -52,12 +52,13 @@ class RewardHttpServer(ThreadingHTTPServer):
 
     @property
     def url(self) -> str:
+        """Return the URL to which clients post samples."""
         host, port = self.server_address[:2]
         return f"http://{host!s}:{port}{PATH}"
 
     def score_sample(self, sample: RewardSample) -> RewardResult:
-        """Wait for `score_until_over`. Raises ValueError where that has ended, or as
-        the scorer does.
+        """Queue the sample, wait until `score_until_over` has scored it, and return the result.
+        Raise ValueError where the server ends, or as the scorer does.
         """
         result: Future[RewardResult] = Future()
         with self._state_changed:
@@ -68,7 +69,9 @@ class RewardHttpServer(ThreadingHTTPServer):
         return result.result()
 
     def score_until_over(self, scorer: RewardScorer, is_over: Callable[[], bool]) -> None:
-        """Score what comes until `is_over`."""
+        """Serve requests and score the queued samples, in batches on this thread, until `is_over`
+        returns True; then close the server and fail the samples that wait.
+        """
         threading.Thread(target=self.serve_forever, daemon=True).start()
         try:
             while not is_over():
@@ -90,6 +93,9 @@ class RewardHttpServer(ThreadingHTTPServer):
 def _score_waiting_batch(
     scorer: RewardScorer, batch: list[tuple[RewardSample, Future[RewardResult]]]
 ) -> None:
+    """Score the samples together and set their futures. Set and raise the ValueError of a scorer
+    whose processes are gone.
+    """
     try:
         results = scorer.score_without_limit([sample for sample, _ in batch])
     except ValueError as error:  # the processes of the rewards are gone for good
@@ -105,6 +111,9 @@ class _RewardRequestHandler(BaseHTTPRequestHandler):
     timeout = SOCKET_S
 
     def do_POST(self) -> None:
+        """Answer a POST: check the origin, the key, the path and the length, then score the sample
+        in the body.
+        """
         given = self.headers.get("Authorization", "")
         wanted = f"Bearer {self.server.api_key}"
         length = self.headers.get("Content-Length", "")
@@ -132,6 +141,9 @@ class _RewardRequestHandler(BaseHTTPRequestHandler):
             self._answer_sample(self.rfile.read(int(length)))
 
     def _answer_sample(self, body: bytes) -> None:
+        """Score the sample in the body and send its result; 400 for a body that is no sample, 503
+        where the server cannot score.
+        """
         try:
             sample = msgspec.json.decode(body, type=RewardSample)
         except (msgspec.DecodeError, RecursionError) as error:
@@ -145,6 +157,7 @@ class _RewardRequestHandler(BaseHTTPRequestHandler):
             self._send_json(200, asdict(result))
 
     def _send_json(self, status: int, answer: dict[str, object]) -> None:
+        """Send a response of this status with the answer as JSON."""
         data = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")

@@ -77,13 +77,17 @@ CPU_BACKUP = (
 
 
 def check_model_servers(engine_setup: EngineSetup, reward_model: RewardModelConfig) -> None:
-    """Raises ValueError where servers of the reward model cannot be started. Starts none."""
+    """Raise ValueError where servers of the reward model could not be started, without starting
+    any.
+    """
     load_tokenizer(str(reward_model.path))
     _check_server_environment(engine_setup, reward_model)
 
 
 class RewardModelServers:
-    """A context manager, which stops the servers in the end. Thread-safe."""
+    """The running servers of the reward model. A context manager, which stops the servers at the
+    end. Thread-safe.
+    """
 
     def __init__(
         self,
@@ -93,9 +97,10 @@ class RewardModelServers:
         progress: StartProgress | None = None,
         place: LaunchPlacement = launch_here,
     ) -> None:
-        """Start all, and have each score a text. `engine_setup`: of the run's engines.
+        """Start all servers, wait until they are healthy, and let each score a text. `engine_setup`
+        is that of the run's engines.
 
-        Raises ValueError for what a user can mend, EngineError where a server does not start.
+        Raise ValueError for what a user can fix, EngineError where a server does not start.
         """
         self.rollout_config = engine_setup.rollout
         self.reward_model = reward_model
@@ -131,19 +136,24 @@ class RewardModelServers:
         )
 
     def __enter__(self) -> RewardModelServers:
+        """Start the thread that restarts failed servers."""
         self._watch_thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Stop the servers and the thread."""
         self._has_ended.set()
         self.servers.stop()
         self._watch_thread.join()
 
     def _find_key_file(self, address: EngineAddress) -> Path:
+        """Return the path of the file with the server's key."""
         return self._server_dir / f"{address.name}.key"
 
     def make_reward_term(self) -> RewardTermConfig:
-        """Return the reward by which they score samples."""
+        """Return the reward term by which these servers score samples: llm_judge for a judge, else
+        reward_server.
+        """
         model = self.reward_model
         rollout = self.rollout_config
         path = CHAT if self._is_judge else SCORE
@@ -162,15 +172,15 @@ class RewardModelServers:
         return RewardTermConfig("reward_server", model.weight, params)
 
     def collect_metrics(self) -> dict[str, float]:
-        """Return the metrics of the run so far."""
+        """Return the number of restarts so far and the number of servers that run."""
         return {
             "reward/server_restarts": float(self.num_restarts),
             "reward/servers": float(len(self._list_live_addresses())),
         }
 
     def sleep(self) -> None:
-        """The servers give their devices' memory back; one that does not is ended. Safe
-        to call twice.
+        """Make the servers release their devices' memory; end a server that does not. Safe to call
+        twice.
         """
         with self._lock:
             if self._is_asleep:
@@ -188,7 +198,9 @@ class RewardModelServers:
             self._is_asleep = True
 
     def wake(self) -> None:
-        """Undo `sleep`: each scores as before, or is started again. Safe to call twice."""
+        """Make the servers take their memory back after `sleep`. A server that does not score the
+        probe as before is restarted. Safe to call twice.
+        """
         with self._lock:
             if not self._is_asleep:
                 return
@@ -201,11 +213,15 @@ class RewardModelServers:
                     self._restart_server(address, str(error))
 
     def _list_live_addresses(self) -> list[EngineAddress]:
+        """Return the addresses of the servers whose processes run."""
         return [
             one for one in self.servers.addresses if self.servers.describe_exit(one.name) is None
         ]
 
     def _check_probe_score(self, address: EngineAddress) -> None:
+        """Raise EngineError where the server scores the probe differently than at its start,
+        RewardEndpointError where it gives no score.
+        """
         score = self._score_probe(address)
         before = self._probe_scores[address.name]
         if abs(score - before) > self._tolerance * max(1.0, abs(before)):
@@ -215,7 +231,7 @@ class RewardModelServers:
             )
 
     def _score_probe(self, address: EngineAddress) -> float:
-        """Return the score of a probe; of a judge, the log-prob of its first token."""
+        """Return the server's score of a probe; for a judge, the log-prob of its first token."""
         client = HttpClient(address)
         limit_s = self.rollout_config.health_timeout_s
         if self._is_judge:
@@ -225,7 +241,9 @@ class RewardModelServers:
         )
 
     def _restart_failed_servers(self) -> None:
-        """Start servers again that have ended, or do not score as they did."""
+        """Restart, in a thread, servers that have ended or do not score as at their start, until
+        the servers stop. Do nothing while they sleep.
+        """
         while not self._has_ended.wait(self.rollout_config.health_interval_s):
             for address in self.servers.addresses:
                 with self._lock:
@@ -239,6 +257,7 @@ class RewardModelServers:
                         self._restart_server(address, why)
 
     def _find_trouble(self, address: EngineAddress) -> str | None:
+        """Return why the server must be restarted, or None where it scores the probe as before."""
         try:
             self._check_probe_score(address)
         except (EngineError, RewardEndpointError) as error:
@@ -246,8 +265,8 @@ class RewardModelServers:
         return None
 
     def _restart_server(self, address: EngineAddress, reason: str) -> None:
-        """Restart a server, at most `rollout_config.max_engine_restarts` times in all; then the
-        others score alone.
+        """Restart a server; a failure is logged. After `rollout.max_engine_restarts` restarts of
+        all servers together, kill it and leave it out.
         """
         most = self.rollout_config.max_engine_restarts
         if self._has_ended.is_set():
@@ -277,9 +296,9 @@ class RewardModelServers:
 
 
 def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = False) -> Path:
-    """Return the directory to serve: `model_dir`, or `target_dir`, where that needs a bias 0 of the
-    head: links to its files. `may_exist`: another process has made it, if this machine
-    sees its folder.
+    """Return the directory to serve: `model_dir`, or where the head needs a bias of 0,
+    `target_dir`, which gets links to the model's files and the bias. With `may_exist` use a
+    `target_dir` that another process has made, if this machine sees it.
     """
     reader = HFReader(model_dir)
     architectures = read_json_object(model_dir / "config.json").get("architectures") or ()
@@ -304,7 +323,9 @@ def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = F
 def _check_server_environment(
     engine_setup: EngineSetup, reward_model: RewardModelConfig
 ) -> SGLangEnvironment:
-    """Raises ValueError."""
+    """Return the environment in which the servers run. Raise ValueError, in terms of
+    reward_model.served, where they cannot run.
+    """
     served = reward_model.served
     try:
         return check_sglang_environment(
@@ -323,7 +344,7 @@ def _check_server_environment(
 
 
 def _describe_machine(engine_setup: EngineSetup) -> MachineGpus:
-    """This machine's GPUs: the trainer's ranks and the engines take the first of them."""
+    """Return this machine's GPUs, of which the trainer's ranks and the engines take the first."""
     rollout = engine_setup.rollout
     given = {name.replace("_", "-"): value for name, value in rollout.sglang.args.items()}
     found = engine_setup.make_machine_gpus(
@@ -342,8 +363,9 @@ def make_server_launches(
     run_dir: Path,
     may_exist: bool = False,
 ) -> list[SGLangServerLaunch]:
-    """Return how each server is started. `may_exist`: see `make_served_model_dir`.
-    Raises ValueError.
+    """Return a launch for each server, and write the served directory of the model where one is
+    needed (`may_exist`: see `make_served_model_dir`). Raise ValueError where the servers cannot
+    run.
     """
     served = reward_model.served
     installed = _check_server_environment(engine_setup, reward_model)

@@ -57,10 +57,8 @@ def check_reward_error_rate(
     max_error_rate: float,
     log_name: str,
 ) -> None:
-    """Raises RewardError when more than `max_error_rate` of the results are masked. Aborted
-    samples do not count.
-
-    `log_name`: the file of what rewards print.
+    """Raise RewardErrorRateError when more than `max_error_rate` of the results are masked. Aborted
+    samples do not count. `log_name` is the file with the rewards' output, for the message.
     """
     scored = [(s, r) for s, r in zip(samples, results, strict=True) if r.status != ABORTED]
     failed = [(s, r) for s, r in scored if is_masked(r.status)]
@@ -80,12 +78,13 @@ def check_reward_error_rate(
 
 
 def _shorten_text(text: str) -> str:
+    """Return the text quoted, cut after RESPONSE_CHARS characters."""
     return repr(text if len(text) <= RESPONSE_CHARS else f"{text[:RESPONSE_CHARS]}…")
 
 
 class RewardScorer:
-    """Used in a `with` block, on the controller's main thread: rewards may have processes of their
-    own. Any thread may call it.
+    """A callable that scores samples with the rewards of a run. Enter it on the controller's main
+    thread, since rewards may have processes of their own; any thread may call it then.
     """
 
     def __init__(
@@ -95,6 +94,9 @@ class RewardScorer:
         log_path: Path,
         make_pool: RewardPoolFactory = RewardWorkerPool,
     ) -> None:
+        """Make the pool of worker processes where a component needs processes; nothing starts
+        before the `with` block.
+        """
         self.components = components
         self.config = config
         self.log_path = log_path
@@ -118,24 +120,29 @@ class RewardScorer:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
+        """End the worker processes."""
         if self._worker_pool:
             self._worker_pool.close()
 
     def wait_until_ready(self) -> None:
-        """Wait until the processes have loaded the rewards. Raises as `check_rewards_load`."""
+        """Wait until the processes have loaded the rewards. Raise ConfigError with the problems of
+        the rewards, ValueError where the processes end or take too long.
+        """
         if self._worker_pool:
             self._worker_pool.wait_until_ready()
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return one result a sample, in order. Raises RewardError if more than
-        `reward.max_error_rate` failed.
+        """Score the samples and return one result for each, in order. Raise RewardErrorRateError if
+        more than `reward.max_error_rate` of them failed.
         """
         results = self.score_without_limit(samples)
         check_reward_error_rate(samples, results, self.config.max_error_rate, str(self.log_path))
         return results
 
     def score_without_limit(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Score samples however many rewards fail. One thread at a time: others wait."""
+        """Score the samples, however many rewards fail, and return one result for each, in order.
+        Aborted samples are masked. One thread scores at a time; others wait.
+        """
         aborted = make_masked_result("aborted")
         scored = [sample for sample in samples if sample.finish_reason != "abort"]
         with self._lock:
@@ -143,11 +150,15 @@ class RewardScorer:
         return [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
 
     def _score_samples(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """Score the samples by their components, in worker processes and here, and combine the
+        results of each sample.
+        """
         tasks = make_process_tasks(self.components, self._process_components, samples)
         results = self._worker_pool.score_tasks(list(tasks.values())) if self._worker_pool else []
         remote = dict(zip(tasks, results, strict=True))
 
         def find_result(component: RewardComponent, sample: RewardSample) -> RewardResult:
+            """Return the result of the component: from the worker processes, or computed here."""
             if component.needs_process:
                 return remote[
                     self._process_components.index(component), _make_task_key(component, sample)
@@ -171,7 +182,9 @@ def make_process_tasks(
     process_components: Sequence[RewardComponent],
     samples: Sequence[RewardSample],
 ) -> dict[TaskKey, RewardTask]:
-    """Return the calls that need a process. Samples of one key share one."""
+    """Return the tasks for the worker processes by (component index, key of the sample). Samples of
+    one key share a task.
+    """
     tasks: dict[TaskKey, RewardTask] = {}
     for sample in samples:
         for component in components.select_for_source(sample.source):
@@ -184,6 +197,9 @@ def make_process_tasks(
 
 
 def _make_task_key(component: RewardComponent, sample: RewardSample) -> object:
+    """Return the key under which samples share a result of the component; the sample's id where
+    none do.
+    """
     return (
         component.params.make_result_key(sample)
         if isinstance(component.params, ResultKeyParams)
@@ -192,6 +208,9 @@ def _make_task_key(component: RewardComponent, sample: RewardSample) -> object:
 
 
 def _select_process_components(components: RewardComponents) -> list[RewardComponent]:
+    """Return the components that need worker processes. A task's component_index counts in this
+    list.
+    """
     return [component for component in components if component.needs_process]
 
 
@@ -201,6 +220,7 @@ def _make_worker_pool(
     log_path: Path | None,
     make_pool: RewardPoolFactory = RewardWorkerPool,
 ) -> RewardPool:
+    """Make the pool of worker processes for these components, without starting it."""
     named = [
         {"name": c.entry.name, "params": c.written_params, "key": c.config_key}
         for c in process_components
@@ -218,25 +238,28 @@ def make_reward_scorer(
     model_term: RewardTermConfig | None = None,
     make_pool: RewardPoolFactory = RewardWorkerPool,
 ) -> RewardScorer:
-    """`log_path`: takes what worker processes print; `model_term`: see `load_reward_components`;
-    `make_pool`: of worker processes. Raises ConfigError with all unknown names and
+    """Return the scorer of the rewards that the configuration names. `log_path` takes the output of
+    worker processes; `model_term` is the run's own reward model (see `load_reward_components`);
+    `make_pool` makes the pool of worker processes. Raise ConfigError with all unknown names and
     wrong parameters.
     """
     return RewardScorer(load_reward_components(config, model_term), config, log_path, make_pool)
 
 
 def check_sources_exist(config: RewardConfig, known_sources: Iterable[str]) -> None:
-    """Raises ConfigError for rewards of sources that the run's data does not have."""
+    """Raise ConfigError where reward.by_source names sources that are not in `known_sources`."""
     problems = list(find_unknown_reward_sources(config.by_source, sorted(set(known_sources))))
     if problems:
         raise ConfigError(problems)
 
 
 def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, str]]) -> None:
-    """Look at the labels of a run's data: (source, label, extra) of each row. Warns of labels that
-    are JSON within text. Raises ConfigError for those that no answer could score with: more than
-    `reward.max_error_rate` of a source's, or lists and objects. `check_rewards_load` tells of
-    rewards that cannot be loaded.
+    """Check the labels of a run's data; `labels` has (source, label, extra) of each row. Log a
+    warning for labels that are JSON within text. Raise ConfigError where more than
+    `reward.max_error_rate` of a source's labels could score with no answer, or such a label is a
+    list or an object.
+
+    Return without a check where the rewards cannot be loaded; `check_rewards_load` reports that.
     """
     try:
         components = load_reward_components(config)
@@ -284,6 +307,7 @@ def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, s
 
 
 def _is_json_text(label: str) -> bool:
+    """Return whether the label is a JSON text, list or object."""
     try:
         return label[:1] in tuple('"[{') and json.loads(label) is not None
     except (ValueError, RecursionError):
@@ -291,10 +315,8 @@ def _is_json_text(label: str) -> bool:
 
 
 def check_rewards_load(config: RewardConfig) -> None:
-    """Raises ConfigError with all that is wrong with the rewards, the code that they
-    import included.
-
-    That is imported in a process of its own, for a moment. Looked at before a run is started.
+    """Load the rewards once, in a process of its own, before a run starts. Raise ConfigError with
+    all problems of the rewards, those of the code that they import included.
     """
     remote = _select_process_components(load_reward_components(config))
     if not remote:

@@ -46,14 +46,14 @@ MEMORY_GIB = 4.0  # where the params do not say
 
 
 def set_process_option(option: int, value: int) -> None:
-    """prctl, where there is one."""
+    """Call prctl(option, value) on Linux, elsewhere do nothing. Failures are ignored."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(option, value)
 
 
 def kill_with_parent(parent_pid: int) -> None:
-    """This process is killed when its parent ends, however that ends. `parent_pid`: its pid, to
-    notice that it has.
+    """Make the kernel kill this process when its parent ends, however the parent ends. Kill it at
+    once where its parent is not `parent_pid` any more.
     """
     set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:
@@ -61,16 +61,16 @@ def kill_with_parent(parent_pid: int) -> None:
 
 
 def limit_memory(max_gib: float) -> None:
-    """Allocations beyond this fail with MemoryError. Counts what the process may write, not
-    libraries or files.
+    """Limit this process's writable memory to `max_gib` GiB; larger allocations raise MemoryError.
+    Libraries and mapped files do not count.
     """
     _, hard = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (int(max_gib * GIB), hard))
 
 
 def call_reward(reward: Reward, sample: RewardSample, params: Any) -> RewardResult:
-    """Call the reward. What it raises, or returns in place of a result, is masked, with the end of
-    its traceback.
+    """Call the reward and return its result. An exception, or a value that is no valid result,
+    gives a masked result with the end of the traceback.
     """
     try:
         return check_reward_result(reward(sample, params))
@@ -84,7 +84,9 @@ def call_reward(reward: Reward, sample: RewardSample, params: Any) -> RewardResu
 
 
 def check_reward_result(result: object) -> RewardResult:
-    """Return `result` if it is a score. Raises BadResultError."""
+    """Return `result` if it is a valid RewardResult. Raise BadResultError where it is none, or is
+    malformed or timeout with a score above 0.
+    """
     if not isinstance(result, RewardResult):
         raise BadResultError(f"a reward must return a RewardResult, not {type(result).__name__}.")
     if result.status in (MALFORMED, TIMEOUT) and result.score > 0:
@@ -95,7 +97,7 @@ def check_reward_result(result: object) -> RewardResult:
 
 
 def format_traceback_end(error: BaseException) -> str:
-    """Return the last lines of its traceback."""
+    """Return the last TRACEBACK_LINES lines of the error's traceback."""
     lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
     return "\n".join(lines[-TRACEBACK_LINES:])
 
@@ -109,6 +111,7 @@ class LoadedReward:
 
     @property
     def memory_gib(self) -> float:
+        """Return the memory in GiB that a worker may use for this reward."""
         return (
             self.params.max_memory_gib
             if isinstance(self.params, MemoryLimitedParams)
@@ -117,8 +120,8 @@ class LoadedReward:
 
 
 def serve_reward_tasks(rewards: Sequence[LoadedReward], connection: socket.socket) -> None:
-    """Answer tasks until the controller closes the connection,
-    or a sample has used up the memory.
+    """Score tasks from the connection and answer one line for each, until the controller closes the
+    connection, or a sample has used up the memory.
     """
     own_pid = os.getpid()
     with connection.makefile("rb") as lines:
@@ -143,5 +146,6 @@ def serve_reward_tasks(rewards: Sequence[LoadedReward], connection: socket.socke
 
 
 def _to_plain_result(result: RewardResult) -> RewardResult:
+    """Return the result with plain numbers and texts in place of subclasses, for JSON."""
     parts = {str(name): float(value) for name, value in result.parts.items()}
     return RewardResult(float(result.score), str(result.status), parts, result.error)

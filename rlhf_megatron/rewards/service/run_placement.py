@@ -16,14 +16,23 @@ from rlhf_megatron.rollout.fleet.server_process import LaunchPlacement, launch_h
 class RewardPool(Protocol):
     """A pool of reward workers, on this machine or on others."""
 
-    def start(self) -> None: ...
-    def wait_until_ready(self) -> object: ...
-    def score_tasks(self, tasks: Sequence[RewardTask]) -> list[RewardResult]: ...
-    def close(self) -> None: ...
+    def start(self) -> None:
+        """Start the workers without waiting."""
+
+    def wait_until_ready(self) -> object:
+        """Wait until the workers have loaded the rewards. The return value has no meaning.
+        Raise ConfigError with the problems of the rewards, ValueError where workers are lost.
+        """
+
+    def score_tasks(self, tasks: Sequence[RewardTask]) -> list[RewardResult]:
+        """Score the tasks and return one result for each, in order."""
+
+    def close(self) -> None:
+        """End the workers. Safe to call twice."""
 
 
 class RewardPoolFactory(Protocol):
-    """Takes what a `RewardWorkerPool` takes."""
+    """A callable that makes a reward pool from the arguments of `RewardWorkerPool`."""
 
     def __call__(
         self,
@@ -32,7 +41,8 @@ class RewardPoolFactory(Protocol):
         timeout_s: float,
         log_path: Path | None,
         waits_s: Sequence[float | None] = (),
-    ) -> RewardPool: ...
+    ) -> RewardPool:
+        """Return a pool that is not started; see `RewardWorkerPool` for the arguments."""
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,13 @@ class RewardTask:
 
 
 def encode_json_line(message: Any) -> bytes:
+    """Return the message as a line of JSON."""
     return json.dumps(message).encode() + b"\n"
 
 
 def encode_tasks(batch_token: str, tasks: dict[int, RewardTask]) -> bytes:
-    """`batch_token`: a secret of this message, which every reply to it has. The keys
-    number the tasks.
+    """Return the line that sends tasks to a worker. `batch_token` is a secret that every reply must
+    carry; the keys of `tasks` number the replies.
     """
     return encode_json_line(
         [
@@ -49,6 +50,7 @@ def encode_tasks(batch_token: str, tasks: dict[int, RewardTask]) -> bytes:
 
 
 def decode_tasks(line: bytes) -> tuple[str, dict[int, RewardTask]]:
+    """Return (batch token, tasks by number) of a line that `encode_tasks` made."""
     token, tasks = json.loads(line)
     field_names = [field.name for field in fields(RewardSample)]
     return token, {
@@ -71,7 +73,7 @@ class RewardTaskReply:
 
 
 def decode_reply(line: bytes) -> RewardTaskReply:
-    """Raises ValueError for what is no reply."""
+    """Return the reply in a worker's line. Raise ValueError for a line that is no reply."""
     try:
         return msgspec.convert(json.loads(line), RewardTaskReply)
     except (msgspec.ValidationError, RecursionError) as error:
@@ -82,12 +84,13 @@ class SocketLineReader:
     """Reads whole lines from a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
+        """Read from `connection`, which the caller closes."""
         self.connection = connection
         self._unread_bytes = b""
 
     def read_lines(self) -> Iterator[bytes]:
-        """Return the lines that one read completes. Raises EOFError at the end, ValueError for
-        an endless line.
+        """Read once from the socket and yield the lines that are complete. Raise EOFError at the
+        end, ValueError for a line over REPLY_BYTES.
         """
         try:
             data = self.connection.recv(READ_BYTES)

@@ -35,10 +35,13 @@ MAX_LOG_BYTES = 1 << 24
 
 
 class RewardWorkerPool:
-    """Used by one thread. `rewards`: see TemplateProcess; a task names one by its position.
-    `waits_s`: of each the seconds that a sample may wait for a server, also since another had its
-    answer, which are not the policy's doing; None: it waits for none.
-    `num_machines`: that have pools of the run, which share the limits of servers.
+    """The worker processes of a run's rewards. One thread uses the pool.
+
+    See TemplateProcess for `rewards`; a task names a reward by its index there. `waits_s` has for
+    each reward the seconds that a sample may wait for a server, counted from the last answer to
+    another sample, for which the policy is not to blame; None for a reward that waits for no
+    server. `num_machines` is the number of machines with pools of the run, which share the servers'
+    limits.
     """
 
     def __init__(
@@ -50,6 +53,9 @@ class RewardWorkerPool:
         waits_s: Sequence[float | None] = (),
         num_machines: int = 1,
     ) -> None:
+        """Keep the settings; nothing starts yet. `timeout_s` is the limit for one sample. See the
+        class for the rest.
+        """
         self.rewards = rewards
         self.waits_s = waits_s or [None] * len(rewards)
         self.num_workers = num_workers
@@ -63,14 +69,16 @@ class RewardWorkerPool:
         self._selector = selectors.DefaultSelector()
 
     def start(self) -> None:
-        """Start without waiting. Call it on the main thread: the processes end with the thread
-        that started them.
+        """Start the template process without waiting. Call it on the main thread: the processes end
+        with the thread that started them.
         """
         self.template_process = TemplateProcess(self.rewards, self.log_path, self.num_machines)
         self._selector.register(self.template_process.control, selectors.EVENT_READ)
 
     def wait_until_ready(self) -> TemplateProcess:
-        """Raises what `TemplateProcess.wait_until_ready` does."""
+        """Wait until the template has loaded the rewards, and return the template. Raise the errors
+        that `TemplateProcess.wait_until_ready` raises.
+        """
         assert self.template_process is not None, "the pool is not started"
         if not self._is_ready:
             self.template_process.wait_until_ready()
@@ -78,7 +86,9 @@ class RewardWorkerPool:
         return self.template_process
 
     def score_tasks(self, tasks: Sequence[RewardTask]) -> list[RewardResult]:
-        """Return one result a task, in order."""
+        """Score the tasks and return one result for each, in order. Raise ValueError where the
+        template dies too often. Kill workers of a batch that was interrupted.
+        """
         if not tasks:
             return []
         self.wait_until_ready()
@@ -88,40 +98,48 @@ class RewardWorkerPool:
         return _TaskBatch(self, tasks).score_batch()
 
     def ensure_workers(self, num_workers: int) -> None:
-        """Fork workers until there are `num_workers`."""
+        """Request new workers until `num_workers` workers run or are being forked."""
         missing = num_workers - len(self.workers) - self.num_forking
         if missing > 0:
             self.wait_until_ready().request_workers(missing)
             self.num_forking += missing
 
     def add_worker(self, worker: RewardWorkerProcess) -> None:
+        """Add a worker that the template has forked."""
         self.num_forking -= 1
         self.workers[worker.pid] = worker
         self._selector.register(worker.connection, selectors.EVENT_READ, worker)
 
     def kill_worker(self, worker: RewardWorkerProcess) -> None:
-        """Kill a worker and all that it started, and forget it."""
+        """Kill a worker and its process group, and remove it from the pool. Its tasks are left to
+        the caller.
+        """
         self.workers.pop(worker.pid, None)
         self.disconnect_worker(worker)
         self.wait_until_ready().kill_worker(worker.pid)
 
     def disconnect_worker(self, worker: RewardWorkerProcess) -> None:
+        """Close the connection to a worker, if it is open, and stop watching it."""
         if worker.is_connected:
             self._selector.unregister(worker.connection)
             worker.connection.close()
 
     def wait_for_messages(self, timeout_s: float) -> list[RewardWorkerProcess | None]:
-        """Return the workers that have something to read; None stands for the template."""
+        """Wait, `timeout_s` at most, and return the workers with something to read; None in the
+        list stands for the template.
+        """
         return [key.data for key, _ in self._selector.select(max(0.0, timeout_s))]
 
     def restart_template(self) -> None:
-        """Start anew after the template has gone, and all workers with it."""
+        """End the template and all workers, start the template again, and wait for it."""
         self.close()
         self.start()
         self.wait_until_ready()
 
     def shorten_log(self) -> None:
-        """Keep the last half of a log that has grown too long; who writes to it appends."""
+        """Keep the last MAX_LOG_BYTES / 2 bytes of a log that is longer than MAX_LOG_BYTES. The
+        processes append to it.
+        """
         with contextlib.suppress(OSError):
             if self.log_path is not None and self.log_path.stat().st_size > MAX_LOG_BYTES:
                 with self.log_path.open("r+b") as file:
@@ -132,7 +150,7 @@ class RewardWorkerPool:
                     file.truncate()
 
     def close(self) -> None:
-        """Safe to call twice."""
+        """End the template and all workers. Safe to call twice; `start` may follow."""
         for worker in self.workers.values():
             self.disconnect_worker(worker)
         self.workers.clear()
@@ -145,9 +163,10 @@ class RewardWorkerPool:
 
 
 class _TaskBatch:
-    """The tasks of one call: which worker has which, and their results."""
+    """The tasks of one call of `score_tasks`: their results, and the tasks that wait."""
 
     def __init__(self, pool: RewardWorkerPool, tasks: Sequence[RewardTask]) -> None:
+        """Let all tasks wait for a worker of the pool."""
         self.pool = pool
         self.tasks = tasks
         self.results: dict[int, RewardResult] = {}
@@ -162,6 +181,7 @@ class _TaskBatch:
         self.num_restarts = 0
 
     def score_batch(self) -> list[RewardResult]:
+        """Give tasks to workers until every task has a result, and return the results in order."""
         looked_at = time.monotonic()
         while len(self.results) < len(self.tasks):
             in_hand = sum(len(worker.task_numbers) for worker in self.pool.workers.values())
@@ -185,6 +205,9 @@ class _TaskBatch:
         return [self.results[number] for number in range(len(self.tasks))]
 
     def _assign_tasks(self, worker: RewardWorkerProcess) -> None:
+        """Send an idle worker its next tasks: a task whose worker died goes alone to a worker that
+        is not used yet. Kill a used worker where only such tasks are left.
+        """
         if self.retry_numbers and not worker.is_used:
             chunk = [self.retry_numbers.popleft()]
         else:
@@ -207,8 +230,8 @@ class _TaskBatch:
                 ).extendleft(reversed(chunk))
 
     def _read_worker_replies(self, worker: RewardWorkerProcess) -> None:
-        """Replies of a worker. At the end of its stream it is on its way out: what ended it comes
-        from the template.
+        """Record the replies of a worker. At the end of its stream disconnect and kill it; the
+        template reports how it ended.
         """
         try:
             for reply in worker.read_replies():
@@ -223,6 +246,7 @@ class _TaskBatch:
             self.pool.wait_until_ready().kill_worker(worker.pid)
 
     def _handle_template_messages(self) -> None:
+        """Add forked workers and handle the ends of workers. Restart a template that is gone."""
         template = self.pool.wait_until_ready()
         try:
             for message in template.read_messages():
@@ -234,6 +258,7 @@ class _TaskBatch:
             self._restart_template()
 
     def _handle_worker_end(self, worker_end: WorkerEnd) -> None:
+        """Read the last replies of a worker that has ended, and account for its loss."""
         worker = self.pool.workers.get(worker_end.pid)
         if worker is None:
             return  # dismissed before
@@ -249,8 +274,8 @@ class _TaskBatch:
         self._handle_worker_loss(worker, how)
 
     def _handle_worker_loss(self, worker: RewardWorkerProcess, cause: str) -> None:
-        """Account for a dead worker: it died at the first of the tasks in its hands, and had not
-        begun the others.
+        """Kill a lost worker and account for its tasks: it died at the first, which is tried once
+        more and masked after MAX_DEATHS; the others had not begun and wait again.
         """
         self.pool.kill_worker(worker)
         numbers = list(worker.task_numbers)
@@ -268,6 +293,9 @@ class _TaskBatch:
         self.waiting_numbers.extendleft(reversed(numbers))
 
     def _restart_template(self) -> None:
+        """Restart the template and let the workers' tasks wait again. Raise ValueError after
+        MAX_RESTARTS in this batch.
+        """
         self.num_restarts += 1
         if self.num_restarts > MAX_RESTARTS:
             raise ValueError(
@@ -280,6 +308,9 @@ class _TaskBatch:
         self.waiting_numbers.extendleft(reversed(lost))
 
     def _check_time_limits(self) -> None:
+        """End each sample that is over its limit: masked where a server or the machine kept it
+        waiting, TIMEOUT with score 0 where its own time passed `timeout_s`.
+        """
         limit = self.pool.timeout_s
         self.pool.shorten_log()
         for worker in tuple(self.pool.workers.values()):
@@ -306,6 +337,9 @@ class _TaskBatch:
                 self._end_sample(worker, verdict)
 
     def _end_sample(self, worker: RewardWorkerProcess, result: RewardResult) -> None:
+        """Record the result of a worker's first task, let its other tasks wait again, and kill the
+        worker.
+        """
         self.results[worker.task_numbers.popleft()] = result
         self.waiting_numbers.extendleft(reversed(worker.task_numbers))
         worker.task_numbers.clear()

@@ -42,7 +42,7 @@ MODULE = "rlhf_megatron.rewards.service.worker_template"
 
 @dataclass(eq=False)
 class RewardWorkerProcess:
-    """One forked process. Its tasks are set by the batch that it works for."""
+    """One forked worker process. The batch that uses it gives it tasks."""
 
     pid: int
     connection: socket.socket
@@ -57,25 +57,28 @@ class RewardWorkerProcess:
     is_ending: bool = False  # it has said that it ends
 
     def __post_init__(self) -> None:
+        """Make the reader and the stopwatch of the process."""
         self.line_reader = SocketLineReader(self.connection)
         self.stopwatch = ProcessStopwatch(self.pid)
 
     @property
     def is_connected(self) -> bool:
+        """Return whether the connection to the worker is open on this side."""
         return self.connection.fileno() >= 0
 
     @property
     def is_idle(self) -> bool:
+        """Return whether the worker can take tasks: connected, not about to end, without tasks."""
         return self.is_connected and not self.is_ending and not self.task_numbers
 
     def start_task_clock(self) -> None:
-        """Begin with the first task in hand."""
+        """Start the clock of the worker's first task anew."""
         self.started_at = time.monotonic()
         self.stopwatch.reset()
 
     def send_tasks(self, tasks: dict[int, RewardTask]) -> None:
-        """Raises OSError when it cannot be reached;
-        with nothing in hand where it had ended before.
+        """Send the tasks to the worker, which keeps them as its own, and start the clock. Raise
+        OSError where the worker cannot be reached; where it had ended before, it keeps no tasks.
         """
         self.batch_token = secrets.token_hex(16)
         data = encode_tasks(self.batch_token, tasks)
@@ -90,10 +93,11 @@ class RewardWorkerProcess:
             self.connection.sendall(data[num_sent:])
 
     def read_replies(self) -> Iterator[RewardTaskReply]:
-        """Yield the replies that one read completes, each to the task in work, which it ends.
+        """Read once and yield the replies that are complete. Each reply must be to the first task,
+        which it removes.
 
-        Raises ValueError for anything else that was written into its socket, EOFError and
-        OSError at its end.
+        Raise ValueError for anything else that was written into the worker's socket, EOFError or
+        OSError at the end of the socket.
         """
         for line in self.line_reader.read_lines():
             reply = decode_reply(line)
@@ -118,19 +122,22 @@ class WorkerEnd:
 
 @cache
 def log_note_once(note: str) -> None:
+    """Log the note as a warning, once in this process."""
     logger.warning(note)
 
 
 class TemplateProcess:
-    """Started in the background; `wait_until_ready` comes first. Made on a thread that outlives it,
-    such as the main one.
+    """The process that forks reward workers. It starts in the background; call `wait_until_ready`
+    first. Make it on a thread that outlives it, such as the main thread.
     """
 
     def __init__(
         self, rewards: Sequence[Mapping[str, Any]], log_path: Path | None, num_machines: int
     ) -> None:
-        """`rewards`: name, params and key in the configuration of each. `log_path`: what it prints;
-        None: nowhere. `num_machines`: that have workers of the run.
+        """Start the template process. `rewards` has the name, the params and the configuration key
+        of each reward. The process writes its output to `log_path` (None: nowhere). `num_machines`
+        is the number of machines with workers of the run. Raise ValueError where the parameters are
+        too long to send.
         """
         message = encode_json_line(
             {
@@ -167,11 +174,13 @@ class TemplateProcess:
 
     @property
     def pid(self) -> int:
+        """Return the pid of the template process."""
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Raises ConfigError with what is wrong with the rewards, ValueError when it ends or
-        takes too long.
+        """Wait until the template has loaded the rewards, and log its notes. Raise ConfigError with
+        the problems of the rewards, ValueError where the template ends or takes longer than
+        STARTUP_S.
         """
         self.control.settimeout(STARTUP_S)
         try:
@@ -196,20 +205,22 @@ class TemplateProcess:
             log_note_once(note)
 
     def request_workers(self, num_workers: int) -> None:
-        """Ask for new workers; `read_messages` returns a `RewardWorkerProcess` for each."""
+        """Ask the template to fork workers; `read_messages` yields a `RewardWorkerProcess` for
+        each. A template that is gone raises nothing here.
+        """
         with contextlib.suppress(OSError):  # it has gone itself, which `read_messages` tells
             self.control.send(encode_json_line({"fork": num_workers}))
 
     def kill_worker(self, pid: int) -> None:
-        """Kill a worker and all that it started; `read_messages` returns `WorkerEnd`, as for
-        any other end.
+        """Ask the template to kill a worker and its process group; `read_messages` yields a
+        `WorkerEnd`, as for any other end.
         """
         with contextlib.suppress(OSError):
             self.control.send(encode_json_line({"kill": pid}))
 
     def read_messages(self) -> Iterator[RewardWorkerProcess | WorkerEnd]:
-        """Read one message: a worker was forked, or one is gone. Raises EOFError when the
-        template is gone.
+        """Wait for one message and yield it: a worker that was forked, or the end of a worker.
+        Raise EOFError when the template is gone.
         """
         try:
             data, descriptors, _, _ = socket.recv_fds(self.control, CONTROL_BYTES, 1)
@@ -225,7 +236,7 @@ class TemplateProcess:
             yield WorkerEnd(message["ended"], message["code"])
 
     def close(self) -> None:
-        """End the template and all workers. Safe to call twice."""
+        """End the template and all its workers. Safe to call twice."""
         self.control.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(STOP_S)
@@ -233,6 +244,7 @@ class TemplateProcess:
         self._process.wait()
 
     def _format_log_tail(self, num_lines: int = 20) -> str:
+        """Return the end of a message with the last lines of the log; "." without a log."""
         if self.log_path is None:
             return "."
         lines = self.log_path.read_text(errors="replace").splitlines()[-num_lines:]

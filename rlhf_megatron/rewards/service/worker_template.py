@@ -47,7 +47,9 @@ MAX_PROBLEM_CHARS = 4000
 def load_rewards(
     reward_specs: Sequence[Mapping[str, Any]],
 ) -> tuple[list[LoadedReward], list[str], list[str]]:
-    """Return the prepared rewards, what is wrong with them, and what they have to say."""
+    """Load and prepare the rewards. Return the loaded rewards, the problems of the others, and the
+    notes that `prepare` returned.
+    """
     loaded: list[LoadedReward] = []
     problems: list[str] = []
     notes: list[str] = []
@@ -77,6 +79,7 @@ class WorkerTemplate:
     """Forks workers and ends them."""
 
     def __init__(self, rewards: Sequence[LoadedReward], control: socket.socket) -> None:
+        """Set up the signal handlers of this process, and adopt the orphans of its workers."""
         self.rewards = rewards
         self.control = control
         self.worker_pids: set[int] = set()
@@ -93,7 +96,9 @@ class WorkerTemplate:
         )  # not SIGKILL: there are children to end
 
     def serve_controller(self) -> None:
-        """Fork workers on request until the controller closes the control socket, or ends."""
+        """Fork and kill workers on request until the controller closes the control socket, or ends;
+        then kill all children.
+        """
         try:
             with contextlib.suppress(
                 BrokenPipeError
@@ -103,6 +108,7 @@ class WorkerTemplate:
             self._kill_all_children()
 
     def _handle_requests(self) -> None:
+        """Handle requests and ended children until the controller closes the control socket."""
         while True:
             readable, _, _ = select.select([self.control.fileno(), self.wake_read_fd], [], [])
             if self.wake_read_fd in readable:
@@ -119,6 +125,7 @@ class WorkerTemplate:
                     self._kill_worker(message["kill"])
 
     def _fork_worker(self) -> None:
+        """Fork a worker and send the controller its pid and its socket."""
         ours, theirs = socket.socketpair()
         parent = os.getpid()
         pid = os.fork()
@@ -132,7 +139,7 @@ class WorkerTemplate:
     def _become_worker(
         self, controller_connection: socket.socket, connection: socket.socket, parent_pid: int
     ) -> None:
-        """Does not return."""
+        """Serve reward tasks in this fork, in a process group of its own. Does not return."""
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -151,6 +158,7 @@ class WorkerTemplate:
             os._exit(1)
 
     def _kill_worker(self, pid: int) -> None:
+        """Kill a worker and its process group, unless the worker has been reaped."""
         if pid in self.worker_pids:  # not yet buried, so the number is still its own
             for end in (
                 os.killpg,
@@ -162,7 +170,9 @@ class WorkerTemplate:
                     continue
 
     def _reap_ended_processes(self) -> None:
-        """Reap workers that ended, and what others have left behind."""
+        """Reap children that have ended, kill the process groups of workers among them, and report
+        those workers' exit codes to the controller.
+        """
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
                 self._kill_worker(
@@ -176,7 +186,9 @@ class WorkerTemplate:
                     )
 
     def _kill_all_children(self) -> None:
-        """Kill all, and what becomes a child of this process because its parent was killed."""
+        """Kill all workers, and the processes that become children of this one because their
+        parents were killed.
+        """
         for pid in self.worker_pids:
             self._kill_worker(pid)
         with contextlib.suppress(OSError):  # none is left; or there is no /proc
@@ -187,6 +199,10 @@ class WorkerTemplate:
 
 
 def main() -> None:
+    """Run the template: load the rewards that the first message names, report problems or
+    readiness, and serve the controller. sys.argv has the control socket's descriptor and the
+    parent's pid.
+    """
     control_fd, parent = map(int, sys.argv[1:])
     for number in (
         signal.SIGINT,

@@ -141,7 +141,8 @@ class DriverPool:
         return taken
 
     def close(self) -> None:
-        """End all drivers; this process sends its queries itself from then on. Safe to call twice.
+        """End all drivers; this process sends its queries itself from then on. Safe to call
+        twice.
         """
         http_client.run_in_event_loop(self._close_drivers(), _OPEN_TIMEOUT_S)
 
@@ -173,6 +174,7 @@ class DriverPool:
                 driver.check_heartbeat()
 
     def _count_restart(self) -> None:
+        """Count one restart of a driver."""
         self._num_restarts += 1
 
 
@@ -324,7 +326,8 @@ class _LocalDriverHandle(_DriverHandle):
 
 
 class _RemoteDriverHandle(_DriverHandle):
-    """A driver that another machine's gate starts as its child, and ends when the connection ends.
+    """A driver that another machine's gate starts as its child, and ends when the connection
+    ends.
     """
 
     def __init__(self, driver_number: int, count_restart: Callable[[], None], gate: str) -> None:

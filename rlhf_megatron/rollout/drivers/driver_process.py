@@ -65,7 +65,8 @@ class DriverServer:
             self._task_by_query[query_number].cancel()
 
     async def _answer_query(self, query_number: int, data: bytearray) -> None:
-        """Send the query to its engine, and send the samples, or the error, back to the controller.
+        """Send the query to its engine, and send the samples, or the error, back to the
+        controller.
         """
         try:
             try:

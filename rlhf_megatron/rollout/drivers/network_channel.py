@@ -47,7 +47,8 @@ class NetworkMessageChannel:
         return self._writer is not None and not self._writer.transport.get_write_buffer_size()
 
     def send_message(self, message_number: int, payload_parts: Sequence[codec.Buffer] = ()) -> None:
-        """Queue a message and return at once. Messages that the other end no longer reads are lost.
+        """Queue a message and return at once. Messages that the other end no longer reads are
+        lost.
         """
         pieces = [_HEADER.pack(message_number, sum(map(len, payload_parts))), *payload_parts]
         if self._writer is None:

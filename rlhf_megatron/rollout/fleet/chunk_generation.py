@@ -309,7 +309,8 @@ class ChunkGeneration:
             self._discard_ended_calls()
 
     def _discard_ended_calls(self) -> None:
-        """Drop the answers that were not harvested, with their route files. Any thread may call it.
+        """Drop the answers that were not harvested, with their route files. Any thread may call
+        it.
         """
         with suppress(IndexError):
             while True:
@@ -437,7 +438,8 @@ def _is_answer_awaited(member: FleetMember | None, engine: InferenceEngine | Non
 
 
 def get_version_spans(sample: GeneratedSample) -> tuple[VersionSpan, ...]:
-    """Return the version spans of the sample; one span over all tokens where the sample has none.
+    """Return the version spans of the sample; one span over all tokens where the sample has
+    none.
     """
     return sample.version_spans or (VersionSpan(sample.policy_version, 0, len(sample.token_ids)),)
 

@@ -133,11 +133,11 @@ class EngineFleet:
 
     @property
     def resync_engines(self) -> Callable[[Sequence[InferenceEngine]], object] | None:
-        """Gives engines the current weights again, verified; raises EngineError. Set
-        to `WeightSync.resync`.
+        """Return the function that sends engines the current weights again, verified, and raises
+        EngineError; None where it is not set. Set it to `WeightSync.resync_engines`.
 
-        Called inside `generate` and `GenerationSession.mend`, on their thread: nothing else may run
-        on the hosts then.
+        It is called inside `generate` and `GenerationSession.mend_engines`, on their thread:
+        nothing else may run on the hosts then.
         """
         return self._supervisor.resync_engines
 
@@ -154,7 +154,8 @@ class EngineFleet:
         self._supervisor.mark_stale(self._supervisor.get_member(engine_name), reason)
 
     def list_recent_calls(self) -> list[EngineCallRecord]:
-        """Return the records of the last calls to engines, oldest first, with those that still run.
+        """Return the records of the last calls to engines, oldest first, with those that still
+        run.
         """
         return self._call_log.list_recent_calls()
 
@@ -451,7 +452,7 @@ class EngineFleet:
     def _assert_exclusive(self) -> None:
         """Assert that the caller holds the lock where a session is open."""
         assert self._session is None or self._lock.is_held_by_caller, (
-            "a session is open: do this within `exclusive`"
+            "a session is open: do this within `hold_exclusively`"
         )
 
     def _learn_served_version(self) -> None:

@@ -191,7 +191,9 @@ def _make_signal_action(
     servers: EngineServers | AttachedEngines, signal_number: int
 ) -> Callable[[faults.PlannedFault], None]:
     """Return a fault action that sends this signal to the first server that runs."""
+
     def signal_first_live(fault: faults.PlannedFault) -> None:
+        """Send the signal to the first server that runs; do nothing where none runs."""
         live = [process for process in servers.processes if process.exit_code is None]
         if live:
             live[0].send_signal(signal_number)

@@ -46,9 +46,14 @@ _EXIT_DELAY_S = 0.5  # a process that ends closes its connections a moment befor
 class RestartableServers(Protocol):
     """The processes of the engines. Thread-safe. See `server_process.EngineServers`."""
 
-    def describe_exit(self, name: str) -> str | None: ...
-    def kill_server(self, name: str) -> None: ...
-    def restart_server(self, name: str) -> EngineAddress: ...
+    def describe_exit(self, name: str) -> str | None:
+        """Return how the server of this name ended; None while it runs."""
+
+    def kill_server(self, name: str) -> None:
+        """Kill the server of this name at once."""
+
+    def restart_server(self, name: str) -> EngineAddress:
+        """Start the server of this name again, wait for it, and return its new address."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class GenerationSession:
     """Generation that goes on over weight syncs. Made by `EngineFleet.open_session`; a context
     manager that closes it.
 
-        session.submit_requests(7, requests)             # a key and its requests, which travel together
+        session.submit_requests(7, requests)  # a key and its requests, which travel together
         for key, groups in session.poll_finished(): ...  # again and again; each key once
 
     One thread submits, polls and aborts. Another one may, meanwhile, sync weights (`with

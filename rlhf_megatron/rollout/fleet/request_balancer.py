@@ -185,7 +185,8 @@ class RequestBalancer(Protocol):
         """
 
     def is_balancer_failure(self, error: EngineError) -> bool:
-        """Return whether this error of a call is the balancer's own, so that no engine is to blame.
+        """Return whether this error of a call is the balancer's own, so that no engine is to
+        blame.
         """
 
     def close(self) -> None:
@@ -232,7 +233,6 @@ class LeastOutstandingBalancer:
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
         """Do nothing: no call waits in the balancer."""
-        pass
 
     def is_balancer_failure(self, error: EngineError) -> bool:
         """Return False: every failure is an engine's."""
@@ -240,7 +240,6 @@ class LeastOutstandingBalancer:
 
     def close(self) -> None:
         """Do nothing: the balancer has started nothing."""
-        pass
 
 
 def compute_session_sample_limit(member: FleetMember) -> int:

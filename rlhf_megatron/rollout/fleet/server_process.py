@@ -240,15 +240,30 @@ class ServerProcessHandle(Protocol):
         """Return the path of the log, on the server's machine."""
 
     @property
-    def pid(self) -> int: ...
+    def pid(self) -> int:
+        """Return the process id, on the machine of the server."""
+
     @property
-    def exit_code(self) -> int | None: ...
-    def read_log_tail(self, num_lines: int = TAIL_LINES) -> str: ...
-    def send_signal(self, signal_number: int) -> None: ...
-    def request_stop(self) -> None: ...
-    def stop(self) -> None: ...
-    def kill(self) -> None: ...
-    def archive_log(self) -> None: ...
+    def exit_code(self) -> int | None:
+        """Return the exit code; None while the server runs."""
+
+    def read_log_tail(self, num_lines: int = TAIL_LINES) -> str:
+        """Return the last lines of the log."""
+
+    def send_signal(self, signal_number: int) -> None:
+        """Send the signal to the process group."""
+
+    def request_stop(self) -> None:
+        """Ask the server to stop, and return at once."""
+
+    def stop(self) -> None:
+        """Stop the server and wait for its end. Safe to call twice."""
+
+    def kill(self) -> None:
+        """Kill the server at once. Safe to call twice."""
+
+    def archive_log(self) -> None:
+        """Rename the log to a numbered name."""
 
 
 def stop_processes(processes: Iterable[ServerProcessHandle]) -> None:

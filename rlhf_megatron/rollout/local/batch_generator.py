@@ -40,8 +40,8 @@ _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
 
 
 class BatchGenerator:
-    """The decoding loop. One thread calls it. Rows times columns of the cache never
-    pass `max_num_batched_tokens`.
+    """The decoding loop, for one thread. Rows times columns of the key-value cache never exceed
+    `max_num_batched_tokens`.
     """
 
     def __init__(self, model: LocalModel, max_num_seqs: int, max_num_batched_tokens: int) -> None:
@@ -57,7 +57,9 @@ class BatchGenerator:
         self._row_sampling = RowSampling(None, None, None, None)  # of the running rows
 
     def check_request(self, request: GenerateRequest) -> None:
-        """Raises ValueError naming what this engine cannot do."""
+        """Raise ValueError, with the value and the rule, for a request that this engine cannot
+        serve.
+        """
         params = request.params
         num_prompt = len(request.prompt_ids)
         if num_prompt == 0 or not request.seeds or params.max_new_tokens < 0:
@@ -96,7 +98,10 @@ class BatchGenerator:
         check_sampling_params(params, self.model.vocab_size)
 
     def add_request(self, request: GenerateRequest) -> list[PendingSample]:
-        """Queue a group. Each member is handed out by `decode_step` when it has finished."""
+        """Check the request and queue its samples, and return one pending sample for each seed.
+        `decode_step` returns each of them when it has finished. Raise ValueError as `check_request`
+        does.
+        """
         self.check_request(request)
         members = [
             PendingSample(
@@ -114,11 +119,14 @@ class BatchGenerator:
 
     @property
     def has_work(self) -> bool:
+        """Return whether any sample waits or runs."""
         return bool(self._running_samples or self._waiting_groups or self._prefilled_batches)
 
     @torch.inference_mode()
     def decode_step(self) -> list[PendingSample]:
-        """Let waiting samples join, give each running one a token; returns those that finished."""
+        """Score waiting groups, let waiting samples join, draw one token for each running sample,
+        and return the samples that finished.
+        """
         assert not self.is_cache_released, "the cache is released"
         finished = self._score_waiting_groups() + self._admit_waiting_samples()
         if self._running_samples:
@@ -127,8 +135,8 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def abort_samples(self, samples: Sequence[PendingSample] | None = None) -> list[PendingSample]:
-        """End the given (None: all) unfinished samples with reason "abort" and what
-        they have so far.
+        """End these unfinished samples, or all where `samples` is None, with reason "abort" and the
+        tokens that they have. Return the samples that were ended.
         """
         chosen = None if samples is None else set(map(id, samples))
         rows = [
@@ -152,8 +160,8 @@ class BatchGenerator:
 
     @torch.inference_mode()
     def retract_samples(self) -> None:
-        """Put all samples back into the queue with the tokens they have; the cache is read anew
-        when they go on.
+        """Put all running samples back to the front of the queue with the tokens that they have,
+        and forget the prompts that were read; keys and values are computed again when they go on.
         """
         running = self._remove_rows(
             list(range(len(self._running_samples))), [None] * len(self._running_samples)
@@ -166,8 +174,9 @@ class BatchGenerator:
         )
 
     def set_policy_version(self, version: int) -> None:
-        """The weights are others now. Running samples go on with the keys and values that they
-        have; what was read for samples without a token is read anew.
+        """Note that the weights were replaced by those of `version`. Running samples go on with
+        their keys and values; prompts that were read for samples that have not joined are read
+        again.
         """
         self.policy_version = version
         for row, member in enumerate(self._running_samples):
@@ -177,19 +186,21 @@ class BatchGenerator:
         self._requeue_prefilled_groups()
 
     def release_cache(self) -> None:
-        """`retract_samples`, and free the cache. Nothing runs until `resume_cache`."""
+        """Retract all samples and free the key-value cache. Nothing may run until
+        `resume_cache`.
+        """
         self.retract_samples()
         self._cache_slots = CacheSlots(self.model, 0, 0)
         self.is_cache_released = True
 
     def resume_cache(self) -> None:
-        """Undo `release_cache`; the memory is taken as samples join."""
+        """Allow decoding again after `release_cache`; memory is allocated as samples join."""
         self.is_cache_released = False
 
     @property
     def cache_bytes(self) -> int:
-        """Memory of keys and values. Any thread may ask: copying a deque is one step of
-        the interpreter.
+        """Return the bytes of keys and values, of running rows and of prompts read ahead. Any
+        thread may call it: copying a deque is one step of the interpreter.
         """
         return count_storage_bytes(
             [
@@ -199,29 +210,36 @@ class BatchGenerator:
         )
 
     def reset_cache_size(self) -> None:
-        """Forget the sizes to which earlier samples have made the cache grow."""
+        """Shrink the cache to nothing, so that earlier samples leave no trace in its size. There
+        must be no work.
+        """
         assert not self.has_work, "samples are on their way"
         self._cache_slots = CacheSlots(self.model, 0, 0)
 
     def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
-        """All samples of `requests`, in order. For use without a server."""
+        """Generate and return the samples of each request, in order. For use without a server."""
         groups = [self.add_request(request) for request in requests]
         while self.has_work:
             self.decode_step()
         return [[member.make_generated_sample() for member in group] for group in groups]
 
     def _list_queued_groups(self) -> list[WaitingGroup]:
+        """Return all groups with waiting samples, those whose prompts were read first."""
         return [group for batch in self._prefilled_batches for _, group in batch.groups] + list(
             self._waiting_groups
         )
 
     def _requeue_prefilled_groups(self) -> None:
+        """Drop the keys and values of prompts that were read ahead, and put their groups to the
+        front of the queue.
+        """
         self._waiting_groups = deque(self._list_queued_groups())
         self._prefilled_batches.clear()
         for group in self._waiting_groups:
             group.is_context_used = False
 
     def _drop_empty_groups(self) -> None:
+        """Remove the groups whose samples have all joined or ended, and batches without groups."""
         self._waiting_groups = deque(
             group for group in self._waiting_groups if group.waiting_samples
         )
@@ -232,8 +250,8 @@ class BatchGenerator:
         self._prefilled_batches = deque(batch for batch in self._prefilled_batches if batch.groups)
 
     def _admit_waiting_samples(self) -> list[PendingSample]:
-        """Fill free rows from the queue. Returns those that finished at once (a first token
-        that ends them).
+        """Fill free rows with waiting samples, reading prompts as needed, and draw the first token
+        of each. Return the samples that this token already ends.
         """
         finished: list[PendingSample] = []
         while len(self._running_samples) < self.max_num_seqs and (
@@ -253,7 +271,9 @@ class BatchGenerator:
         return finished
 
     def _score_waiting_groups(self) -> list[PendingSample]:
-        """Read what is next to be scored, as much as one pass may have; returns it, finished."""
+        """Compute the log-probs of the given tokens of the groups at the front of the queue that
+        only need scores, about one pass's worth, and return their samples, finished.
+        """
         finished: list[PendingSample] = []
         num_tokens = 0
         while (
@@ -276,9 +296,13 @@ class BatchGenerator:
 
     @property
     def _has_waiting_prompts(self) -> bool:
+        """Return whether the first waiting group is to be decoded, not scored."""
         return bool(self._waiting_groups) and not self._waiting_groups[0].is_scored
 
     def _prefill_waiting_groups(self) -> None:
+        """Read the contexts of the next waiting groups in one forward pass, enough for the free
+        rows and some ahead, and append them as a batch.
+        """
         free = self.max_num_seqs - len(self._running_samples)
         chosen: list[WaitingGroup] = []
         longest = num_samples = num_tokens = 0
@@ -307,6 +331,9 @@ class BatchGenerator:
         )
 
     def _pick_samples(self, batch: PrefilledBatch) -> list[tuple[int, PendingSample]]:
+        """Take waiting samples out of the batch, as many as rows and the token budget allow, and
+        return each with its row in the batch's tensors.
+        """
         num_running = len(self._running_samples)
         columns = int(self._cache_slots.host_limits[:num_running].max()) if num_running else 0
         held = sum(other.num_tokens for other in self._prefilled_batches)
@@ -323,6 +350,7 @@ class BatchGenerator:
     def _join_rows(
         self, batch: PrefilledBatch, picked_samples: list[tuple[int, PendingSample]]
     ) -> None:
+        """Let these samples join behind the running rows, with the keys and values of the batch."""
         members = [member for _, member in picked_samples]
         first = len(self._running_samples)
         ages = [len(member.context_ids) for member in members]
@@ -345,7 +373,9 @@ class BatchGenerator:
         self._rebuild_row_sampling()
 
     def _reserve_slots(self, num_rows: int, num_columns: int, num_stop_ids: int = 0) -> None:
-        """Grow the slots, by half at least, within the token budget."""
+        """Grow the cache, where it is too small, to these sizes or by half, within the token
+        budget.
+        """
         slots = self._cache_slots
         if (
             num_rows <= slots.num_rows
@@ -366,11 +396,15 @@ class BatchGenerator:
         )
 
     def _rebuild_row_sampling(self) -> None:
+        """Collect the sampling parameters of the running rows into tensors again."""
         self._row_sampling = RowSampling.from_params(
             [member.params for member in self._running_samples], self.model.device
         )
 
     def _decode_rows(self) -> list[PendingSample]:
+        """Run one forward pass over the newest token of every running row, draw the next tokens,
+        and return the samples that finished.
+        """
         num_rows = len(self._running_samples)
         columns = int(self._cache_slots.host_ages[:num_rows].max()) + 1
         self._reserve_slots(num_rows, columns)
@@ -388,7 +422,9 @@ class BatchGenerator:
         return self._draw_tokens(0, logits)
 
     def _draw_tokens(self, first_row: int, logits: Tensor) -> list[PendingSample]:
-        """Draw a token for rows `first_row` and on, keep it, and let those leave that it ends."""
+        """Draw and store the next token of the rows from `first_row` on, from `logits` [rows, V].
+        Remove the rows that end, and return their samples.
+        """
         slots = self._cache_slots
         last = len(self._running_samples)
         span = slice(first_row, last)
@@ -415,8 +451,8 @@ class BatchGenerator:
     def _remove_rows(
         self, rows: list[int], reasons: Sequence[FinishReason | None]
     ) -> list[PendingSample]:
-        """Take rows out: their samples get their tokens, and the last running rows move
-        into the gaps.
+        """Take rows out and return their samples, with their tokens, log-probs and finish reasons
+        filled in (None: unfinished). The last running rows move into the gaps.
         """
         if not rows:
             return []

@@ -31,12 +31,13 @@ _COLUMN_STEP = (
 
 
 def round_up_columns(num_columns: int) -> int:
+    """Return the number of columns rounded up to a multiple of _COLUMN_STEP."""
     return -(-num_columns // _COLUMN_STEP) * _COLUMN_STEP
 
 
 class CacheSlots:
-    """`ages[i]`: tokens of row i that lie in the cache; its newest token,
-    `tokens[i, ages[i]]`, does not yet.
+    """The rows of the running samples as static tensors. `ages[i]` is the number of tokens of row i
+    that lie in the cache; the row's newest token, `tokens[i, ages[i]]`, does not yet.
     """
 
     def __init__(
@@ -62,20 +63,23 @@ class CacheSlots:
 
     @property
     def num_rows(self) -> int:
+        """Return the number of rows that are allocated."""
         return self.cache.shape[2]
 
     @property
     def num_columns(self) -> int:
+        """Return the number of token columns that are allocated."""
         return self.cache.shape[3]
 
     @property
     def num_stop_ids(self) -> int:
+        """Return how many stop tokens a row can have."""
         return self.stop_ids.shape[1]
 
     def make_resized_copy(
         self, num_used: int, num_rows: int, num_columns: int, num_stop_ids: int
     ) -> CacheSlots:
-        """New slots of that size that hold the first `num_used` rows of these."""
+        """Return new slots of these sizes with a copy of the first `num_used` rows."""
         new = CacheSlots(self.model, num_rows, num_columns, num_stop_ids)
         columns = min(self.num_columns, num_columns)
         used = slice(num_used)
@@ -102,8 +106,9 @@ class CacheSlots:
         seeds: Sequence[int],
         stop_ids: Sequence[tuple[int, ...]],
     ) -> None:
-        """Fill rows `first_row` and on. Row k gets row `sources[k]` of `keys_values` [2, layers, N,
-        P, Hk, D] and of `routes` [N, P, layers, experts].
+        """Fill the rows from `first_row` on. Row k gets row `sources[k]` of `keys_values` [2,
+        layers, N, P, Hk, D] and of `routes` [N, P, layers, experts], and item k of the other lists.
+        `prompt_lengths` and `limits` are in tokens; a row ends at its limit, prompt included.
         """
         device = self.model.device
         rows = slice(first_row, first_row + len(sources))
@@ -119,7 +124,9 @@ class CacheSlots:
         self.host_limits[rows] = limits
 
     def move_rows(self, sources: list[int], targets: list[int], num_columns: int) -> None:
-        """Overwrite rows `targets` with rows `sources`; `num_columns` of the cache are in use."""
+        """Copy rows `sources` over rows `targets`, of the cache only the first `num_columns`
+        columns.
+        """
         device = self.model.device
         source = torch.tensor(sources, device=device)
         target = torch.tensor(targets, device=device)
@@ -135,7 +142,7 @@ class CacheSlots:
 
 @dataclass(eq=False)
 class PendingSample:
-    """A sample on its way."""
+    """A sample that waits or runs."""
 
     prompt_ids: tuple[int, ...]
     seed: int
@@ -161,22 +168,30 @@ class PendingSample:
 
     @property
     def context_ids(self) -> list[int]:
+        """Return the tokens of the prompt and of the response so far. Those of a running row are
+        not counted in.
+        """
         return [*self.prompt_ids, *self.token_ids]
 
     @property
     def max_length(self) -> int:
-        """Tokens, prompt included, at which it ends."""
+        """Return the number of tokens, prompt included, at which the sample ends."""
         return len(self.prompt_ids) + self.params.max_new_tokens
 
     def record_version(self, version: int, num_tokens: int) -> None:
-        """Note that the tokens from `num_tokens` on come from the weights of `version`."""
+        """Note that the response tokens from index `num_tokens` on come from the weights of
+        `version`.
+        """
         if self._version_starts and self._version_starts[-1][1] == num_tokens:
             self._version_starts.pop()  # no token came from those
         if not self._version_starts or self._version_starts[-1][0] != version:
             self._version_starts.append((version, num_tokens))
 
     def make_generated_sample(self) -> GeneratedSample:
-        """Raises FloatingPointError when the model gave no finite log-prob."""
+        """Return the finished sample, and write its expert routes, where they are wanted, to a
+        file. Raise FloatingPointError when a log-prob is not finite, OSError where the file has no
+        room.
+        """
         assert self.finish_reason is not None, "the sample has not finished"
         if not all(value > float("-inf") for value in self.log_probs):
             raise FloatingPointError(
@@ -196,13 +211,15 @@ class PendingSample:
         )
 
     def record_routes(self, routes: Tensor) -> None:
-        """Note the experts that the tokens read so far met: [tokens, layers, experts]. Tokens that
-        are read anew, after new weights came, keep those that they met when the response was drawn.
+        """Keep the experts that the tokens read so far met: [tokens, layers, experts]. Tokens that
+        are read again after new weights keep the experts of their first reading. Do nothing where
+        no routes are wanted.
         """
         if self.routes_dir:
             self.routes.append(routes[sum(map(len, self.routes)) :].to("cpu", copy=True))
 
     def _make_version_spans(self) -> tuple[VersionSpan, ...]:
+        """Return the version spans of the response, without empty ones."""
         if len(self._version_starts) == 1 and self.token_ids:  # by far the most
             return (VersionSpan(self._version_starts[0][0], 0, len(self.token_ids)),)
         borders = [*(start for _, start in self._version_starts), len(self.token_ids)]
@@ -223,11 +240,15 @@ class WaitingGroup:
 
     @property
     def is_scored(self) -> bool:
-        """Whether nothing is drawn, and the last tokens of the context get their log-probs."""
+        """Return whether the group only needs the log-probs of its context's last tokens, with no
+        token drawn.
+        """
         return self.waiting_samples[0].params.max_new_tokens == 0
 
     def pop_next_sample(self) -> PendingSample:
-        """Take the next sample, which joins with the context that was read."""
+        """Take and return the next sample, which joins with the context that was read. A later
+        sample of a group counts the context as cached tokens.
+        """
         member = self.waiting_samples.popleft()
         if self.is_context_used and not member.token_ids:
             member.num_cached_tokens = len(self.context_ids)
@@ -246,4 +267,5 @@ class PrefilledBatch:
 
     @property
     def num_tokens(self) -> int:
+        """Return the padded size of the batch, rows times columns."""
         return self.keys_values.shape[2] * self.keys_values.shape[3]

@@ -42,6 +42,8 @@ class ReleasedCacheError(RuntimeError):
 
 
 class _DecodeJob:
+    """One generate call: its requests, its unfinished samples, and the future of its result."""
+
     def __init__(self, requests: Sequence[GenerateRequest], call_name: str) -> None:
         self.requests = requests
         self.call_name = call_name
@@ -51,13 +53,16 @@ class _DecodeJob:
 
 
 class DecodeService:
-    """All methods but `submit_generate`, `run_in_decode_loop` and `close` run in the loop's thread:
-    reach them through `run_in_decode_loop`.
+    """Runs the decoding loop in a thread of its own. All methods but `submit_generate`,
+    `run_in_decode_loop` and `close` run in that thread: call them through `run_in_decode_loop`.
     """
 
     def __init__(
         self, generator: BatchGenerator, weights: WeightReceiver, is_isolated: bool = False
     ) -> None:
+        """Start the loop's thread. `is_isolated`: decode the requests of each generate call by
+        themselves, with nothing else ("closed").
+        """
         self.generator = generator
         self.weights = weights
         self.is_isolated = is_isolated
@@ -72,7 +77,9 @@ class DecodeService:
         self._thread.start()
 
     def run_in_decode_loop(self, function: Callable[[], Any]) -> Future[Any]:
-        """Run `function` in the loop's thread between two decoding steps."""
+        """Queue `function` for the loop's thread, between two decoding steps, and return the future
+        of its result. Raise StaleWeightsError after `close`. Any thread may call it.
+        """
         future: Future[Any] = Future()
         with self._condition:
             if self._is_closing:
@@ -84,14 +91,15 @@ class DecodeService:
     def submit_generate(
         self, requests: Sequence[GenerateRequest], call_name: str = ""
     ) -> tuple[_DecodeJob, Future[None]]:
-        """Returns the job, whose `future` has the samples, and the future of its admission
-        (ValueError, StaleError). `call_name`: for `abort_calls`.
+        """Queue a generate call. Return the job, whose `future` gets the samples, and the future of
+        its admission, which gets ValueError, StaleWeightsError or ReleasedCacheError for a refused
+        call. `call_name` is the name for `abort_calls`. Any thread may call it.
         """
         job = _DecodeJob(requests, call_name)
         return job, self.run_in_decode_loop(lambda: self._accept_job(job))
 
     def close(self) -> None:
-        """End the loop; what is unfinished fails."""
+        """End the loop, and fail all unfinished calls with StaleWeightsError."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -100,6 +108,9 @@ class DecodeService:
     # In the loop's thread
 
     def _accept_job(self, job: _DecodeJob) -> None:
+        """Check a new call and start it, or queue it during a pause. Raise StaleWeightsError,
+        ReleasedCacheError or ValueError where it cannot be served.
+        """
         if self.weights.stale_reason is not None:
             raise StaleWeightsError(self.weights.stale_reason)
         if self.generator.is_cache_released:
@@ -116,24 +127,28 @@ class DecodeService:
             self._enqueue_job(job)
 
     def _enqueue_job(self, job: _DecodeJob) -> None:
+        """Start the call, or queue it for its turn where calls are decoded by themselves."""
         if self.is_isolated:
             self._queued_jobs.append(job)
         else:
             self._admit_job(job)
 
     def _admit_job(self, job: _DecodeJob) -> None:
+        """Hand the requests of the call to the generator."""
         job.sample_groups = [self.generator.add_request(request) for request in job.requests]
         for member in (member for group in job.sample_groups for member in group):
             self._job_by_sample[id(member)] = job
 
     def _admit_next_job(self) -> None:
-        """Closed: the next call's turn, once the one before has ended."""
+        """Start the next queued call once the one before has ended, with a new cache (only where
+        calls are decoded by themselves).
+        """
         if self._queued_jobs and not self.generator.has_work:
             self.generator.reset_cache_size()
             self._admit_job(self._queued_jobs.popleft())
 
     def drop_job(self, job: _DecodeJob) -> None:
-        """The client is gone: take the rest of its samples out."""
+        """Remove a call whose client is gone, and abort the rest of its samples."""
         for queue in (self._queued_jobs, self._jobs_held_by_pause):
             if job in queue:
                 queue.remove(job)
@@ -146,17 +161,21 @@ class DecodeService:
         self._deliver_samples(self.generator.abort_samples(members))
 
     def abort_calls(self, call_names: Collection[str] = ()) -> None:
-        """End all samples, also of requests that came during a pause; with `call_names` those
-        of these calls.
+        """End the calls with these names, or all calls where `call_names` is empty, also calls that
+        came during a pause: they are answered at once with reason "abort" and the tokens that they
+        have.
         """
         if call_names:
-            self._abort_named_calls(set(call_names))
+            self._finish_named_calls_as_aborted(set(call_names))
             return
         self._queued_jobs += self._jobs_held_by_pause
         self._jobs_held_by_pause.clear()
         self._abort_all_jobs()
 
-    def _abort_named_calls(self, call_names: set[str]) -> None:
+    def _finish_named_calls_as_aborted(self, call_names: set[str]) -> None:
+        """Answer the calls with these names at once with their samples as aborted, queued and
+        paused calls too.
+        """
         for queue in (self._queued_jobs, self._jobs_held_by_pause):
             for job in [job for job in queue if job.call_name in call_names]:
                 queue.remove(job)
@@ -174,13 +193,17 @@ class DecodeService:
         self._deliver_samples(self.generator.abort_samples(members))
 
     def _abort_all_jobs(self) -> None:
+        """Answer all running and queued calls at once with their samples as aborted; not those that
+        a pause holds back.
+        """
         while self._queued_jobs:
             self._admit_job(self._queued_jobs.popleft())
         self._deliver_samples(self.generator.abort_samples())
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:
-        """Pauses as `Engine.pause` says. A second pause treats what waits since the first one began
-        as its mode says; requests that came during the pause go on waiting in any mode.
+        """Pause as `InferenceEngine.pause_decoding` says. A second pause applies its mode to the
+        calls that were running when the first one began; requests that came during the pause go on
+        waiting in any mode.
         """
         self.pause_mode = mode
         if mode == "abort":
@@ -189,18 +212,21 @@ class DecodeService:
             self._retract_unless_in_place()
 
     def resume_decoding(self) -> None:
+        """End the pause, and start or queue the calls that came meanwhile."""
         self.pause_mode = None
         while self._jobs_held_by_pause:
             self._enqueue_job(self._jobs_held_by_pause.popleft())
 
     def _retract_unless_in_place(self) -> None:
-        """Takes the cache from what runs, unless it was paused to keep it."""
+        """Retract the running samples, which frees their cache rows, unless they were paused
+        "in_place".
+        """
         if self.pause_mode != "in_place":
             self.generator.retract_samples()
 
     def begin_weight_update(self, version: int, is_full_resync: bool) -> None:
-        """Opens a sync. What was paused in place goes on with a cache of the old weights, as that
-        mode asks for.
+        """Open a weight sync. Running samples are retracted; samples paused "in_place" keep the
+        cache of the old weights. Raise ValueError as `WeightReceiver.begin_sync` does.
         """
         self.weights.begin_sync(version, is_full_resync)
         self._retract_unless_in_place()
@@ -211,13 +237,18 @@ class DecodeService:
         segments: Sequence[LentSegment] | None = None,
         exchange: BucketExchange | None = None,
     ) -> None:
-        """`segments`: where the bucket lies; `exchange`: how it is sent; without either it
-        is in its file.
+        """Load a bucket. It is read from `segments` of lent device memory, from the messages of
+        `exchange`, or, without either, from its file. Raise ValueError as
+        `WeightReceiver.load_bucket` does; the waiting calls fail where the sync fails by it.
         """
         with self._fail_jobs_if_sync_fails():
             self.weights.load_bucket(manifest, segments, exchange)
 
     def commit_weight_update(self, version: int) -> None:
+        """Commit the sync to `version` and note the new version for samples. A repeated commit does
+        nothing. The waiting calls fail where the sync fails by it. Raise ValueError as
+        `WeightReceiver.commit_sync` does.
+        """
         is_first = self.weights.is_sync_open  # not one whose answer was lost
         with self._fail_jobs_if_sync_fails():
             self.weights.commit_sync(version)
@@ -226,8 +257,9 @@ class DecodeService:
 
     @contextmanager
     def _fail_jobs_if_sync_fails(self) -> Iterator[None]:
-        """When the open sync fails in the block, requests that wait for its end fail with the
-        reason. An error of a bucket or commit that belongs to no open sync is its caller's alone.
+        """When the open sync fails in the block, fail all calls that wait for its end with the
+        reason. An error of a bucket or commit that belongs to no open sync fails only its own
+        caller.
         """
         was_open = self.weights.is_sync_open
         try:
@@ -238,8 +270,8 @@ class DecodeService:
             raise
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
-        """Frees memory; what runs waits until the cache is back and a full sync has
-        brought weights.
+        """Free these parts. Unfinished calls wait until the cache is back and a full sync has
+        brought weights; where calls are decoded by themselves they start again from their prompts.
         """
         if "weights" in memory_parts:
             self._retract_unless_in_place()
@@ -251,8 +283,8 @@ class DecodeService:
         release_unused_memory(self.generator.model.device)
 
     def _restart_jobs(self) -> None:
-        """Closed: what runs goes back to its prompts. If it went on, its last bits would tell of
-        the interruption.
+        """Put the running calls back to their prompts, at the front of the queue, for isolated
+        calls: if they went on, their last bits would depend on the interruption.
         """
         jobs = list({id(job): job for job in self._job_by_sample.values()}.values())
         self._job_by_sample.clear()
@@ -263,12 +295,14 @@ class DecodeService:
         self._queued_jobs.extendleft(reversed(jobs))
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """Allocate the weights (zeros until the next sync) and allow the key-value cache again."""
         if "weights" in memory_parts:
             self.weights.restore_memory()
         if "kv_cache" in memory_parts:
             self.generator.resume_cache()
 
     def _fail_all_jobs(self, error: Exception) -> None:
+        """Drop all unfinished calls, queued, paused or running, and fail them with this error."""
         jobs = {
             id(job): job
             for job in (
@@ -285,6 +319,9 @@ class DecodeService:
             job.future.set_exception(error)
 
     def _deliver_samples(self, finished: Sequence[PendingSample]) -> None:
+        """Count finished samples to their calls, and answer the calls that are complete; a call
+        fails where a log-prob is not finite or a route file has no room.
+        """
         for member in finished:
             job = self._job_by_sample.pop(id(member), None)
             if job is None:
@@ -302,6 +339,9 @@ class DecodeService:
                     job.future.set_exception(error)
 
     def _run_decode_loop(self) -> None:
+        """Run queued functions and decoding steps in turns until `close`. An error of a decoding
+        step fails all calls, and the loop goes on.
+        """
         while True:
             with self._condition:
                 while not self._pending_calls and not self._is_closing and not self._can_decode():
@@ -332,6 +372,9 @@ class DecodeService:
                 future.set_exception(StaleWeightsError("the engine is shutting down"))
 
     def _can_decode(self) -> bool:
+        """Return whether there is work and the weights, the cache and the pause allow a decoding
+        step.
+        """
         is_fit = self.weights.stale_reason is None and not self.generator.is_cache_released
         return (
             is_fit

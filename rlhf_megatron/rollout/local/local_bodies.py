@@ -32,8 +32,8 @@ T = TypeVar("T")
 
 
 def _make_strict_struct(dataclass_type: type, **field_types: Any) -> Any:
-    """A dataclass as a form that refuses unknown fields. `types`: of fields that have such a
-    form themselves.
+    """Return a msgspec struct with the fields of the dataclass that refuses unknown fields.
+    `field_types` replaces the types of fields that are such structs themselves.
     """
     hints = get_type_hints(dataclass_type) | field_types
     members = [
@@ -59,7 +59,7 @@ class GenerateBody(VerbBody):
     name: str = ""
 
     def to_requests(self) -> list[GenerateRequest]:
-        """The requests as what they are."""
+        """Return the requests of the body as GenerateRequest objects."""
         as_dict = msgspec.structs.asdict
         given = cast("list[Any]", self.requests)
         return [
@@ -95,7 +95,7 @@ class LentBucketBody(VerbBody):
     memory: tuple[LentSegment, ...]
 
     def parse_manifest(self) -> BucketManifest:
-        """Raises ValueError as `BucketManifest.parse_json` does."""
+        """Return the manifest. Raise ValueError as `BucketManifest.parse_json` does."""
         return BucketManifest.parse_json(bytes(self.manifest).decode())
 
 
@@ -108,7 +108,7 @@ class ExchangedBucketBody(VerbBody):
     exchange: BucketExchange
 
     def parse_manifest(self) -> BucketManifest:
-        """Raises ValueError as `BucketManifest.parse_json` does."""
+        """Return the manifest. Raise ValueError as `BucketManifest.parse_json` does."""
         return BucketManifest.parse_json(bytes(self.manifest).decode())
 
 
@@ -139,7 +139,9 @@ class MemoryPartsBody(VerbBody):
 
 
 def parse_verb_body(data: bytes, body_class: type[T]) -> T:
-    """Raises ValueError naming the field, what stands there, and the form."""
+    """Decode the JSON of a verb's body; an empty body counts as {}. Raise ValueError that names the
+    wrong field, its value and the form of the body.
+    """
     try:
         return msgspec.json.decode(data or b"{}", type=body_class)
     except msgspec.MsgspecError as error:
@@ -149,21 +151,27 @@ def parse_verb_body(data: bytes, body_class: type[T]) -> T:
 
 
 def encode_requests(requests: Sequence[GenerateRequest], call_name: str = "") -> bytes:
-    """`call_name`: of the call, for an abort."""
+    """Return the JSON body of a generate call. `call_name` is the name by which the call can be
+    aborted.
+    """
     return msgspec.json.encode({"requests": requests} | ({"name": call_name} if call_name else {}))
 
 
 def encode_samples(groups: Sequence[Sequence[GeneratedSample]]) -> bytes:
+    """Return the JSON answer to a generate call."""
     return msgspec.json.encode({"groups": groups}, enc_hook=list)
 
 
 def decode_samples(data: bytes) -> list[list[GeneratedSample]]:
-    """Raises ValueError or KeyError when it is not what `encode_samples` makes."""
+    """Return the samples of a JSON answer, with their tokens as columns. Raise ValueError or
+    KeyError when `encode_samples` could not have made it.
+    """
     groups = msgspec.json.decode(data, type=dict[str, list[list[GeneratedSample]]])["groups"]
     return [[_convert_to_columns(sample) for sample in group] for group in groups]
 
 
 def _convert_to_columns(sample: GeneratedSample) -> GeneratedSample:
+    """Return the sample with its token ids and log-probs as compact columns."""
     ids = np.array(sample.token_ids, np.int32)
     log_probs = np.array(sample.log_probs, np.float64)
     return replace(sample, token_ids=TokenColumn(ids), log_probs=TokenColumn(log_probs))

@@ -32,10 +32,11 @@ from rlhf_megatron.rollout.sglang.sglang_environment import VISIBLE_DEVICES
 def assign_local_devices(
     num_engines: int, visible_devices: Sequence[str], num_trainer_devices: int, is_shared: bool
 ) -> list[dict[str, str]]:
-    """Per server the environment that gives it one of a machine's `visible_devices` devices: in
-    turns those that the trainer's ranks, who have the first, leave free; theirs where they leave
-    none or all take turns (`is_shared`). It sees theirs behind its own: it opens memory
-    that they share.
+    """Return for each server the environment variable that gives it one of a machine's
+    `visible_devices`. The trainer's ranks use the first `num_trainer_devices`. The servers share
+    the other devices in turns; where there are none, or with `is_shared`, they share the trainer's.
+    Each server also sees the trainer's devices behind its own, because it opens memory that the
+    ranks share. Without devices the environments are empty.
     """
     of_ranks = list(visible_devices[:num_trainer_devices])
     free = ([] if is_shared else list(visible_devices[num_trainer_devices:])) or of_ranks
@@ -65,9 +66,9 @@ def start_local_engines(
 ) -> EngineServers:
     """Start `num_engines` bundled servers and wait until all are healthy.
 
-    Logs, tokens and ready files lie in `run_dir`/engines. `env`: for all servers, or one mapping a
-    server (e.g. with CUDA_VISIBLE_DEVICES). Raises EngineError with the end of a server's log; no
-    server is left running then.
+    Logs, tokens and ready files lie in `run_dir`/engines. `env` is one mapping for all servers, or
+    one mapping for each (e.g. with CUDA_VISIBLE_DEVICES). Raise EngineError with the end of a
+    server's log; no server is left running then.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -100,6 +101,8 @@ def start_local_engines(
 
 @dataclass
 class _LocalServerLaunch:
+    """The `ServerLaunch` of one bundled server."""
+
     name: str
     folder: Path
     arguments: Sequence[str]
@@ -116,6 +119,9 @@ class _LocalServerLaunch:
         return self.folder / f"{self.name}.log"
 
     def take_seat(self, seat: ServerSeat) -> None:
+        """Take the machine and device environment of the seat. Raise EngineError where the transfer
+        directory is not visible there.
+        """
         if seat.address != LOOPBACK and not self.transfer_dir.is_dir():
             raise EngineError(
                 f"{self.name} was given a place on {seat.address}, where the run's transfer"
@@ -126,9 +132,13 @@ class _LocalServerLaunch:
         self.env = {**self.env, **seat.env}
 
     def get_rendezvous_address(self) -> str:
+        """Return "": a bundled server has no parts."""
         return ""
 
     def start(self) -> None:
+        """Start a new server process with a new token, on a port that the kernel picks; do not
+        wait.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         token_file = self.folder / f"{self.name}.token"
         self._ready_file.unlink(missing_ok=True)
@@ -151,6 +161,9 @@ class _LocalServerLaunch:
         self.process = ServerProcess(self.name, command, self.log, self.env)
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
+        """Wait for the ready file, read the port from it, check the health, and return the
+        address.
+        """
         assert self.process is not None, "wait comes after start"
         await_server_ready(self.process, self._ready_file.is_file, deadline, progress)
         port = json.loads(self._ready_file.read_text())["port"]
@@ -161,4 +174,5 @@ class _LocalServerLaunch:
 
     @property
     def _ready_file(self) -> Path:
+        """Return the path of the file that the server writes when it listens."""
         return self.folder / f"{self.name}.ready.json"

@@ -37,7 +37,7 @@ _MODEL_TYPE_ALIASES = {
 
 @dataclass(frozen=True)
 class AttentionLimits:
-    """The limits of a layer's attention, beside keys and queries."""
+    """What limits a layer's attention beside its keys and queries: a window and sinks."""
 
     window: int | None = None  # tokens that a token sees, itself with them; None: all before it
     sinks: Tensor | None = None  # [Hq] a logit of each head in the softmax, for no key
@@ -45,8 +45,9 @@ class AttentionLimits:
     def add_sink_key(
         self, key: Tensor, value: Tensor, mask: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Add a key of zeros, whose logit the mask makes the sink. key, value [N, H, K, *]; mask
-        [*, Hq, P, K], or [*, Hk, Hq / Hk, K] where query heads stand for rows.
+        """Return key, value and mask with one more key of zeros, whose mask entry is the sink's
+        logit; unchanged without sinks. key, value [N, H, K, *]; mask [*, Hq, P, K], or [*, Hk, Hq /
+        Hk, K] where query heads take the place of rows.
         """
         if self.sinks is None:
             return key, value, mask
@@ -56,8 +57,8 @@ class AttentionLimits:
 
 @dataclass
 class PrefillAttention:
-    """Whole prompts, right-padded: causal attention needs no mask, and what stands behind a prompt
-    is never read.
+    """Attention over whole prompts, right-padded: causal attention needs no mask, and the columns
+    behind a prompt are never read.
     """
 
     keys_values: Tensor  # [2, layers, N, P, Hk, D], filled layer by layer
@@ -71,7 +72,9 @@ class PrefillAttention:
         scaling: float,
         limits: AttentionLimits,
     ) -> Tensor:
-        """query [N, Hq, P, D], key [N, Hk, P, D], value [N, Hk, P, Dv] -> [N, P, Hq, Dv]."""
+        """Store the layer's keys and values, and return its causal attention: query [N, Hq, P, D],
+        key [N, Hk, P, D], value [N, Hk, P, Dv] -> [N, P, Hq, Dv].
+        """
         self.keys_values[0, layer] = key.transpose(1, 2)
         self.keys_values[1, layer, ..., : value.shape[-1]] = value.transpose(1, 2)
         repeats = query.shape[1] // key.shape[1]
@@ -99,7 +102,7 @@ class PrefillAttention:
 
 @dataclass
 class DecodeAttention:
-    """One new token a row. Row i holds `positions[i]` tokens before it."""
+    """Attention of one new token for each row. Row i holds `positions[i]` tokens before it."""
 
     keys_values: Tensor  # [2, layers, N, S, Hk, D], views into the cache
     rows: Tensor  # [N] int64: 0, 1, ...
@@ -115,7 +118,9 @@ class DecodeAttention:
         scaling: float,
         limits: AttentionLimits,
     ) -> Tensor:
-        """query [N, Hq, 1, D], key [N, Hk, 1, D], value [N, Hk, 1, Dv] -> [N, 1, Hq, Dv]."""
+        """Write the new token's key and value into the cache, and return its attention over the
+        row: query [N, Hq, 1, D], key [N, Hk, 1, D], value [N, Hk, 1, Dv] -> [N, 1, Hq, Dv].
+        """
         keys = self.keys_values[0, layer]
         values = self.keys_values[1, layer, ..., : value.shape[-1]]
         keys[self.rows, self.positions] = key.squeeze(2)
@@ -150,7 +155,9 @@ def compute_rollout_attention(
     rollout: PrefillAttention | DecodeAttention,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """The interface of transformers' attention functions."""
+    """Return the attention of a layer, by the `rollout` object, in the interface of transformers'
+    attention functions. Raise ValueError for a model with soft-capped attention.
+    """
     if kwargs.get("softcap") is not None:
         raise ValueError(
             f"the local engine cannot decode a model with softcap={kwargs['softcap']}; use SGLang."
@@ -177,6 +184,9 @@ class LocalModel:
     """
 
     def __init__(self, module: Any) -> None:
+        """Wrap the transformers model `module`, and install the rollout attention in it. Raise
+        ValueError where the logits differ from transformers' own.
+        """
         config = module.config.get_text_config()
         self.module = module.eval().requires_grad_(False)
         self.vocab_size: int = config.vocab_size
@@ -202,15 +212,15 @@ class LocalModel:
         self._check_logits(expected)
 
     def make_cache(self, num_rows: int, num_columns: int) -> Tensor:
-        """[2, layers, rows, columns, key heads, head size] of zeros (never NaN, so that a masked
-        column adds 0).
+        """Return an empty key-value cache [2, layers, rows, columns, key heads, head size], of
+        zeros (never NaN, so that a masked column adds 0).
         """
         shape = (2, self.num_layers, num_rows, num_columns, self.num_key_heads, self.head_size)
         return torch.zeros(shape, dtype=self.dtype, device=self.device)
 
     def make_routes(self, num_rows: int, num_columns: int) -> Tensor:
-        """[rows, columns, layers with experts, experts of a token]: which experts the tokens in
-        the cache met.
+        """Return an empty table [rows, columns, layers with experts, experts of a token] for the
+        experts that the tokens in the cache met.
         """
         shape = (
             num_rows,
@@ -221,8 +231,9 @@ class LocalModel:
         return torch.zeros(shape, dtype=torch.int16, device=self.device)
 
     def prefill_prompts(self, token_ids: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Right-padded prompts [N, P] of `lengths` [N] -> logits of each last position [N, V], keys
-        and values, routes.
+        """Read right-padded prompts `token_ids` [N, P] of `lengths` [N] tokens. Return the logits
+        of each last position [N, V], keys and values [2, layers, N, P, Hk, D], and routes [N, P,
+        layers, experts].
         """
         num_rows, num_columns = token_ids.shape
         state = PrefillAttention(self.make_cache(num_rows, num_columns))
@@ -236,8 +247,8 @@ class LocalModel:
         )
 
     def score_tokens(self, token_ids: Tensor, num_given: int, num_tokens_at_once: int) -> Tensor:
-        """Log-probs [num_given] float32 of the last of these tokens [T]; logits of
-        `num_tokens_at_once` are kept at a time.
+        """Return the log-probs [num_given] float32 of the last `num_given` tokens of `token_ids`
+        [T]. The logits of `num_tokens_at_once` tokens are in memory at a time.
         """
         num_tokens = len(token_ids)
         state = PrefillAttention(self.make_cache(1, num_tokens))
@@ -257,14 +268,16 @@ class LocalModel:
         return torch.cat(found)
 
     def decode_tokens(self, token_ids: Tensor, state: DecodeAttention) -> tuple[Tensor, Tensor]:
-        """One more token a row: [N] ids at `state.positions` -> logits [N, V], routes [N,
-        layers, experts].
+        """Read one more token for each row, `token_ids` [N] at `state.positions`. Return the logits
+        [N, V] and the routes [N, layers, experts].
         """
         hidden = self._run_forward(token_ids.unsqueeze(1), state.positions.unsqueeze(1), state)
         return self._lm_head(hidden.squeeze(1)), self._collect_routes(len(token_ids), 1)[:, 0]
 
     def _hook_expert_layers(self) -> int:
-        """Have every layer with experts tell what its router picked; their number."""
+        """Register hooks that record which experts each layer's router picks, and return the number
+        of layers with experts.
+        """
         layers = [
             module
             for name, module in self._transformer.named_modules()
@@ -277,7 +290,9 @@ class LocalModel:
         return len(layers)
 
     def _collect_routes(self, num_rows: int, num_columns: int) -> Tensor:
-        """Return the experts that the last forward pass picked."""
+        """Return the experts that the last forward pass picked, [rows, columns, layers, experts]
+        int16.
+        """
         if not self.num_expert_layers:
             return self.make_routes(num_rows, num_columns)
         return (
@@ -289,6 +304,9 @@ class LocalModel:
     def _run_forward(
         self, token_ids: Tensor, positions: Tensor, state: PrefillAttention | DecodeAttention
     ) -> Tensor:
+        """Run the transformer with the attention of `state`, and return the last hidden states [N,
+        P, H].
+        """
         self._picked_experts.clear()
         return self._transformer(
             token_ids, position_ids=positions, use_cache=False, rollout=state
@@ -296,12 +314,16 @@ class LocalModel:
 
     @torch.inference_mode()
     def _compute_stock_logits(self) -> Tensor:
+        """Return transformers' own logits of the last probe token, before the attention is
+        replaced.
+        """
         return self.module(self._make_probe_ids(), use_cache=False).logits[:, -1].float()
 
     @torch.inference_mode()
     def _check_logits(self, expected_logits: Tensor) -> None:
-        """Refuse a family whose head is more than a matrix (soft-capped or scaled logits) before it
-        samples a token.
+        """Compare the logits of the probe tokens with transformers' own, and raise ValueError where
+        they differ: it refuses a family whose head is more than a matrix (soft-capped or scaled
+        logits) before a token is sampled.
         """
         ids = self._make_probe_ids()
         logits, *_ = self.prefill_prompts(ids, torch.tensor([ids.shape[1]], device=self.device))
@@ -316,14 +338,15 @@ class LocalModel:
             )
 
     def _make_probe_ids(self) -> Tensor:
+        """Return a few fixed token ids [1, 7] for the comparison of logits."""
         return (torch.arange(7, device=self.device) * 5 % self.vocab_size).unsqueeze(0)
 
 
 def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) -> LocalModel:
-    """Loads a Hugging Face directory. `load_weights` False: random weights, to be replaced by the
-    first weight sync.
+    """Load the model of a Hugging Face directory. `load_weights` False: random weights, which the
+    first weight sync replaces.
 
-    Raises ValueError when the directory lacks files, or a tensor is missing or has another shape.
+    Raise ValueError when the directory lacks files, or a tensor is missing or has another shape.
     """
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -365,7 +388,9 @@ def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) ->
 
 
 def _read_model_config(path: Path) -> Any:
-    """config.json, as of a kind that transformers knows."""
+    """Return transformers' configuration of config.json, with a model type that transformers does
+    not know replaced by the equivalent known one.
+    """
     from transformers import AutoConfig
 
     raw = json.loads((path / "config.json").read_text())
@@ -378,8 +403,8 @@ def _read_model_config(path: Path) -> Any:
 
 
 def _set_latent_norm_epsilon(module: Any) -> Any:
-    """transformers gives the norms inside of latent attention 1e-6, whatever rms_norm_eps says;
-    SGLang does not.
+    """Set the epsilon of the norms inside latent attention to the model's rms_norm_eps, as SGLang
+    does, and return the module. transformers gives them 1e-6 whatever rms_norm_eps is.
     """
     for name, norm in module.named_modules():
         if name.endswith(("q_a_layernorm", "kv_a_layernorm")):
@@ -388,7 +413,7 @@ def _set_latent_norm_epsilon(module: Any) -> Any:
 
 
 def release_unused_memory(device: torch.device) -> None:
-    """Hand what is free to the device and to the kernel, so that other processes can have it.
+    """Return unused memory to the device and to the kernel, so that other processes can have it.
 
     glibc keeps freed tensors of less than 32 MiB in its heap: without the trim a released model of
     small tensors stays in the process to the last byte.
@@ -400,5 +425,5 @@ def release_unused_memory(device: torch.device) -> None:
 
 
 def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    """Memory behind tensors that share none."""
+    """Return the bytes of the storages of these tensors, none of which may share a storage."""
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)

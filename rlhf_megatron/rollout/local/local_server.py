@@ -53,7 +53,9 @@ RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def read_token_file(path: Path) -> str:
-    """Raises ValueError when the file can be read by others or is empty."""
+    """Return the token in the file. Raise ValueError when other users may read the file, or the
+    token is shorter than 16 characters.
+    """
     if path.stat().st_mode & 0o077:
         raise ValueError(
             f"token file {path} has mode {path.stat().st_mode & 0o777:o}; it must be 600."
@@ -65,12 +67,13 @@ def read_token_file(path: Path) -> str:
 
 
 def _make_error_response(status: int, message: str) -> web.Response:
+    """Return a JSON error response, with the message shortened."""
     return web.json_response({"error": message[:_MAX_ERROR_CHARACTERS]}, status=status)
 
 
 class MalformedRequestFilter(logging.Filter):
-    """Makes a line of aiohttp's traceback of a request that is no HTTP, and of those of a minute
-    one: whoever can connect can send them, and what was sent may hold a key.
+    """Replaces aiohttp's traceback of a request that is no HTTP by one log line, at most once a
+    minute: anybody who can connect can send such requests, and their content may hold a key.
     """
 
     def __init__(self) -> None:
@@ -79,6 +82,9 @@ class MalformedRequestFilter(logging.Filter):
         self._next_s = 0.0
 
     def filter(self, record: logging.LogRecord) -> bool:
+        """Return whether to log the record: drop malformed requests within the minute, and shorten
+        the others to one line.
+        """
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, HttpProcessingError):
             return True
@@ -94,8 +100,8 @@ class MalformedRequestFilter(logging.Filter):
 
 
 def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
-    """Whether a browser may have sent it for a page of another site: one that it names as the
-    origin, or one whose name was made to lead to the loopback address.
+    """Return whether a browser may have sent the request for a web page of another site: the
+    request names an origin, or reaches a loopback server by another host name.
     """
     try:
         host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
@@ -105,8 +111,13 @@ def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
 
 
 def _make_request_guard(token: str, is_loopback: bool) -> Any:
+    """Return a middleware that refuses requests of web pages, without the token, or with too large
+    bodies, and turns the handlers' errors into JSON responses.
+    """
+
     @web.middleware
     async def guard_request(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
+        """Check the request, call its handler, and return the response or a JSON error."""
         given = request.headers.get("Authorization", "")
         wanted = f"Bearer {token}"
         if is_from_web_page(request, is_loopback):
@@ -141,13 +152,17 @@ def _make_request_guard(token: str, is_loopback: bool) -> Any:
 
 
 class EngineVerbHandlers:
-    """One method a verb."""
+    """The HTTP handlers of the server's verbs."""
 
     def __init__(self, service: DecodeService, description: dict[str, Any]) -> None:
+        """Answer verbs with `service`. `description` is the constant part of the answer to
+        /info.
+        """
         self.service = service
         self.description = description
 
     def make_route_table(self) -> list[web.RouteDef]:
+        """Return the routes of all verbs, with their paths and methods."""
         service = self.service
         verbs: dict[str, tuple[type[local_bodies.VerbBody], Callable[[Any], Any]]] = {
             "abort": (local_bodies.AbortBody, lambda body: service.abort_calls(body.names)),
@@ -204,17 +219,26 @@ class EngineVerbHandlers:
     def _make_verb_handler(
         self, body_class: type[local_bodies.VerbBody], call_service: Callable[[Any], Any]
     ) -> RequestHandler:
+        """Return a handler that parses the body as `body_class` and calls `call_service` with it in
+        the decoding loop's thread.
+        """
+
         async def handle_verb(request: web.Request) -> web.Response:
+            """Handle one request of the verb."""
             body = local_bodies.parse_verb_body(await request.read(), body_class)
             return await self._run_in_decode_loop(lambda: call_service(body))
 
         return handle_verb
 
     async def _run_in_decode_loop(self, function: Callable[[], Any]) -> web.Response:
+        """Run the function in the decoding loop's thread and answer with its result as JSON, {"ok":
+        true} for None.
+        """
         result = await asyncio.wrap_future(self.service.run_in_decode_loop(function))
         return web.json_response({"ok": True} if result is None else result)
 
     async def handle_generate(self, request: web.Request) -> web.Response:
+        """Generate the samples of the request's body; drop the call where the client goes away."""
         body = local_bodies.parse_verb_body(await request.read(), local_bodies.GenerateBody)
         job, admitted = self.service.submit_generate(body.to_requests(), body.name)
         try:
@@ -228,13 +252,16 @@ class EngineVerbHandlers:
         return web.Response(body=data, content_type="application/json")
 
     async def handle_update_weights(self, request: web.Request) -> web.Response:
+        """Load the bucket whose manifest is the request's body, from its file."""
         manifest = BucketManifest.parse_json(await request.text())
         return await self._run_in_decode_loop(lambda: self.service.update_weights(manifest))
 
     async def handle_health(self, request: web.Request) -> web.Response:
+        """Answer when the decoding loop has come to run a function."""
         return await self._run_in_decode_loop(lambda: None)
 
     async def handle_info(self, request: web.Request) -> web.Response:
+        """Answer with the description of the server, its version, its pause, and its memory."""
         weights = self.service.weights
         generator = self.service.generator
         released = {"weights": weights.is_released, "kv_cache": generator.is_cache_released}
@@ -256,9 +283,14 @@ class EngineVerbHandlers:
 
 
 def _exit_with_parent(parent_pid: int) -> None:
-    """SIGUSR2 when the thread that started us ends; we exit if the whole process did."""
+    """Exit this process when the process `parent_pid` ends, by a signal that Linux sends at the end
+    of the thread that started this process; exit now where the parent is gone already.
+    """
 
     def exit_if_orphaned(number: int, frame: Any) -> None:
+        """Exit where the parent process has changed; the signal also comes when only a thread of it
+        ends.
+        """
         if os.getppid() != parent_pid:
             os._exit(1)
 
@@ -269,6 +301,9 @@ def _exit_with_parent(parent_pid: int) -> None:
 
 
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; exit with a message for a host that is not loopback without
+    --allow-remote.
+    """
     parser = argparse.ArgumentParser(
         prog="rlhf_megatron.rollout.local.local_server", description=__doc__.splitlines()[0]
     )
@@ -324,6 +359,9 @@ def _parse_arguments(argv: list[str]) -> argparse.Namespace:
 
 
 def _build_service(args: argparse.Namespace) -> tuple[DecodeService, dict[str, Any]]:
+    """Load the model and return the decoding service, which runs, and the constant part of the
+    answer to /info.
+    """
     from rlhf_megatron.plugins import load_plugins
     from rlhf_megatron.rollout.local.batch_generator import BatchGenerator
     from rlhf_megatron.rollout.local.local_model import load_local_model
@@ -367,6 +405,9 @@ def _build_service(args: argparse.Namespace) -> tuple[DecodeService, dict[str, A
 async def _serve_until_stopped(
     args: argparse.Namespace, token: str, service: DecodeService, description: dict[str, Any]
 ) -> None:
+    """Serve HTTP, write the ready file, and return after SIGTERM or SIGINT with everything closed.
+    Raise ValueError where the port cannot be had.
+    """
     app = web.Application(
         middlewares=[_make_request_guard(token, args.host in LOOPBACK_NAMES)],
         client_max_size=_MAX_BODY_BYTES,
@@ -399,7 +440,9 @@ async def _serve_until_stopped(
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Serve until SIGTERM. Exit code 2 with one line where the settings or the model are wrong."""
+    """Serve until SIGTERM or SIGINT and return 0. Return 2, with one line in the log, where the
+    settings or the model are wrong.
+    """
     args = _parse_arguments(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr

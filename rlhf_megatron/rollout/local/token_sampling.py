@@ -31,31 +31,34 @@ _NUM_TOP_TOKENS = 1024  # most likely tokens among which cuts are looked for fir
 
 
 def _mix_bits(values_N: Tensor) -> Tensor:
-    """SplitMix64's finaliser on int64 (arithmetic modulo 2^64, logical shifts)."""
+    """Return SplitMix64's finaliser of each int64 (arithmetic modulo 2^64, logical shifts)."""
     values_N = (values_N ^ (values_N >> 30 & (1 << 34) - 1)) * _MIX1
     values_N = (values_N ^ (values_N >> 27 & (1 << 37) - 1)) * _MIX2
     return values_N ^ (values_N >> 31 & (1 << 33) - 1)
 
 
 def draw_uniforms(seeds_N: Tensor, positions_N: Tensor) -> Tensor:
-    """[N] float64 in [0, 1): SplitMix64 (Steele et al. 2014), a stream a seed, read at
-    `positions_N` (both int64).
+    """Return random numbers [N] float64 in [0, 1), a pure function of seed and position (both
+    int64): SplitMix64 (Steele et al. 2014), one stream for each seed.
     """
     bits_N = _mix_bits(_mix_bits(seeds_N * _GOLDEN + _MIX1) + (positions_N + 1) * _GOLDEN)
     return (bits_N >> 11 & (1 << 53) - 1).to(torch.float64) * 2.0**-53
 
 
 def _invert_cumulative(cumulative_NM: Tensor, target_N1: Tensor) -> Tensor:
-    """[N, 1] first index whose cumulative sum is above the target; never one of zero weight."""
+    """Return [N, 1]: the first index at which the cumulative sum exceeds the target, never an index
+    of zero weight.
+    """
     last = cumulative_NM[:, -1:]
     index = (cumulative_NM <= target_N1).sum(-1, keepdim=True)
     return torch.minimum(index, (cumulative_NM < last).sum(-1, keepdim=True))
 
 
 def draw_tokens(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
-    """[N] int64: the inverse of the cumulative distribution at `uniforms_N`.
+    """Draw one token for each row: return [N] int64, the inverse of the cumulative distribution at
+    `uniforms_N`.
 
-    Sums run in float64, over blocks of the vocabulary first and then inside of one, so that rare
+    Sums run in float64, over blocks of the vocabulary first and then inside one block, so that rare
     tokens of a large vocabulary keep their probability. Rows need not sum to one exactly.
     """
     num_rows, vocab = probs_NV.shape
@@ -79,8 +82,8 @@ def draw_tokens(probs_NV: Tensor, uniforms_N: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class ProbabilityCuts:
-    """Which tokens rows leave out of the draw. A row that leaves out none keeps its
-    probabilities to the bit.
+    """Top-k, top-p and min-p of the rows: they decide which tokens a row leaves out of the draw. A
+    row without cuts keeps its probabilities to the bit.
     """
 
     top_k_N: Tensor  # int64; _OFF: off
@@ -89,14 +92,17 @@ class ProbabilityCuts:
 
     @property
     def is_off_N(self) -> Tensor:
+        """Return for each row whether it leaves out no token."""
         return self.top_p_N.isinf() & (self.top_k_N == _TOP_K_OFF) & (self.min_p_N == 0)
 
     @staticmethod
     def has_no_cuts(params: SamplingParams) -> bool:
+        """Return whether these parameters leave out no token."""
         return params.top_k == -1 and params.top_p == 1 and params.min_p == 0
 
     @staticmethod
     def from_params(params: Sequence[SamplingParams], device: torch.device) -> ProbabilityCuts:
+        """Return the cuts of these parameters, one row each, as tensors on `device`."""
         top_k = [_TOP_K_OFF if p.top_k == -1 else min(p.top_k, _TOP_K_OFF) for p in params]
         top_p = [math.inf if p.top_p == 1 else p.top_p for p in params]
         return ProbabilityCuts(
@@ -106,14 +112,15 @@ class ProbabilityCuts:
         )
 
     def __getitem__(self, rows: slice | Tensor) -> ProbabilityCuts:
+        """Return the cuts of some of the rows."""
         return ProbabilityCuts(self.top_k_N[rows], self.top_p_N[rows], self.min_p_N[rows])
 
     def zero_cut_probs(self, probs_NV: Tensor) -> Tensor:
-        """The probabilities with zeros where a token is left out; not rescaled.
+        """Return the probabilities with zeros where a token is left out; not rescaled.
 
         In order of probability (equal ones: the lower id first) a token stays when fewer than top_k
-        stand before it, their sum over the whole vocabulary is at most top_p, and it has at least
-        min_p times the largest probability. The most likely one always stays. SGLang sums in
+        tokens precede it, their sum over the whole vocabulary is at most top_p, and it has at least
+        min_p times the largest probability. The most likely token always stays. SGLang sums in
         float32: sets may differ where a sum meets top_p to 1e-6, and a row without top-p loses its
         least likely tokens there when its sum is rounded to more than 1.
         """
@@ -125,11 +132,12 @@ class ProbabilityCuts:
         return probs_NV.masked_fill(~(keep_NV | self.is_off_N.unsqueeze(-1)), 0.0)
 
     def _find_kept_tokens(self, probs_NV: Tensor, num_top: int) -> tuple[Tensor, Tensor]:
-        """Return which tokens stay [N, V], found among the `num_top` most likely, and the rows for
-        which these are too few [N].
+        """Return which tokens stay [N, V], found among the `num_top` most likely, and for which
+        rows these are too few [N].
 
-        All three conditions hold up to a rank and no further, and its probability is the threshold:
-        the largest values do, and no large vocabulary has to be sorted.
+        All three conditions hold up to a rank and no further, and the probability at that rank is
+        the threshold: topk of the largest values is enough, and no large vocabulary has to be
+        sorted.
         """
         top_NT = probs_NV.topk(num_top).values
         before_NT = top_NT.cumsum(-1, dtype=torch.float64) - top_NT
@@ -152,7 +160,9 @@ class ProbabilityCuts:
 
 
 def mask_stop_tokens(logits_NV: Tensor, stop_ids_NS: Tensor, is_early_N: Tensor) -> Tensor:
-    """The logits with -inf at the stop tokens (-1: none) of rows that are too short to end."""
+    """Return the logits with -inf at the stop tokens (-1: none) of the rows for which `is_early_N`
+    is true, which may not end yet.
+    """
     num_rows, vocab = logits_NV.shape
     index_NS = torch.where((stop_ids_NS < 0) | ~is_early_N.unsqueeze(-1), vocab, stop_ids_NS)
     is_out_NV = torch.zeros(num_rows, vocab + 1, dtype=torch.bool, device=logits_NV.device)
@@ -167,12 +177,12 @@ def sample_tokens(
     positions_N: Tensor,
     cuts: ProbabilityCuts | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Tokens [N] int64 and their log-probs [N] float32 under softmax(logits / temperature),
-    `cuts` or not.
+    """Return one token for each row [N] int64 and its log-prob [N] float32 under softmax(logits /
+    temperature) as a whole, whatever `cuts` leave out of the draw.
 
     `temperatures_N`: float32 above 0; None: all are 1. `greedy_N`: bool, rows that take the most
-    likely token; None:
-    no row does. Greedy rows have temperature 1 in `temperatures_N`.
+    likely token; None: no row does. Greedy rows have temperature 1 in `temperatures_N`. The random
+    number of a row is a function of its seed and position.
     """
     scaled_NV = logits_NV.float()
     if temperatures_N is not None:
@@ -189,7 +199,9 @@ def sample_tokens(
 
 @dataclass(frozen=True)
 class RowSampling:
-    """How the running rows sample. None: no row would change anything by it."""
+    """The sampling parameters of the running rows as tensors. A field is None where it would change
+    nothing for any row.
+    """
 
     temperatures_N: Tensor | None  # float32; 1 where greedy
     greedy_N: Tensor | None  # bool
@@ -198,6 +210,7 @@ class RowSampling:
 
     @staticmethod
     def from_params(params: Sequence[SamplingParams], device: torch.device) -> RowSampling:
+        """Return the sampling of these parameters, one row each, as tensors on `device`."""
         kinds = {id(p): p for p in params}.values()  # the samples of a request share theirs
         greedy = scaled = min_new_tokens = cuts = None
         if any(p.temperature == 0 for p in kinds):
@@ -220,8 +233,9 @@ class RowSampling:
         seeds_N: Tensor,
         positions_N: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """`sample_rows` for some of the rows, whose tensors are given; `positions_N`: tokens that
-        each has drawn.
+        """Draw the next token for the rows of the slice `rows`, whose other tensors are passed in.
+        `positions_N` is the number of tokens that each row has drawn. Stop tokens are left out
+        before min_new_tokens. Return the tokens and their log-probs, as `sample_tokens` does.
         """
         if self.min_new_tokens_N is not None:
             logits_NV = mask_stop_tokens(
@@ -238,7 +252,9 @@ class RowSampling:
 
 
 def check_sampling_params(params: SamplingParams, vocab_size: int) -> None:
-    """Raises ValueError naming the value and the rule."""
+    """Raise ValueError, with the value and the rule, for sampling parameters that the engine
+    refuses.
+    """
     if not 0 <= params.temperature < math.inf:
         raise ValueError(
             f"temperature ({params.temperature}) must be finite and 0 (greedy) or above."

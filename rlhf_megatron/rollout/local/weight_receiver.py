@@ -1,10 +1,10 @@
 """The receiving side of a weight sync: a transaction over the parameters of the served model.
 
 A bucket is checked as a whole (file, names, shapes, dtypes) before a single byte is written, and
-after that its digests are compared with those of what stands in the parameters. Under FP8 that is
-blocks and scales; a `commit` makes of them the numbers that they stand for, with which the model
-computes. From `begin` until a `commit` that saw all of every parameter the engine is STALE, and it
-stays so after any failure.
+then its digests are compared with digests of the values in the parameters. Under FP8 these values
+are blocks and scales; `commit_sync` computes from them the numbers that the model uses. From
+`begin_sync` until a `commit_sync` that saw all of every parameter the engine is STALE, and it stays
+STALE after any failure.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _EXPERT_NAMES_ON_DISK = {"mixtral": ("block_sparse_moe", "w1", "w3", "w2")}
 
 @dataclass(frozen=True)
 class ParameterSlice:
-    """A parameter of transformers' model, or what one expert has of it."""
+    """A parameter of the transformers model, or one expert's part of a parameter."""
 
     parameter: Tensor
     expert: int | None = None
@@ -63,6 +63,7 @@ class ParameterSlice:
 
     @property
     def tensor(self) -> Tensor:
+        """Return a view of the parameter, or of the expert's rows in it."""
         return (
             self.parameter.data
             if self.expert is None
@@ -71,11 +72,11 @@ class ParameterSlice:
 
 
 def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]]:
-    """(name on disk, part) of every tensor. transformers keeps a layer's experts in two, on disk
-    each has three.
+    """Yield (name on disk, slice) of every tensor of the model. transformers fuses all experts of a
+    layer in two parameters; on disk each expert has three tensors.
 
-    Of GPT-OSS, whose files do not tell experts apart either, an expert has an entry of each
-    tensor, biases too.
+    GPT-OSS, whose files also fuse the experts, gets one entry for each expert and parameter, biases
+    too.
     """
     kind = getattr(getattr(module, "config", None), "model_type", "")
     block, gate, up, down = _EXPERT_NAMES_ON_DISK.get(kind, _DEFAULT_EXPERT_NAMES)
@@ -108,10 +109,10 @@ def iterate_parameter_slices(module: Any) -> Iterator[tuple[str, ParameterSlice]
 
 
 class WeightReceiver:
-    """Parameters by Hugging Face tensor name (a tied head is the embedding's, once) and
-    their version.
+    """Receives weight syncs into the parameters of the served model, by Hugging Face tensor name (a
+    tied head is the embedding's, once), and knows their version.
 
-    They are fit to serve when `stale_reason` is None.
+    The weights are fit to serve when `stale_reason` is None.
     """
 
     def __init__(
@@ -121,7 +122,10 @@ class WeightReceiver:
         is_loaded: bool,
         is_fp8: bool = False,
     ) -> None:
-        """`is_fp8`: matrices come in FP8 (`weights.fp8_engine_weights`)."""
+        """Prepare the parameters of `module` for syncs. `is_loaded`: they hold weights that may be
+        served already. `is_fp8`: matrices are sent in FP8 with scales
+        (`weights.quantised_weights`). Without `transfer_dir` no bucket files are taken.
+        """
         self.transfer_dir = transfer_dir
         self.version: int | None = None
         self.stale_reason = (
@@ -158,8 +162,9 @@ class WeightReceiver:
         self.links = EngineRankLinks()
 
     def begin_sync(self, version: int, is_full_resync: bool) -> None:
-        """Raises ValueError when `version` is not above the one that stands,
-        or memory is released.
+        """Open a sync to `version`, after which the weights are STALE until its commit; a sync that
+        was open is dropped. Raise ValueError when `version` is not above the current one (with
+        `is_full_resync` it may be equal), or the memory is released.
         """
         lowest = -1 if self.version is None else self.version - int(is_full_resync)
         if version <= lowest or version < 0:
@@ -176,13 +181,14 @@ class WeightReceiver:
         self.stale_reason = f"a weight sync to version {version} is under way"
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
-        """Joins a link with a copy of the trainer. Raises RuntimeError where one does
-        not come in time.
+        """Join a link with one copy of the trainer's model. Raise RuntimeError where a rank does
+        not join in time.
         """
         self.links.join_link(invitation, sender, num_senders, 0, self._device)
 
     @property
     def _device(self) -> torch.device:
+        """Return the device of the parameters."""
         return self._parameters[0][0].device
 
     def load_bucket(
@@ -191,10 +197,10 @@ class WeightReceiver:
         segments: Sequence[LentSegment] | None = None,
         exchange: BucketExchange | None = None,
     ) -> None:
-        """Check a bucket, in its file, in `segments` or as it comes by the `exchange`, and copy it
-        into the parameters. It may be overwritten then.
+        """Check a bucket and copy it into the parameters. The bucket lies in its file, in
+        `segments`, or comes by the `exchange`; its memory may be overwritten after the return.
 
-        Raises ValueError. The sync has failed then, but for a bucket of another sync, which
+        Raise ValueError. The sync has failed then, except for a bucket of another version, which
         changes nothing.
         """
         if manifest.version != self._open_version:
@@ -226,6 +232,9 @@ class WeightReceiver:
     def _receive_exchange(
         self, manifest: BucketManifest, exchange: BucketExchange
     ) -> dict[str, Tensor]:
+        """Receive the messages of the exchange and return the tensor of each entry, by key. Raise
+        ValueError where one did not come whole.
+        """
         came = receive_bucket(
             exchange,
             manifest,
@@ -242,6 +251,9 @@ class WeightReceiver:
         return {key: values for key, (_, values) in came.items()}
 
     def _map_bucket_file(self, manifest: BucketManifest) -> Tensor:
+        """Return the bytes of the bucket's file as a mapped tensor. Raise ValueError where there is
+        no such file or no transfer directory.
+        """
         if self.transfer_dir is None:
             raise ValueError("the engine was started without --transfer-dir and takes no buckets.")
         try:
@@ -251,8 +263,8 @@ class WeightReceiver:
             raise ValueError(f"{manifest.label}, file {manifest.file!r}: {words}") from error
 
     def _find_target_tensor(self, manifest: BucketManifest, entry: TensorEntry) -> Tensor:
-        """Return an entry's place in the model. Raises ValueError for an entry
-        that does not fit.
+        """Return the view of the model's tensor that an entry of the manifest goes to. Raise
+        ValueError for an entry that does not fit.
         """
         where = f"{manifest.label}, tensor {entry.name!r}"
         if entry.name not in self._slice_by_name:
@@ -280,6 +292,9 @@ class WeightReceiver:
     def _require_sent_digest(
         self, manifest: BucketManifest, entry: TensorEntry, target: Tensor
     ) -> None:
+        """Digest the values that were loaded and note the digest. Raise ValueError where it differs
+        from the manifest's, or the part was sent before with another digest.
+        """
         where = f"{manifest.label}, tensor {entry.name!r}"
         span = entry.span
         found = digest_tensor_part(target, entry.shape, span.dim, span.start)
@@ -296,8 +311,10 @@ class WeightReceiver:
             )
 
     def commit_sync(self, version: int) -> None:
-        """Raises ValueError when `version` is not the open one, or a parameter never came
-        (the sync failed).
+        """Close the sync: compute the parameters from FP8 blocks where they come so, and mark the
+        weights as fit to serve, with `version`. Do nothing where that version is committed already.
+        Raise ValueError when `version` is not the open one, or a tensor never came whole (the sync
+        has failed then).
         """
         if self._open_version is None and self.stale_reason is None and version == self.version:
             return  # the answer to the first call was lost
@@ -322,10 +339,12 @@ class WeightReceiver:
         self.stale_reason = None
 
     def _has_arrived_whole(self, name: str) -> bool:
+        """Return whether all parts of this tensor came in the current sync."""
         spans = self._digest_by_span.get(name, {})
         return bool(spans) and spans_cover_tensor(spans, self._shape_by_name[name])
 
     def _fail_sync(self, reason: str) -> None:
+        """End the open sync as failed; the weights stay STALE for this reason."""
         self.stale_reason = (
             f"the weight sync to version {self._open_version} failed ({reason.rstrip('.')})"
         )
@@ -333,8 +352,8 @@ class WeightReceiver:
         self._digest_by_span = {}
 
     def compute_digests(self) -> dict[str, str]:
-        """Digests of what stands in the model: those that were taken in the last sync, when it was
-        written; else they are taken now. Raises ValueError while memory is released.
+        """Return the digest of each tensor of the model, by name: the one taken when the last sync
+        wrote it, else computed now. Raise ValueError while the memory is released.
         """
         if self.is_released:
             raise ValueError("the weights' memory is released; there is nothing to digest.")
@@ -349,18 +368,16 @@ class WeightReceiver:
 
     @property
     def is_sync_open(self) -> bool:
-        """Whether a sync is under way: `begin_sync` was called, and neither a commit nor a
-        failure came since.
-        """
+        """Return whether a sync is open: begun, and neither committed nor failed."""
         return self._open_version is not None
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the parameters."""
+        """Return the bytes of the parameters."""
         return count_storage_bytes(parameter for parameter, _ in self._parameters)
 
     def release_memory(self) -> None:
-        """Free the parameters' memory."""
+        """Free the memory of the parameters and drop an open sync; the weights are STALE."""
         for parameter, _ in self._parameters:
             parameter.data = parameter.data.new_empty(0)
         self._open_version = None
@@ -371,7 +388,9 @@ class WeightReceiver:
         )
 
     def restore_memory(self) -> None:
-        """Allocate the parameters again; they are zero until the next sync."""
+        """Allocate the parameters again, as zeros; the weights stay STALE until the next sync. Do
+        nothing where the memory was not released.
+        """
         if not self.is_released:
             return
         for parameter, shape in self._parameters:

@@ -75,7 +75,7 @@ class RouterError(EngineError):
 @codec.register("RouterQuestion", {"remaining_s": "left_s", "version_prefix": "prefix"})
 @dataclass(frozen=True)
 class RouterGenerationQuery(SGLangGenerationQuery):
-    """A question for one sample, through the router."""
+    """The generate call of one sample, through the router."""
 
     routing_key: str
 
@@ -83,26 +83,30 @@ class RouterGenerationQuery(SGLangGenerationQuery):
 
     @property
     def bearer_key(self) -> str:
+        """Return the router's API key."""
         return self.server.api_key
 
     @property
     def headers(self) -> Mapping[str, str]:
+        """Return the routing key as a header, by which the router picks the worker."""
         return {ROUTING_KEY: self.routing_key}
 
     def encode_body(self) -> bytes:
+        """Return the JSON body for one sample, with the call's name as request id."""
         rid = {"rid": self.name} if self.name else {}
         return msgspec.json.encode(make_single_sample_body(self.requests[0], self.version) | rid)
 
     def decode_answer(self, data: bytes) -> SampleGroups:
+        """Return the one sample of the answer, as a list of one group."""
         return super().decode_answer(b"[%b]" % data)
 
 
 class RouterClient:
-    """`generate_async` through sglang-router, and who its workers are. Thread-safe.
+    """Generates through sglang-router, and changes its workers. Thread-safe.
 
-    A sample is a request of its own: the router reads one set of sampling parameters a request, and
-    a group's samples need a seed each. A routing key, the same for all of a group, keeps them
-    on one worker.
+    Each sample is an HTTP request of its own: the router reads one set of sampling parameters from
+    a request, and each sample of a group needs its own seed. A routing key, the same for all
+    samples of a group, keeps them on one worker.
     """
 
     def __init__(self, address: EngineAddress) -> None:
@@ -120,8 +124,8 @@ class RouterClient:
         *,
         version: int | None,
     ) -> SampleGroups:
-        """Generates as `Engine.generate_async` does: all samples or an EngineError. `version`: that
-        the engines serve.
+        """Generate as `InferenceEngine.generate_async` does: return all samples or raise
+        EngineError. `version` is the version that the engines serve.
         """
         where = f"router ({self.address.url}/generate)"
         if self._is_closed:
@@ -137,14 +141,16 @@ class RouterClient:
             self._running_tasks.discard(task)
 
     def list_workers(self) -> dict[str, str]:
-        """URL -> the name that the router has given it. Raises EngineError."""
+        """Return the router's id of each worker by the worker's URL. Raise EngineError."""
         return {
             worker["url"]: worker["id"]
             for worker in self._admin_http.get("/workers", _ADMIN_TIMEOUT_S)["workers"]
         }
 
     def add_worker(self, url: str, worker_key: str) -> None:
-        """Returns before the router has looked at it: `list_workers` has it then."""
+        """Tell the router to add the engine at `url` as a worker. Return before it has:
+        `list_workers` shows the worker then.
+        """
         self._change_workers(
             "POST",
             "/workers",
@@ -152,23 +158,27 @@ class RouterClient:
         )
 
     def remove_worker(self, worker_id: str) -> None:
-        """Returns before it is gone."""
+        """Tell the router to remove the worker with this id. Return before it has."""
         self._change_workers("DELETE", f"/workers/{worker_id}", None)
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
-        """End the calls of these names that wait for a connection; without names all of them."""
+        """Abort the samples of the calls with these names that wait for a connection, or all
+        waiting ones where `call_names` is empty.
+        """
         self._generate_gate.abort_waiting_calls(
             [sample for name in call_names for sample in list_sample_names(name)]
         )
 
     def check_health(self, timeout_s: float) -> None:
+        """Raise EngineError unless the router answers within `timeout_s`."""
         self._admin_http.get("/liveness", timeout_s)
 
     def close(self) -> None:
-        """End what is under way. Safe to call twice."""
+        """Cancel all calls under way; later calls raise RouterError. Safe to call twice."""
         self._is_closed = True
 
         async def cancel_running_tasks() -> None:
+            """Cancel the tasks, in their loop."""
             for task in self._running_tasks:
                 task.cancel()
 
@@ -181,8 +191,9 @@ class RouterClient:
         version: int | None,
         call_name: str,
     ) -> SampleGroups:
-        """All samples at once. When one fails the others are given up: the group is asked for
-        again as a whole.
+        """Generate all samples at once, one request for each. When one fails, cancel the others,
+        remove their route files and raise the error: the fleet generates the group again as a
+        whole.
         """
         tasks = []
         names = iter(list_sample_names(call_name) if call_name else [])
@@ -215,6 +226,9 @@ class RouterClient:
         version: int | None,
         sample_name: str,
     ) -> GeneratedSample:
+        """Generate one sample through the router; it is empty with reason "abort" where the call
+        was aborted before it was sent. Raise RouterError where the router cannot be reached.
+        """
         deadline = time.monotonic() + timeout_s
         try:
             async with self._generate_gate.admit_call(timeout_s, sample_name) as is_running:
@@ -239,15 +253,17 @@ class RouterClient:
             raise RouterError(str(error)) from error
 
     def _change_workers(self, method: str, path: str, body: str | None) -> None:
-        """Changes the router's workers; it answers before it has done so."""
+        """Send a change of the workers to the router, which answers before it has made the
+        change.
+        """
         run_in_event_loop(
             self._admin_http.send(method, path, body, _ADMIN_TIMEOUT_S), _ADMIN_TIMEOUT_S
         ).parse_body(accepted_statuses=(200, 202), refused_statuses=())
 
 
 def make_single_sample_body(request: GenerateRequest, version: int | None) -> dict[str, Any]:
-    """Returns the body of a request for one sample: the router takes no lists of
-    sampling parameters.
+    """Return the JSON body of a request for one sample: the router takes no lists of sampling
+    parameters.
     """
     body = make_generate_body([request], version)
     lists = [name for name in ("input_ids", "sampling_params", "logprob_start_len") if name in body]
@@ -255,8 +271,8 @@ def make_single_sample_body(request: GenerateRequest, version: int | None) -> di
 
 
 class SGLangRouterBalancer:
-    """A `RequestBalancer` that owns the router's process, and starts it again when it
-    ends or hangs.
+    """A `RequestBalancer` that leaves the choice of the engine to sglang-router. It owns the
+    router's process, and starts it again when it ends or hangs.
     """
 
     def __init__(
@@ -266,7 +282,7 @@ class SGLangRouterBalancer:
         health_interval_s: float = 10.0,
         health_timeout_s: float = 30.0,
     ) -> None:
-        """Starts it. Raises EngineError."""
+        """Start the router. Raise EngineError."""
         self.router_process = router_process
         self.num_restarts = 0
         self._max_restarts = max_restarts
@@ -295,7 +311,7 @@ class SGLangRouterBalancer:
     def cut_chunks(
         self, requests: Sequence[GenerateRequest], num_engines: int, is_isolated: bool
     ) -> list[RequestChunk]:
-        """A piece a group: each may go to another engine."""
+        """Make a chunk of each request: each group may go to another engine."""
         return [RequestChunk(index, requests[index : index + 1]) for index in range(len(requests))]
 
     def place_chunk(
@@ -305,6 +321,11 @@ class SGLangRouterBalancer:
         load: OutstandingLoad,
         version: int | None,
     ) -> ChunkAssignment | None:
+        """Assign the chunk to the router. Return None while the router's workers are being changed
+        to the serving engines, while it restarts, and while as many samples as allowed are on their
+        way. Raise EngineError where the router cannot be had, or the request is above the engines'
+        limits.
+        """
         if self._pending_change is not None:
             if not self._pending_change.done():
                 self._target_workers = _collect_worker_keys(serving_members)
@@ -342,13 +363,18 @@ class SGLangRouterBalancer:
         )
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
+        """Abort the calls with these names that wait for a connection to the router, or all waiting
+        ones.
+        """
         if self._router_client is not None:
             self._router_client.abort_waiting_calls(call_names)
 
     def is_balancer_failure(self, error: EngineError) -> bool:
+        """Return whether the error is the router's own, so that no engine is to blame."""
         return isinstance(error, RouterError)
 
     def close(self) -> None:
+        """Stop the watch, the calls under way and the router."""
         self._is_closed = True
         if self._server_watch is not None:
             self._server_watch.stop_watching()
@@ -357,6 +383,9 @@ class SGLangRouterBalancer:
         self.router_process.stop_router()
 
     def _start_router(self) -> None:
+        """Start the router, and make a new client and watch for it. Raise EngineError where it does
+        not start or the balancer is closed.
+        """
         address = self.router_process.start_router()
         if self._is_closed:
             self.router_process.stop_router()
@@ -376,12 +405,15 @@ class SGLangRouterBalancer:
         )
 
     def _kill_ill_router(self, watch: ServerWatch, reason: str) -> None:
-        """Kills the router at once, in the watch's thread, so that no request waits for it."""
+        """Kill the router at once, in the watch's thread, so that no request waits for it."""
         if watch is self._server_watch:
             self._illness = reason
             self.router_process.kill_router()
 
     def _restart_router(self) -> None:
+        """Begin to restart the router in a thread. Raise EngineError where
+        rollout.max_engine_restarts is used up.
+        """
         words = self._illness or self.router_process.describe_exit() or ""
         if self.num_restarts >= self._max_restarts:
             raise EngineError(
@@ -403,6 +435,9 @@ class SGLangRouterBalancer:
         )
 
     def _finish_change(self, change: Future[None]) -> None:
+        """Take the result of a change of workers or a restart that ended. Raise its EngineError
+        after too many failures in a row of a router that runs; else log it.
+        """
         self._pending_change = None
         try:
             change.result(timeout=0)
@@ -417,7 +452,10 @@ class SGLangRouterBalancer:
                 raise
 
     def _update_workers(self, target_workers: Mapping[str, str]) -> None:
-        """Give the router these workers. It stops where others are wanted meanwhile."""
+        """Remove and add workers until the router has exactly `target_workers` (key by URL), and
+        note them as confirmed; stop early where the target changes meanwhile. Read the engines'
+        limits the first time. Raise EngineError where it takes too long.
+        """
         client = self._router_client
         assert client is not None
         deadline = time.monotonic() + _CHANGE_TIMEOUT_S
@@ -448,11 +486,13 @@ class SGLangRouterBalancer:
             self._confirmed_workers = dict(target_workers)
 
     def _sleep_until_deadline(self, deadline: float, problem: str) -> None:
+        """Sleep for a moment. Raise EngineError with the problem after the deadline."""
         if time.monotonic() > deadline:
             raise EngineError(f"the router {problem} within {_CHANGE_TIMEOUT_S:g} s.")
         time.sleep(_POLL_S)
 
 
 def _collect_worker_keys(serving_members: Sequence[FleetMember]) -> dict[str, str]:
+    """Return the key of each serving engine by its URL."""
     addresses = [member.engine.address for member in serving_members]
     return {address.url: address.api_key or address.token for address in addresses}

@@ -45,7 +45,9 @@ _OTHERWISE = "or remove rollout.router: the run spreads requests itself."
 
 @dataclass
 class RouterProcess:
-    """One router, which may be started several times. Listens on 127.0.0.1 only."""
+    """The process of one sglang-router, which may be started several times. It listens on 127.0.0.1
+    only.
+    """
 
     python: str
     server_env: dict[str, str]
@@ -56,11 +58,11 @@ class RouterProcess:
     address: EngineAddress | None = None
 
     def start_router(self) -> EngineAddress:
-        """A new process with another port and key; the log so far is kept under a number. Blocks
-        until it answers.
+        """Stop the router where it runs, start a new process with another port and key, wait until
+        it answers, and return its address. The old log is kept under a number.
 
-        A port that another process took meanwhile is tried again with another. Raises EngineError
-        with the end of its log; it does not run then.
+        Where another process takes the port meanwhile, try again with another port. Raise
+        EngineError with the end of the log; the router does not run then.
         """
         self.stop_router()
         log = self.folder / "router.log"
@@ -89,7 +91,9 @@ class RouterProcess:
         raise AssertionError("the last attempt returns or raises")
 
     def describe_exit(self) -> str | None:
-        """How it ended; None while it runs."""
+        """Return how the router ended, with the end of its log; None while it runs or before its
+        start.
+        """
         if self.process is None or self.process.exit_code is None:
             return None
         return (
@@ -98,20 +102,25 @@ class RouterProcess:
         )
 
     def kill_router(self) -> None:
+        """Kill the router at once, where it runs."""
         if self.process is not None:
             self.process.kill()
 
     def stop_router(self) -> None:
-        """Safe to call twice."""
+        """Stop the router where it runs, and wait for its end. Safe to call twice."""
         if self.process is not None:
             self.process.stop()
 
     @property
     def _current_address(self) -> EngineAddress:
+        """Return the address of the current process."""
         assert self.address is not None, "start comes before"
         return self.address
 
     def _launch_process(self, log: Path) -> ServerProcess:
+        """Start a router process with new ports, a new token and a new API key, and set `address`;
+        do not wait.
+        """
         token = write_token_file(self.folder / "router.token")
         api_key = secrets.token_hex(32)
         port = self.port_allocator.reserve_ports()
@@ -133,6 +142,7 @@ class RouterProcess:
         return ServerProcess("router", command, log, env, token)
 
     def _is_answering(self) -> bool:
+        """Return whether this run's router answers on its port."""
         try:  # with the key of this run: not another server on the port
             HttpClient(self._current_address).get("/workers", _POLL_TIMEOUT_S)
         except EngineError:
@@ -141,9 +151,9 @@ class RouterProcess:
 
 
 def make_router_arguments(port: int, metrics_port: int, token: str, api_key: str) -> list[str]:
-    """Arguments of sglang-router. It only picks the worker of a group: the supervisor says who
-    serves, and the fleet asks again for what failed, and counts it. `token`: to change its workers;
-    `api_key`: to generate, which it passes on to them.
+    """Return the arguments of sglang-router. The router only picks the worker of a group: the
+    supervisor decides which engines serve, and the fleet repeats and counts failed requests.
+    `token` is the key to change its workers; `api_key` is the key to generate.
     """
     return [
         *("--host", "127.0.0.1", "--port", str(port)),
@@ -177,10 +187,10 @@ def make_router_arguments(port: int, metrics_port: int, token: str, api_key: str
 def prepare_router(
     python: str | None, env: Mapping[str, str], run_dir: Path | str, startup_timeout_s: float
 ) -> RouterProcess:
-    """Prepare a router without starting it. Its log, key and arguments lie in `run_dir`/engines.
-    `python` None: this interpreter.
+    """Check sglang-router and return its process without starting it. Its log, key and arguments
+    lie in `run_dir`/engines. `python` None: this interpreter.
 
-    Raises ValueError with the fix: no sglang-router in that environment, or another version of it.
+    Raise ValueError, with the fix, where that environment has no sglang-router, or another version.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -191,7 +201,9 @@ def prepare_router(
 
 
 def check_router(python: str | None, env: Mapping[str, str]) -> None:
-    """Is it in that environment, and of a version that is known. Raises ValueError with the fix."""
+    """Raise ValueError, with the fix, unless sglang-router in a known version is installed for this
+    interpreter (None: the running one).
+    """
     python = find_interpreter(python)
     absent = (
         f"rollout.router (sglang) needs sglang-router, which is not installed for {python}"

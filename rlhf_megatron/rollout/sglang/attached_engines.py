@@ -1,9 +1,9 @@
 """Running SGLang servers that a run uses and does not own (`rollout.endpoints`): looked at, taken,
 given back as they can go on serving. They are never killed nor started again.
 
-A server is for one run at a time. Nothing keeps another one away, but samples of weights that
-another run has brought are told by the name of their version (`sglang_samples.make_version_name`), and a weight
-update that is open is not joined.
+A server is for one run at a time. Nothing keeps another run away, but the name of a version
+(`sglang_samples.make_version_name`) shows which samples come from another run's weights, and a run
+does not join a weight update that is open.
 """
 
 from __future__ import annotations
@@ -89,8 +89,9 @@ class ServerDescription:
 
 
 def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> ServerDescription:
-    """Ask the server and compare. Raises EngineError where it is none, or does not let the run in;
-    what does not fit is in `problems`.
+    """Read the server's description of itself and compare it with what the run needs. What does not
+    fit stands in `problems` of the result. Raise EngineError where the address is no SGLang server,
+    or it refuses the key.
     """
     http = HttpClient(address, address.api_key or address.token)
     info = _fetch_info(http, "/server_info", "tp_size")
@@ -153,6 +154,7 @@ def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> 
 
 
 def describe_dtype_problem(dtype: str, requirements: ServerRequirements) -> str:
+    """Return the message for a server whose weight type is `dtype` instead of the run's."""
     return (
         f"its weights are {dtype}, but rollout.dtype (or model.dtype) is {requirements.dtype};"
         f" start it with --dtype {requirements.dtype}, or set rollout.dtype"
@@ -162,8 +164,8 @@ def describe_dtype_problem(dtype: str, requirements: ServerRequirements) -> str:
 def find_model_problems(
     server_config: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
-    """Yields the problem where `server_config`, by the names of config.json, is another model
-    than the run's.
+    """Yield a message where `server_config`, by the names of config.json, differs from the run's
+    model. Keys that only one side has are not compared.
     """
     ours = read_json_or_empty(requirements.model_path / "config.json")
     names = [name for name in server_config if name in ours and name not in IGNORED_CONFIG_KEYS]
@@ -184,7 +186,7 @@ def find_model_problems(
 
 
 def read_json_or_empty(path: Path) -> dict[str, Any]:
-    """{} for what cannot be read."""
+    """Return the JSON object in the file; {} where the file cannot be read or holds no object."""
     try:
         parsed = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -193,6 +195,9 @@ def read_json_or_empty(path: Path) -> dict[str, Any]:
 
 
 def _fetch_info(http: HttpClient, path: str, required_key: str) -> dict[str, Any]:
+    """Return the JSON object that the server answers at `path`. Raise EngineError with the fix
+    where there is no server, a wrong key, or an answer without `required_key`.
+    """
     url = http.address.url
     try:
         answer = http.get(path, INSPECT_TIMEOUT_S)
@@ -230,7 +235,9 @@ def _fetch_info(http: HttpClient, path: str, required_key: str) -> dict[str, Any
 def _find_served_model_problems(
     model_info: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
-    """Compares what the server tells, and its own config.json where that can be read here."""
+    """Yield the problems of the served model, by the server's architectures, and by its own
+    config.json where this machine can read that.
+    """
     ours = read_json_or_empty(requirements.model_path / "config.json")
     theirs = model_info.get("architectures")
     wanted = ours.get("architectures")
@@ -250,8 +257,8 @@ def _find_served_model_problems(
 def _find_tokenizer_problems(
     server_info: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
-    """A server that was started with --skip-tokenizer-init has none; else its end-of-sequence
-    tokens end samples.
+    """Yield a problem where the server has another tokenizer than the run, whose end-of-sequence
+    tokens would end samples. A server that was started with --skip-tokenizer-init has none.
     """
     if server_info.get("skip_tokenizer_init"):
         return
@@ -271,6 +278,9 @@ def _find_tokenizer_problems(
 def _find_settings_problems(
     server_info: Mapping[str, Any], requirements: ServerRequirements
 ) -> Iterator[str]:
+    """Yield the problems of a server that is not deterministic where the run must be, or whose
+    cache or context is too small for the longest sample.
+    """
     if requirements.is_deterministic:
         if server_info.get("device") == "cpu":
             yield (
@@ -296,13 +306,14 @@ def _find_settings_problems(
 
 
 def _shorten_text(value: object) -> str:
+    """Return the text of the value, with at most 80 characters."""
     text = repr(value) if not isinstance(value, str) else value
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRequirements]:
-    """The running servers of a run, and what they must fit. Raises ValueError for a key file
-    that will not do.
+    """Return the addresses of the servers in rollout.endpoints, and the requirements that they must
+    fit. Ask no server. Raise ValueError for a key file that cannot be used.
     """
     sglang = setup.rollout.sglang
     model = setup.model
@@ -319,8 +330,8 @@ def resolve_endpoints(setup: EngineSetup) -> tuple[list[EngineAddress], ServerRe
 def make_endpoint_addresses(
     endpoints: Sequence[str], api_key: str, admin_key: str
 ) -> list[EngineAddress]:
-    """Make the addresses without asking the servers. Without an admin key that of `--api-key`
-    serves for all, as on the server.
+    """Return the addresses of these servers without asking them. An empty admin key means that
+    `api_key` serves for all verbs, as on the server.
     """
     token = admin_key or api_key
     return [
@@ -338,8 +349,8 @@ def make_endpoint_addresses(
 def inspect_all_servers(
     addresses: Sequence[EngineAddress], requirements: ServerRequirements
 ) -> list[ServerDescription]:
-    """Changes nothing on the servers. Raises EngineError with everything that is wrong,
-    of all of them.
+    """Inspect all servers at once and return their descriptions; change nothing on them. Raise
+    EngineError with all problems of all servers.
     """
     with ThreadPoolExecutor(len(addresses)) as threads:
         futures = [threads.submit(inspect_server, address, requirements) for address in addresses]
@@ -358,8 +369,9 @@ def inspect_all_servers(
 
 
 class AttachedEngines:
-    """A context manager: all servers are given back when it ends.
-    See `fleet.process.EngineServers`.
+    """Running servers that the run uses without owning them. A context manager that gives all
+    servers back at its end, with the interface of `server_process.EngineServers` that a fleet
+    needs.
     """
 
     processes: tuple[ServerProcess, ...] = ()  # the servers are not this run's
@@ -370,7 +382,9 @@ class AttachedEngines:
         requirements: ServerRequirements,
         transfer_dir: Path,
     ) -> None:
-        """Takes all servers. Raises EngineError; all are given back then."""
+        """Inspect and take all servers. Raise EngineError where one does not fit; all are given
+        back then.
+        """
         self.addresses: tuple[EngineAddress, ...] = ()
         found = inspect_all_servers(addresses, requirements)
         try:
@@ -385,7 +399,9 @@ class AttachedEngines:
             raise
 
     def stop(self) -> None:
-        """Give all back. Safe to call twice; does not raise where a server is gone."""
+        """Give all servers back: abort requests, end an open weight update, continue generation.
+        Safe to call twice; log a warning where a server is gone.
+        """
         addresses = self.addresses
         self.addresses = ()
         for address in addresses:
@@ -404,6 +420,9 @@ def _attach_server(
     requirements: ServerRequirements,
     transfer_dir: Path,
 ) -> EngineAddress:
+    """Recover the server from an earlier run, check its model and loader, and return its address
+    with the facts that were learnt. Log warnings. Raise EngineError where it does not fit.
+    """
     for warning in description.warnings:
         logger.warning("%s", _format_problem(address, warning))
     address = replace(address, tp_size=description.tp_size, is_attached=True)
@@ -428,10 +447,12 @@ def _attach_server(
 
 
 def _format_problem(address: EngineAddress, problem: str) -> str:
+    """Return the problem as a sentence that names the server's address."""
     return f"rollout.endpoints ({address.url}): {problem.rstrip('.')}."
 
 
 def _explain_missing_loader(description: ServerDescription, transfer_dir: Path) -> str:
+    """Return the warning for a server whose weight loader is missing or does not answer."""
     if description.lists_loader:
         return (
             "its weight loader does not answer, since it cannot reach the transfer directory"
@@ -446,8 +467,8 @@ def _explain_missing_loader(description: ServerDescription, transfer_dir: Path) 
 
 
 def _recover_server(address: EngineAddress) -> None:
-    """Out of what a run that was killed has left: requests, an open weight update, a pause.
-    Raises EngineError.
+    """Clean up what a killed run may have left on the server: abort requests, end an open weight
+    update (after waiting for another run's end of it), and end a pause. Raise EngineError.
     """
     http = HttpClient(address)
     try:
@@ -475,8 +496,8 @@ def _recover_server(address: EngineAddress) -> None:
 
 
 def _try_begin_update(http: HttpClient) -> bool:
-    """False: a weight update is open, by a run that works or one that was killed. True: none was,
-    but one is now.
+    """Begin a weight update on the server. Return False where one is open already, of a run that
+    works or was killed; True where one was begun now.
     """
     try:
         http.post("/begin_weight_update", {}, _VERB_TIMEOUT_S)
@@ -488,8 +509,8 @@ def _try_begin_update(http: HttpClient) -> bool:
 
 
 def _end_open_update(http: HttpClient, timeout_s: float) -> None:
-    """Close the weight update that is open, if one is. What stands in the server then is part
-    of two policies.
+    """Close the weight update that is open, if there is one, and name the server's version
+    "unfinished", since it then holds parts of two policies.
     """
     try:
         http.post("/end_weight_update", {}, timeout_s)
@@ -505,7 +526,9 @@ def _end_open_update(http: HttpClient, timeout_s: float) -> None:
 
 
 def _fetch_loader_model(address: EngineAddress, transfer_dir: Path) -> dict[str, Any] | None:
-    """Asks the loader in each rank for its model; None where no receipt of it arrives here."""
+    """Ask the loader in each rank for its model, and return the description of the first rank; None
+    where no receipt arrives in the transfer directory.
+    """
     http = HttpClient(address)
     http.post("/begin_weight_update", {}, _VERB_TIMEOUT_S)
     try:
@@ -521,6 +544,9 @@ def _fetch_loader_model(address: EngineAddress, transfer_dir: Path) -> dict[str,
 
 
 def _release_server(address: EngineAddress) -> None:
+    """Abort the server's requests, end an open weight update and continue generation, so that it
+    can serve others. Log a warning where that fails.
+    """
     http = HttpClient(address)
     try:
         http.post("/abort_request", {"abort_all": True}, _RELEASE_TIMEOUT_S)

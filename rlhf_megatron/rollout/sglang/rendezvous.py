@@ -17,8 +17,9 @@ INIT_METHOD = "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE"
 def make_loopback_environment(
     env: Mapping[str, str], inherited_env: Mapping[str, str], is_one_machine: bool
 ) -> dict[str, str]:
-    """Environment that makes the ranks of a server listen to this machine only; not where others
-    must reach them, and not over what somebody has set.
+    """Return environment variables that make the ranks of a server listen on the loopback interface
+    only. Leave out variables that are set already; return none where other machines must reach the
+    ranks.
     """
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
     return {
@@ -29,9 +30,9 @@ def make_loopback_environment(
 
 
 class RendezvousFiles:
-    """The file in which the ranks of each server find one another. SGLang's own way is a TCP store,
-    which torch binds to all addresses of the machine, at a port that another process
-    can have taken.
+    """Makes the files in which the ranks of each server find one another. SGLang's own way is a TCP
+    store, which torch binds to all addresses of the machine, at a port that another process can
+    have taken.
     """
 
     def __init__(self) -> None:
@@ -40,11 +41,13 @@ class RendezvousFiles:
         )
 
     def __reduce__(self) -> tuple[type[RendezvousFiles], tuple[()]]:
-        """Become another place in another process."""
+        """Pickle as a new object, with a new directory in the process that loads it."""
         return RendezvousFiles, ()
 
     def make_environment(self, server_name: str, port: int) -> dict[str, str]:
-        """Environment with a fresh file for the server of that name."""
+        """Return environment variables that name a fresh rendezvous file for the server of this
+        name.
+        """
         path = Path(self._folder.name) / f"{server_name}-{port}"
         path.unlink(missing_ok=True)
         # SGLang names segments of shared memory after the port, where there is one.
@@ -52,8 +55,8 @@ class RendezvousFiles:
 
 
 class PortAllocator:
-    """Free loopback ports below the range from which the kernel gives out ports by itself; none
-    twice. Thread-safe.
+    """Finds free loopback ports below the range of ports that the kernel assigns by itself, and
+    returns none twice. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -62,12 +65,12 @@ class PortAllocator:
         self._next_port = 20000 + os.getpid() * 37 % max(1, low - 21000)
 
     def __reduce__(self) -> tuple[type[PortAllocator], tuple[()]]:
-        """Become, in another process, the ports of its machine."""
+        """Pickle as a new object, which finds the ports of the machine that loads it."""
         return PortAllocator, ()
 
     def reserve_ports(self, num_ports: int = 1) -> int:
-        """Return the first of so many in a row. Raises EngineError when none of a
-        thousand will do.
+        """Return the first of `num_ports` free ports in a row, and never return them again. Nothing
+        listens on them yet. Raise EngineError when none of a thousand is free.
         """
         with self._lock:
             for first in range(self._next_port, self._next_port + 1000):

@@ -73,31 +73,37 @@ class ServerOption:
 
     @property
     def name(self) -> str:
-        """The one that the run knows it by: of the field, where it is one of its names."""
+        """Return the name by which the run knows the option: the field's name where the option has
+        it, else its first name.
+        """
         plain = self.field.replace("_", "-")
         return plain if plain in self.names else self.names[0]
 
     @property
     def is_flag(self) -> bool:
-        """Takes no value: it is there or not."""
+        """Return whether the option takes no value: it is present or absent."""
         return self.nargs == 0
 
     @property
     def is_switch(self) -> bool:
-        """A flag that can be told to be off."""
+        """Return whether the option is a flag with a negated form, --no-NAME."""
         return self.action == "BooleanOptionalAction"
 
     @property
     def is_list(self) -> bool:
+        """Return whether the option takes several values."""
         return self.nargs in ("+", "*") or (isinstance(self.nargs, int) and self.nargs > 0)
 
 
 def parse_options(text: str) -> list[ServerOption]:
-    """Reads what `ARGUMENTS_QUERY` prints, or `encode_options` wrote. Raises ValueError."""
+    """Parse the text that `ARGUMENTS_QUERY` prints or `encode_options` returns. Raise
+    ValueError.
+    """
     return msgspec.json.decode(text, type=list[ServerOption])
 
 
 def encode_options(options: Sequence[ServerOption]) -> str:
+    """Return the options as JSON."""
     return msgspec.json.encode(options).decode()
 
 
@@ -113,10 +119,11 @@ class CheckedArguments:
 def check_arguments(
     arguments: Mapping[str, object], options: Sequence[ServerOption], version: str
 ) -> CheckedArguments:
-    """The user's arguments, each known, given once, not the run's own, and of a type
-    that SGLang takes.
+    """Check the user's server arguments and sort them into a settings file and command-line words.
+    Each must be known to this version of SGLang, be given once, not be one that the run sets
+    itself, and have a type that SGLang takes.
 
-    null asks for nothing. Raises ValueError with the value, the rule and the fix.
+    An argument of null is left out. Raise ValueError with the value, the rule and the fix.
     """
     by_name = {
         name: option
@@ -166,10 +173,12 @@ def check_arguments(
 
 
 def _is_negation(option: ServerOption, name: str) -> bool:
+    """Return whether this name is the negated form of a switch."""
     return option.is_switch and name.startswith("no-")
 
 
 def _format_option_words(option: ServerOption, value: object) -> list[str]:
+    """Return the option with its value as command-line words; none for a flag that is off."""
     if not option.is_flag:
         items = value if isinstance(value, list) else [value]
         return [
@@ -182,6 +191,9 @@ def _format_option_words(option: ServerOption, value: object) -> list[str]:
 
 
 def _check_option_value(key: str, value: object, option: ServerOption, version: str) -> object:
+    """Check a value, or each item of a list, and return it unchanged. Raise ValueError with the
+    rule.
+    """
     if option.is_flag:
         if not isinstance(value, bool):
             raise ValueError(
@@ -204,6 +216,9 @@ def _check_option_value(key: str, value: object, option: ServerOption, version: 
 
 
 def _check_single_value(key: str, value: object, option: ServerOption, version: str) -> None:
+    """Raise ValueError where one value is no number, no JSON or none of the choices that the option
+    wants.
+    """
     wanted = _NUMBERS.get(option.type)
     if wanted is not None and not _is_readable_as(value, option.type):
         raise ValueError(f"{key} ({value!r}) must be {wanted} for sglang {version}; correct it.")
@@ -225,6 +240,7 @@ def _check_single_value(key: str, value: object, option: ServerOption, version: 
 
 
 def _is_readable_as(value: object, type_name: str) -> bool:
+    """Return whether the value can be read as a number of this type ("int" or "float")."""
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return False
     try:

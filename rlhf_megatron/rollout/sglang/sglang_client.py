@@ -1,9 +1,9 @@
-"""`Engine` on a stock SGLang server (0.5.21 or newer: it needs the weight-update
+"""An `InferenceEngine` on a stock SGLang server (0.5.21 or newer, which has the weight-update
 session endpoints).
 
 The server itself would serve half-updated weights. So this client keeps the state: from
-`begin_update` until a commit that the server's loader confirmed as complete, the engine is STALE,
-stays paused, and `generate` is refused.
+`begin_weight_update` until a commit that the server's loader confirmed as complete, the engine is
+STALE, stays paused, and `generate` is refused.
 """
 
 from __future__ import annotations
@@ -78,19 +78,25 @@ REQUIRED_PATHS = (
 @codec.register("SGLangQuestion", {"remaining_s": "left_s", "version_prefix": "prefix"})
 @dataclass(frozen=True)
 class SGLangGenerationQuery(GenerationQuery):
+    """A generate call to an SGLang server, as a value."""
+
     version: int | None  # of the weights
     name: str  # of the call
     version_prefix: str  # of the names of versions, see `get_version_prefix`
 
     def encode_body(self) -> bytes:
+        """Return the JSON body of the generate call."""
         return msgspec.json.encode(make_generate_body(self.requests, self.version, self.name))
 
     def decode_answer(self, data: bytes) -> SampleGroups:
+        """Return the samples of the server's JSON answer, and write their expert routes to
+        files.
+        """
         return parse_sample_groups(data, self.requests, self.version_prefix)
 
 
 class SGLangEngine:
-    """An `Engine`. Weights go through the server's custom-weight-loader hook.
+    """An `InferenceEngine`. Weights go through the server's custom-weight-loader hook.
 
     Only one client of a server, the controller's, may generate, pause and open syncs; others
     deliver buckets.
@@ -120,7 +126,9 @@ class SGLangEngine:
         self._limits: ServerLimits | None = None  # asked for once
 
     def require_endpoints(self) -> None:
-        """Raises EngineError naming what this server cannot do and what would."""
+        """Raise EngineError, with the fix, where the server lacks an endpoint that the run
+        needs.
+        """
         try:
             paths = self._serving_http.get("/openapi.json", ADMIN_TIMEOUT_S)["paths"]
         except EngineRequestError as error:
@@ -137,11 +145,17 @@ class SGLangEngine:
     def generate(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> SampleGroups:
+        """Run `generate_async` in the event loop and wait for the samples."""
         return run_in_event_loop(self.generate_async(requests, timeout_s, name), timeout_s)
 
     async def generate_async(
         self, requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
     ) -> SampleGroups:
+        """Generate the samples of each request, waiting during a pause. A call that is aborted
+        before it was sent returns empty samples with reason "abort". Raise EngineStaleError where
+        the weights are not fit, EngineRequestError for a request above the server's limits,
+        EngineTimeoutError, or another EngineError.
+        """
         self._require_servable()
         if not any(request.seeds for request in requests):
             return [[] for _ in requests]
@@ -175,6 +189,9 @@ class SGLangEngine:
             ) from error
 
     def abort_calls(self, call_names: Collection[str] = ()) -> None:
+        """Abort the calls with these names, or all where `call_names` is empty, in this client and
+        on the server.
+        """
         self._generate_gate.abort_waiting_calls(call_names)
         if call_names:
             self._weight_verbs.abort_calls(call_names)
@@ -182,20 +199,28 @@ class SGLangEngine:
             self._abort_all_requests()
 
     def get_max_running_samples(self) -> int | None:
+        """Ask the server how many samples it decodes at once; None where it does not say."""
         return fetch_max_running_samples(self._serving_http, ADMIN_TIMEOUT_S)
 
     def pause_decoding(self, mode: PauseMode = "retract") -> None:
+        """Halt decoding until `resume_decoding`, also through a weight sync; new calls wait in this
+        client. See `InferenceEngine.pause_decoding`.
+        """
         self._pause_mode = mode
         self._halt_decoding(mode)
 
     def resume_decoding(self) -> None:
-        """A STALE engine stays halted: what waits in it must not go on with half of
-        the new weights.
+        """End the pause. A STALE engine stays halted: the requests that wait in it must not go on
+        with half of the new weights.
         """
         self._pause_mode = None
         self._continue_if_servable()
 
     def begin_weight_update(self, version: int, is_full_resync: bool = False) -> None:
+        """Open a weight sync on the server, which is STALE and halted from then on. Raise
+        EngineError for a version that is not above the last one, while the weights are released, or
+        where another run's update is open.
+        """
         last = self._last_version
         if last is not None and (version < last or (version == last and not is_full_resync)):
             raise EngineError(
@@ -227,10 +252,17 @@ class SGLangEngine:
         self._remove_receipts()
 
     def update_weights(self, manifest: BucketManifest) -> None:
+        """Make every rank load a bucket from its file. The sync has failed where this raises
+        EngineError.
+        """
         with self._fail_sync_on_error():
             self._weight_verbs.load_bucket(manifest)
 
     def commit_weight_update(self, version: int) -> None:
+        """Close the weight sync: check that everything came, set the version, flush the prefix
+        cache and serve. Do nothing where that version is served already. Raise EngineError where no
+        sync to `version` is open or a tensor never came whole.
+        """
         if version == self._served_version:
             return  # the answer to the first call was lost
         if version != self._open_sync_version:
@@ -255,13 +287,16 @@ class SGLangEngine:
         self._continue_if_servable()
 
     def get_weight_digests(self) -> dict[str, str] | None:
-        """Digests by the receipts of the running sync, else of the last one; None without the run's
-        loader, and where the engine quantises weights. A tensor that does not stand whole has words
-        in place of its digest.
+        """Return the digests by tensor name from the receipts of the open sync, else of the last
+        one; None without the run's loader, and where the engine quantises weights. A tensor that
+        does not stand whole has a message in place of its digest.
         """
         return self._committed_digests if self._open_sync_version is None else self._read_digests()
 
     def release_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """Halt decoding and free these parts of the server's memory. Without its weights the engine
+        is STALE.
+        """
         self._halt_decoding(
             "retract"
         )  # the server ends itself when it is asked to while it decodes
@@ -280,6 +315,9 @@ class SGLangEngine:
         self._released_parts.update(memory_parts)
 
     def resume_memory(self, memory_parts: Sequence[MemoryPart] = MEMORY_PARTS) -> None:
+        """Take the released parts back, and continue decoding where nothing else prevents it.
+        Weights that were released stay STALE until the next sync.
+        """
         gone = [
             part for part in memory_parts if part in self._released_parts
         ]  # the server ends itself when asked for others
@@ -292,12 +330,14 @@ class SGLangEngine:
         self._continue_if_servable()
 
     def get_held_bytes(self) -> int | None:
+        """Return None: SGLang does not say."""
         return None
 
     def check_health(self, timeout_s: float) -> None:
-        """While halted the scheduler is asked for its state, since it generates nothing then. The
-        same where seeds count: SGLang's own question is greedy, and in the batch of others it would
-        change what their seeds draw.
+        """Raise EngineError unless the server answers within `timeout_s`. It generates a token;
+        while it is halted, or where seeds count, its scheduler is asked for its state instead,
+        because SGLang's own health request is greedy and would change what the seeds of other
+        requests in the batch draw.
         """
         if self._halt_mode is None and self._limits is None:
             self._limits = fetch_limits_blocking(self._serving_http, timeout_s)
@@ -309,14 +349,17 @@ class SGLangEngine:
         self._serving_http.get("/health_generate" if generates else "/server_info", timeout_s)
 
     def get_served_version(self) -> int | None:
+        """Return the version of this client's last commit that still holds; None where it never
+        synced or is STALE. The server is not asked.
+        """
         return self._served_version
 
     def close(self) -> None:
-        pass
+        """Do nothing: the process's HTTP session keeps the connections."""
 
     async def _learn_limits(self, timeout_s: float) -> ServerLimits:
-        """The server answers the question only while it decodes.
-        One call asks, others wait for it.
+        """Return the server's limits; ask for them at the first call, while other calls wait. The
+        server answers only while it decodes.
         """
         if self._limits is None:
             async with asyncio.timeout(timeout_s), self._limits_lock:
@@ -325,6 +368,9 @@ class SGLangEngine:
         return self._limits
 
     def _require_servable(self) -> None:
+        """Raise EngineStaleError where the weights are not fit, EngineError where memory is
+        released.
+        """
         if self._stale_reason is not None:
             raise EngineStaleError(
                 f"{self.address.name} is STALE: {self._stale_reason}; a full weight sync mends it."
@@ -336,8 +382,8 @@ class SGLangEngine:
             )
 
     def _halt_decoding(self, mode: PauseMode) -> None:
-        """Stop decoding, whatever `pause_decoding` said.
-        What comes from now on waits at the gate.
+        """Halt decoding on the server in this mode, whatever `pause_decoding` set, and make new
+        calls wait at the gate.
         """
         self._generate_gate.close_gate()
         if mode == "abort":
@@ -350,6 +396,9 @@ class SGLangEngine:
         self._halt_mode = mode
 
     def _abort_all_requests(self) -> None:
+        """Abort all requests on the server; requests that are paused in place are retracted first,
+        or they would end only when the server decodes again.
+        """
         if self._halt_mode == "in_place":  # or it would end only when the server decodes again
             self._admin_http.post("/pause_generation", {"mode": "retract"}, ADMIN_TIMEOUT_S)
             self._halt_mode = "retract"
@@ -357,12 +406,16 @@ class SGLangEngine:
         self._await_abort_processing()
 
     def _await_abort_processing(self) -> None:
-        """Ask what all ranks answer: under DP attention an abort takes another way than requests
-        do, and would end some that come after it.
+        """Wait until all ranks have handled an abort, by a question that all of them answer: under
+        DP attention an abort takes another way than requests, and would end requests that come
+        after it.
         """
         self._admin_http.get("/server_info", ADMIN_TIMEOUT_S)
 
     def _await_running_requests(self) -> None:
+        """Wait until no call runs, repeating the abort. Raise EngineTimeoutError after
+        ABORT_TIMEOUT_S.
+        """
         deadline = time.monotonic() + ABORT_TIMEOUT_S
         while not self._generate_gate.wait_until_empty(_ABORT_INTERVAL_S):
             if time.monotonic() > deadline:
@@ -372,9 +425,9 @@ class SGLangEngine:
             self._abort_all_requests()  # one that had passed the gate may have come after the abort
 
     def _flush_prefix_cache(self) -> None:
-        """Empty the prefix cache. The server refuses while something is paused in place, which
-        keeps its part of it; that part has the name of the version before, so nobody else gets
-        it (`make_generate_body`).
+        """Empty the prefix cache. The server refuses while requests are paused in place, which keep
+        their part of it; that part is stored under the former version, so no other request finds it
+        (`make_generate_body`).
         """
         try:
             self._admin_http.post("/flush_cache", {}, ADMIN_TIMEOUT_S)
@@ -383,6 +436,9 @@ class SGLangEngine:
                 raise
 
     def _continue_if_servable(self) -> None:
+        """Continue decoding and open the gate, unless a pause, STALE weights or released memory
+        prevent it.
+        """
         if self._pause_mode is None and self._stale_reason is None and not self._released_parts:
             self._admin_http.post("/continue_generation", {}, ADMIN_TIMEOUT_S)
             self._halt_mode = None
@@ -390,7 +446,9 @@ class SGLangEngine:
 
     @contextmanager
     def _fail_sync_on_error(self) -> Iterator[None]:
-        """The sync has failed where this fails; out of a session nothing was loaded."""
+        """Mark the open sync as failed, and the engine as STALE, where the block raises
+        EngineError.
+        """
         try:
             yield
         except EngineError as error:
@@ -401,6 +459,9 @@ class SGLangEngine:
             raise
 
     def _read_digests(self) -> dict[str, str] | None:
+        """Return the digests of the current receipts by tensor name; None without the run's loader,
+        or, with a warning, where a tensor cannot be compared.
+        """
         if not self.address.has_loader:
             return None
         found = combine_all_receipts(
@@ -419,5 +480,6 @@ class SGLangEngine:
         return found.merge_by_tensor_name()
 
     def _remove_receipts(self) -> None:
+        """Remove the receipt files of this engine from the transfer directory."""
         for path in self.transfer_dir.glob(f"{self._weight_verbs.receipt_prefix}*"):
             path.unlink(missing_ok=True)

@@ -125,7 +125,9 @@ class MachineGpus:
 
 
 def runs_on_cpu(arguments: Mapping[str, object], env: Mapping[str, str]) -> bool:
-    """`arguments`: of the server, by name; `env`: that the user gives it."""
+    """Return whether a server with these arguments, by name, and this environment from the user
+    runs on the CPU.
+    """
     return arguments.get("device") == "cpu" or env.get(CPU_ENGINE_VARIABLE) == "1"
 
 
@@ -135,10 +137,10 @@ def assign_gpus(
     num_engines: int,
     machine_gpus: MachineGpus,
 ) -> list[dict[str, object]]:
-    """Per server the arguments that give it devices; empty where the user says which, or where
-    there are none.
+    """Return for each server the argument that gives it its devices; empty where the user sets the
+    devices, where there are none, or where a launcher assigns them.
 
-    Raises ValueError where there are too few.
+    Raise ValueError where there are too few GPUs.
     """
     nothing: list[dict[str, object]] = [{} for _ in range(num_engines)]
     if runs_on_cpu(arguments, env) or BASE_GPU_ID in arguments:
@@ -159,12 +161,13 @@ def assign_gpus(
 
 
 def count_engine_gpus_per_machine(arguments: Mapping[str, object]) -> int:
-    """Return the GPUs of one server on one machine."""
+    """Return the number of GPUs that one server takes on one machine."""
     ranks = _read_whole_number(arguments, "tp-size") // _read_whole_number(arguments, "nnodes")
     return ranks * _read_whole_number(arguments, "gpu-id-step")
 
 
 def _read_whole_number(arguments: Mapping[str, object], argument_name: str) -> int:
+    """Return the argument as a whole number; 1 where it is not set."""
     return int(str(arguments.get(argument_name, 1)))
 
 
@@ -175,6 +178,7 @@ def _explain_too_few_gpus(
     num_trainer_gpus: int,
     visible_devices: str | None,
 ) -> str:
+    """Return the message for too few GPUs, with the numbers and the fix."""
     needed = (
         f"rollout.num_engines ({num_engines}) x tp-size ({gpus_per_engine}) ="
         f" {num_engines * gpus_per_engine} GPUs"
@@ -198,8 +202,8 @@ def _explain_too_few_gpus(
 
 
 def check_sglang_version(version: str, location: str) -> str | None:
-    """Returns None, or a warning about a version that no test has seen. `location`: where it is.
-    Raises ValueError.
+    """Return None for a tested version, or a warning for a newer one. `location` names the
+    environment in messages. Raise ValueError for a version that is too old or cannot be read.
     """
     try:
         found = Version(version)
@@ -221,8 +225,8 @@ def check_sglang_version(version: str, location: str) -> str | None:
 
 
 def find_unfit_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str, object, str, str]]:
-    """(argument, its value, why that cannot be, the fix) for each that stands against training.
-    `arguments`: by name, with dashes or underscores.
+    """Yield (argument, value, reason, fix) for each argument that makes a server unfit for
+    training. `arguments` are by name, with dashes or underscores.
     """
     plain = {name.replace("_", "-"): value for name, value in arguments.items()}
     for name, (allowed, why, fix) in ARGUMENT_LIMITS.items():
@@ -235,7 +239,7 @@ def find_unfit_arguments(arguments: Mapping[str, object]) -> Iterator[tuple[str,
 
 @dataclass(frozen=True)
 class SGLangEnvironment:
-    """Checked; servers can be started in it."""
+    """A checked environment in which servers can be started."""
 
     python: str  # absolute, or found on PATH
     version: str
@@ -254,12 +258,13 @@ def check_sglang_environment(
     num_engines: int = 1,
     machine_gpus: MachineGpus | None = None,
 ) -> SGLangEnvironment:
-    """Look at the environment of `rollout.sglang`; `python` None: this one. Starts no server.
-    `is_deterministic`: of the trainer, and `machine_gpus` add to the arguments what the
-    servers need for it.
+    """Check the interpreter, the version and the arguments of `rollout.sglang`, and return what a
+    start needs; `python` None is this interpreter. Start no server. `is_deterministic` (of the
+    trainer) and `machine_gpus` add the arguments that servers need for them.
 
-    Raises ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that
-    it does not know or that cannot be, one that `is_deterministic` forbids, too few GPUs.
+    Raise ValueError with the fix: no interpreter, no sglang or an old one in it, an argument that
+    sglang does not know or that training cannot have, one that `is_deterministic` forbids, too few
+    GPUs.
     """
     machine_gpus = machine_gpus or MachineGpus()
     found = find_interpreter(python)
@@ -302,10 +307,11 @@ def check_sglang_environment(
 
 
 def check_nccl_versions(python: str | None, env: Mapping[str, str]) -> None:
-    """Compare torch and NCCL of the servers' environment with this one's, for a communicator of
-    ranks and servers.
+    """Compare torch and NCCL of the servers' environment with this environment's, for a
+    communicator of ranks and servers.
 
-    Warns of a difference. Raises ValueError where NCCL differs in more than a patch release.
+    Log a warning for a difference. Raise ValueError where NCCL differs in more than a patch
+    release.
     """
     theirs = find_interpreter(python)
     if theirs == sys.executable:
@@ -332,8 +338,8 @@ def check_nccl_versions(python: str | None, env: Mapping[str, str]) -> None:
 def find_refused_arguments(
     section: SGLangConfig, is_deterministic: bool, is_shared: bool
 ) -> Iterator[tuple[str, str]]:
-    """(full key, what is wrong) of what no version of SGLang may be told in training; `is_shared`:
-    it is colocated.
+    """Yield (full key, message) for each argument of rollout.sglang that no version of SGLang may
+    have in training. `is_shared`: engines share devices with the trainer (rollout.colocated).
     """
     aliases = {other: names[0] for names in SIZES_OF_SGLANG for other in names}
     names = {aliases.get(plain := name.replace("_", "-"), plain): name for name in section.args}
@@ -362,8 +368,8 @@ def find_refused_arguments(
 
 
 def _find_size_problems(value_by_argument: Mapping[str, object]) -> Iterator[tuple[str, str]]:
-    """Yield (argument, what is wrong) of sizes with which SGLang would not start, or which
-    it would ignore.
+    """Yield (argument, problem) for each size with which SGLang would not start, or which it would
+    ignore.
     """
     sizes = dict.fromkeys(("tp-size", "ep-size", "dp-size", "moe-dense-tp-size"), 1)
     for name in sizes:
@@ -395,8 +401,8 @@ def _find_size_problems(value_by_argument: Mapping[str, object]) -> Iterator[tup
 
 
 def find_interpreter(python: str | None) -> str:
-    """The interpreter, relative paths taken from the working directory. Raises ValueError where
-    it is missing.
+    """Return the path of the interpreter, a relative one taken from the working directory; None is
+    this interpreter. Raise ValueError where it is missing, or this environment has no sglang.
     """
     if python is None:
         if importlib.util.find_spec("sglang") is None:
@@ -418,8 +424,8 @@ def find_interpreter(python: str | None) -> str:
 
 
 def make_search_paths_absolute(env: Mapping[str, str]) -> dict[str, str]:
-    """Returns `env` with an absolute PYTHONPATH: not every process of a server stays in
-    this directory.
+    """Return `env` with an absolute PYTHONPATH, because not every process of a server stays in this
+    directory.
     """
     paths = [os.path.abspath(path) for path in env.get("PYTHONPATH", "").split(":") if path]
     return {**env, "PYTHONPATH": ":".join(paths)} if paths else dict(env)
@@ -428,10 +434,10 @@ def make_search_paths_absolute(env: Mapping[str, str]) -> dict[str, str]:
 def make_deterministic_arguments(
     arguments: Mapping[str, object], env: Mapping[str, str]
 ) -> dict[str, object]:
-    """Arguments that keep a sample from depending on what is decoded beside it.
-    `arguments`: canonical.
+    """Return the arguments that keep a sample from depending on the samples beside it. `arguments`
+    are by `ServerOption.name`.
 
-    Raises ValueError where they cannot: on a CPU, or where the user has switched it off.
+    Raise ValueError where that is impossible: on a CPU, or where the user has switched it off.
     """
     if runs_on_cpu(arguments, env):
         raise ValueError(
@@ -451,9 +457,9 @@ def make_deterministic_arguments(
 def make_colocation_arguments(
     arguments: Mapping[str, object], env: Mapping[str, str]
 ) -> dict[str, object]:
-    """Arguments by which servers can give their memory to the trainer. `arguments`: canonical;
-    `env`: of the run, and over it what the user gives servers. Raises ValueError where one of them
-    stands against it.
+    """Return the arguments by which servers can give their memory to the trainer. `arguments` are
+    by `ServerOption.name`; `env` is the run's environment with the user's settings for servers over
+    it. Raise ValueError where one of them prevents that.
     """
     for name in ALLOCATOR_SETTINGS:
         if "expandable_segments:true" in env.get(name, "").lower():
@@ -473,6 +479,9 @@ def make_colocation_arguments(
 def _load_known_options(
     python: str, version: str, env: Mapping[str, str], cache_dir: Path
 ) -> list[ServerOption]:
+    """Return the options of the installed sglang, from the cache file or from its interpreter, and
+    write the cache file. Raise ValueError where sglang cannot be imported.
+    """
     place_of = hashlib.sha256(python.encode()).hexdigest()[
         :12
     ]  # what a version takes depends on what is beside it
@@ -492,8 +501,8 @@ def _load_known_options(
 
 
 def run_in_interpreter(python: str, code: str, env: Mapping[str, str], problem: str) -> str:
-    """Return what that interpreter prints when it runs `code`. Raises ValueError with `problem` and
-    the last line of the error.
+    """Run `code` in the interpreter and return what it prints, stripped. Raise ValueError with
+    `problem` and the last line of the error where it fails.
     """
     try:
         done = subprocess.run(

@@ -112,8 +112,8 @@ SETTINGS_FILE = "engine-key.yaml"
 
 
 def extract_server_errors(log_text: str) -> str:
-    """The last different error lines of a server's log, which the noise of its end can have pushed
-    out of the tail, and what to do about the cause that they tell. "" where there is none.
+    """Return the last distinct error lines of a server's log, which later output can have pushed
+    out of the tail, with advice where the cause is known; "" where there is none.
     """
     found = list(dict.fromkeys(match.group(0).strip() for match in _ERROR_LINE.finditer(log_text)))
     lines = found[-_ERRORS_SHOWN:]
@@ -149,12 +149,12 @@ def start_sglang_engines(
 ) -> EngineServers:
     """Start servers with `python -m sglang.launch_server` and wait until all answer.
 
-    `arguments`: SGLang server arguments without the leading dashes; they win over the ones set
-    here. `python` None:
-    this interpreter. `machine_gpus`: the GPUs that servers can have. `is_one_machine`: all ranks
-    that send weights are on this machine. `shared_key`: of all servers; None: a fresh one each.
-    Keys go through the settings file, which only this user can read. Raises ValueError for what a
-    user can fix before a start, EngineError with the server's own error and the end of its log.
+    `arguments` are SGLang server arguments without the leading dashes; they win over the arguments
+    set here. `python` None: this interpreter. `machine_gpus`: the GPUs that servers can have.
+    `is_one_machine`: all ranks that send weights are on this machine. `shared_key`: one key for all
+    servers; None: a new one for each. Keys go through the settings file, which only this user can
+    read. Raise ValueError for what a user can fix before a start, EngineError with the server's own
+    error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -196,6 +196,7 @@ def start_sglang_engines(
 
 
 def _log_environment_warnings(environment: SGLangEnvironment) -> None:
+    """Log the warning about the version, and one where sampling is not deterministic."""
     if environment.warning is not None:
         logger.warning("%s", environment.warning)
     if not environment.arguments.value_by_option.get(DETERMINISTIC, False):
@@ -212,8 +213,8 @@ def make_server_settings(
     dtype: str,
     quantization: str | None = None,
 ) -> dict[str, object]:
-    """Contents of each server's settings file: what the run asks for, and over it what the user
-    does. Raises ValueError where both change the model's configuration.
+    """Return the contents of each server's settings file: the run's settings, overridden by the
+    user's. Raise ValueError where both change the model's configuration.
     """
     own = {
         "model-path": str(Path(model_path).absolute()),
@@ -241,13 +242,17 @@ def make_server_settings(
 
 
 def make_python_path(env: Mapping[str, str]) -> str:
-    """PYTHONPATH of a server: the user's, and where its weight loader is."""
+    """Return the PYTHONPATH of a server: the user's entries, and the root of this package for the
+    weight loader.
+    """
     return ":".join(part for part in (env.get("PYTHONPATH", ""), str(PACKAGE_ROOT)) if part)
 
 
 @dataclass
 class SGLangServerLaunch:
-    """A server, or the part of one on one machine. `is_engine`: it generates, and takes weights."""
+    """The `ServerLaunch` of a server, or of the part of a server on one machine. `is_engine`: it
+    generates and takes weights.
+    """
 
     name: str
     folder: Path
@@ -277,9 +282,13 @@ class SGLangServerLaunch:
 
     @property
     def num_parts(self) -> int:
+        """Return the number of machines that the server spans."""
         return int(str(self.environment.arguments.value_by_option.get("nnodes", 1)))
 
     def take_seat(self, seat: ServerSeat) -> None:
+        """Take the machine, network interface and device environment of the seat. Raise EngineError
+        where the transfer directory is not visible there.
+        """
         self.server_env |= seat.env
         if seat.address == LOOPBACK:
             return
@@ -297,9 +306,13 @@ class SGLangServerLaunch:
         self.host = self.settings["host"] = seat.address
 
     def get_rendezvous_address(self) -> str:
+        """Return the HOST:PORT at which the other parts find this one; "" where it has none."""
         return self.rendezvous_address
 
     def start(self) -> None:
+        """Write the settings file, and start a new server process with a new key and port; do not
+        wait.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         token = self.shared_key or write_token_file(self.folder / f"{self.name}.token")
         port = self.fixed_port or self.port_allocator.reserve_ports()
@@ -326,8 +339,8 @@ class SGLangServerLaunch:
 
     def _make_part_arguments(self) -> dict[str, object]:
         """Return the arguments of a part of a server that spans machines, whose first part listens
-        for the others, and of a server with DP attention, whose ranks would listen near the port of
-        HTTP, where others of the run are.
+        for the others, and of a server with DP attention, whose ranks would otherwise listen near
+        the HTTP port, where other servers of the run are. Empty for other servers.
         """
         if (
             self.num_parts == 1
@@ -343,8 +356,8 @@ class SGLangServerLaunch:
         return own | ({"host": LOOPBACK} if self.part_index else {})
 
     def _make_rendezvous_environment(self, port: int) -> dict[str, str]:
-        """Return the environment of its ranks, who would take the address of the route to the
-        internet for messages.
+        """Return the environment variables by which the ranks find one another, so that they do not
+        use the address of the route to the internet.
         """
         if self.num_parts == 1:
             return self.rendezvous_files.make_environment(self.name, port)
@@ -352,8 +365,9 @@ class SGLangServerLaunch:
         return {"MASTER_ADDR": host, "MASTER_PORT": number, "SGLANG_HOST_IP": self.host}
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
-        """Waits until it answers and says that it can do what is needed. Takes another port
-        where one was lost.
+        """Wait until the server answers, check that it has the endpoints that the run needs, and
+        return its address. Start it again with another port where another process took its port.
+        Raise EngineError with its errors.
         """
         try:
             return self._wait_with_port_retries(deadline, progress)
@@ -365,6 +379,9 @@ class SGLangServerLaunch:
     def _wait_with_port_retries(
         self, deadline: float, progress: StartProgress | None
     ) -> EngineAddress:
+        """Wait until the server answers, starting it again after a lost port, at most PORT_ATTEMPTS
+        times.
+        """
         for attempt in range(1, PORT_ATTEMPTS + 1):
             assert self.process is not None, "wait comes after start"
             try:
@@ -389,6 +406,9 @@ class SGLangServerLaunch:
         return self.address
 
     def _is_answering(self) -> bool:
+        """Return whether this run's server answers. Raise EngineError where it lost its port and
+        hangs.
+        """
         lost = _BIND_FAILED.search(self._read_attempt_log())
         if lost is not None:
             raise EngineError(
@@ -406,6 +426,7 @@ class SGLangServerLaunch:
         return True
 
     def _read_attempt_log(self) -> str:
+        """Return the log since the last start."""
         assert self.process is not None
         return self.process.read_log(self.log_start)
 
@@ -418,9 +439,9 @@ def make_shell_command(
     transfer_dir: Path,
     port: int,
 ) -> str:
-    """Lines for a shell: a key in a file of mode 0600 (a command line can be seen by all users of
-    the machine), then the server itself, in the foreground. A run on this machine attaches with
-    that key file.
+    """Return shell lines that start a server by hand: they make a key in a file of mode 0600 (all
+    users of a machine can see command lines), then run the server in the foreground. A run on this
+    machine attaches with that key file.
     """
     given = {**make_server_settings(environment, model_path, dtype, quantization), "port": port}
     words = [environment.python, "-m", "sglang.launch_server", "--config", SETTINGS_FILE]
@@ -450,6 +471,7 @@ def make_shell_command(
 
 
 def _format_setting_words(name: str, value: object) -> list[str]:
+    """Return a setting as command-line words; none for False."""
     if isinstance(value, bool):
         return [f"--{name}"] if value else []
     items = value if isinstance(value, list) else [value]

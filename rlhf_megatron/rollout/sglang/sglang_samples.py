@@ -48,9 +48,10 @@ _IMPOSSIBLE_TOKEN = (1 << 31) - 1
 def make_generate_body(
     requests: Sequence[GenerateRequest], version: int | None, call_name: str = ""
 ) -> dict[str, Any]:
-    """One entry a sample: SGLang's own `n` would give all samples of a group one seed. `version`:
-    of the weights; the prefix cache is looked up under it, so that no keys of other weights are
-    found. `call_name`: of the call.
+    """Return the JSON body of a generate call, with one entry for each sample: SGLang's own `n`
+    would give all samples of a group one seed. `version` is the weights' version; the prefix cache
+    is looked up under it, so that no keys of other weights are found. `call_name` gives the samples
+    request ids, by which they can be aborted.
     """
     is_scored = any(request.params.max_new_tokens == 0 for request in requests)
     return {
@@ -81,8 +82,9 @@ def make_generate_body(
 
 
 def _get_first_scored_position(request: GenerateRequest) -> int:
-    """The first token for which the server tells "the log-prob of what was read", which lacks that
-    one's own; -1: it tells none.
+    """Return the position from which the server must return log-probs of the prompt so that they
+    cover the `num_given` last tokens (the first position lacks a log-prob of its own); -1 where
+    nothing is scored.
     """
     return (
         len(request.prompt_ids) - request.num_given - 1
@@ -92,9 +94,10 @@ def _get_first_scored_position(request: GenerateRequest) -> int:
 
 
 def _make_sampling_settings(params: SamplingParams, seed: int) -> dict[str, Any]:
-    """`sampling_seed` counts only on servers started with --enable-deterministic-inference.
-    `min_new_tokens` is left out: it is refused before. A batch of nothing but `top_k` 1 gets
-    log-probs of temperature 1 from SGLang, so that cut is made with `top_p`.
+    """Return SGLang's sampling settings of one sample. `sampling_seed` counts only on servers
+    started with --enable-deterministic-inference. `min_new_tokens` is left out, since such requests
+    are refused before. A batch of nothing but `top_k` 1 gets log-probs of temperature 1 from
+    SGLang, so that cut is made with `top_p`.
     """
     is_greedy = params.temperature == 0
     is_single = params.top_k == 1 and not is_greedy
@@ -113,9 +116,9 @@ def _make_sampling_settings(params: SamplingParams, seed: int) -> dict[str, Any]
 def parse_sample_groups(
     data: bytes, requests: Sequence[GenerateRequest], version_prefix: str = ""
 ) -> list[list[GeneratedSample]]:
-    """The samples of each request, of the JSON that a server sent. `version_prefix`:
-    `get_version_prefix` of the process that brought the weights; "": this one. Raises ValueError
-    naming the sample, the field and what stands there.
+    """Return the samples of each request from the JSON that a server sent, and write their expert
+    routes to files. `version_prefix` is `get_version_prefix` of the process that brought the
+    weights; "": this process. Raise ValueError naming the sample, the field and its value.
     """
     num_samples = sum(len(request.seeds) for request in requests)
     try:
@@ -129,7 +132,11 @@ def parse_sample_groups(
     asked = [request for request in requests for _ in request.seeds]
     for index, (answer, request) in enumerate(zip(answers, asked, strict=True)):
         try:
-            samples.append(_parse_sample(answer, request, version_prefix or get_version_prefix()))
+            samples.append(
+                _read_sample_and_write_routes(
+                    answer, request, version_prefix or get_version_prefix()
+                )
+            )
         except ValueError as error:
             raise ValueError(f"sample {index} of {num_samples}: {error}") from error
     rest = iter(samples)
@@ -187,9 +194,9 @@ _ANSWER_DECODER = msgspec.json.Decoder(list[_SampleAnswer[msgspec.Raw]])
 def _read_token_columns(
     rows: msgspec.Raw | list[_TokenAnswer] | None,
 ) -> tuple[list[int], array[int], array[float]] | None:
-    """Token ids, as a list too, and log-probs; None where the server sent nothing. Rows are read as
-    one flat list:
-    those of a long response cost more as lists of their own than their numbers do.
+    """Return the token ids as a list and as an array, and the log-probs; None where the server sent
+    none. The rows are parsed as one flat list, because a list for each row of a long response costs
+    more than its numbers.
     """
     if isinstance(rows, msgspec.Raw):
         flat = msgspec.json.decode(b"[%b]" % bytes(rows).translate(None, b"[]"))
@@ -214,7 +221,9 @@ def _read_token_columns(
 def _read_scored_tokens(
     meta: _MetaInfoAnswer[Any], request: GenerateRequest
 ) -> tuple[list[int], array[int], array[float]]:
-    """Token ids, as a list too, and log-probs of the tokens that were given."""
+    """Return the token ids, as a list and as an array, and the log-probs of the given tokens. Raise
+    ValueError where the server did not score just these.
+    """
     rows = (meta.input_token_logprobs or [])[-request.num_given :]
     wanted = request.prompt_ids[-request.num_given :]
     ids = [token for _, token, _ in rows]
@@ -227,9 +236,13 @@ def _read_scored_tokens(
     return ids, array("i", ids), array("d", values)
 
 
-def _parse_sample(
+def _read_sample_and_write_routes(
     raw_answer: Any, request: GenerateRequest, version_prefix: str
 ) -> GeneratedSample:
+    """Return the sample of an SGLang answer, and write its expert routes to a file. A weight
+    version without `version_prefix` becomes UNSYNCED. Raise ValueError where the answer disagrees
+    with itself, lacks a field, or has a log-prob that is not finite.
+    """
     answer = (
         raw_answer
         if isinstance(raw_answer, _SampleAnswer)
@@ -287,10 +300,11 @@ def _parse_sample(
 def _write_sample_routes(
     meta: _MetaInfoAnswer[Any], request: GenerateRequest, num_tokens: int
 ) -> str:
-    """The file with the experts that the tokens met. Layers without experts are zeros, and rows of
-    tokens that SGLang lost sight of: both are no routes to whoever reads the file. Aborted samples
-    have none: they are asked for again, and what the server says of them may be of other tokens
-    than it sends.
+    """Write the experts that the sample's tokens met to a file, and return its path; "" where none
+    are wanted, and for aborted samples, which are generated again and whose routes may be of other
+    tokens than were sent. Layers without experts are zeros, and rows of tokens that SGLang lost:
+    readers of the file treat both as no routes. Raise ValueError where routes are missing or do not
+    fit.
     """
     if not request.routes_dir or meta.finish_reason.type == "abort":
         return ""
@@ -308,25 +322,29 @@ def _write_sample_routes(
 
 
 def make_version_name(version: int) -> str:
-    """The name under which this process tells a server the version of its weights: no other process
-    says the same, so that samples of weights which another run has brought are not taken for
-    those of this one.
+    """Return the name under which this process sets a server's version of the weights. No other
+    process uses it, so that samples from weights of another run are not taken for this run's.
     """
     return f"{get_version_prefix()}{version}"
 
 
 def get_version_prefix() -> str:
-    """Return what the names of this process's versions begin with."""
+    """Return the prefix of this process's version names."""
     return _make_version_prefix(os.getpid())
 
 
 @lru_cache(1)
 def _make_version_prefix(pid: int) -> str:
+    """Return a random prefix for this process, the same at each call; a forked process gets
+    another.
+    """
     return f"{secrets.token_hex(4)}-{pid}-"
 
 
 def _parse_version(text: Any, version_prefix: str) -> int:
-    """UNSYNCED for weights that another process has brought."""
+    """Return the version in a version name; UNSYNCED where the name lacks the prefix, because
+    another process brought the weights.
+    """
     number = str(text)
     return int(number[len(version_prefix) :]) if number.startswith(version_prefix) else UNSYNCED
 
@@ -334,8 +352,9 @@ def _parse_version(text: Any, version_prefix: str) -> int:
 def _parse_version_spans(
     raw_spans: Sequence[_VersionSpanAnswer], num_tokens: int, version_prefix: str
 ) -> tuple[VersionSpan, ...]:
-    """SGLang can say more tokens of aborted samples than it sends: the last span is cut. ():
-    servers that do not say, or no tokens.
+    """Return the version spans of the tokens that were sent; () for servers that report none, or no
+    tokens. SGLang can report more tokens of aborted samples than it sends: the last span is cut.
+    Raise ValueError where the spans have gaps or end early.
     """
     spans: list[VersionSpan] = []
     end = 0
@@ -357,19 +376,22 @@ def _parse_version_spans(
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """The limits of one server, as it says itself."""
+    """The limits of one server, as the server reports them."""
 
     vocab_size: int | None  # None: it does not say; ids are not checked then
     is_deterministic: bool
 
     def check_requests(self, requests: Sequence[GenerateRequest], server_name: str) -> None:
-        """Raises EngineRequestError with the value and the fix."""
+        """Raise EngineRequestError, with the value and the fix, for the first request that the
+        server cannot serve.
+        """
         for request in requests:
             problem = self._find_request_problem(request)
             if problem:
                 raise EngineRequestError(f"{server_name}: {problem}")
 
     def _find_request_problem(self, request: GenerateRequest) -> str:
+        """Return why the server cannot serve the request; "" where it can."""
         params = request.params
         if not request.prompt_ids:
             return "the prompt is empty: there is nothing to continue. Give it at least one token."
@@ -402,20 +424,22 @@ class ServerLimits:
 
 
 async def fetch_limits(http: HttpClient, timeout_s: float) -> ServerLimits:
-    """Ask the server, in the loop of `rollout.http_client`. Raises EngineError."""
+    """Ask the server for its limits, in the loop of `rollout.http_client`. Raise EngineError."""
     info = (await http.send("GET", "/server_info", None, timeout_s)).parse_body()
     is_deterministic = isinstance(info, dict) and info.get("enable_deterministic_inference") is True
     return ServerLimits(await _probe_vocab_size(http, timeout_s), is_deterministic)
 
 
 def fetch_limits_blocking(http: HttpClient, timeout_s: float) -> ServerLimits:
-    """Return the limits, as `fetch_limits` does, to a thread that waits."""
+    """Ask the server for its limits as `fetch_limits` does, from a thread outside the loop, and
+    wait for them.
+    """
     return run_in_event_loop(fetch_limits(http, timeout_s), 2 * timeout_s)
 
 
 def fetch_max_running_samples(http: HttpClient, timeout_s: float) -> int | None:
-    """Samples that the server decodes at once, over its data-parallel ranks; None: it does not say.
-    Raises EngineError.
+    """Ask the server how many samples it decodes at once, over all its data-parallel ranks; None
+    where it does not say. Raise EngineError.
     """
     info = http.get("/server_info", timeout_s)
     states = info.get("internal_states") if isinstance(info, dict) else None
@@ -428,8 +452,8 @@ def fetch_max_running_samples(http: HttpClient, timeout_s: float) -> int | None:
 
 
 async def _probe_vocab_size(http: HttpClient, timeout_s: float) -> int | None:
-    """Learn the vocabulary's size from the refusal of a token that no model has: no
-    endpoint tells it.
+    """Return the vocabulary's size, learnt from the server's refusal of a token that no model has,
+    since no endpoint reports it; None where the refusal does not say.
     """
     body = {
         "input_ids": [[0]],

@@ -43,7 +43,9 @@ _UPDATE_FROM_TENSOR_PATH = "/update_weights_from_tensor"
 
 @dataclass(frozen=True)
 class PartDigest:
-    """Entries start .. start + count - 1 along `axis`, as one rank holds them."""
+    """The digest of entries start .. start + num_entries - 1 along `axis`, as one rank holds
+    them.
+    """
 
     rank: int
     axis: int
@@ -53,6 +55,7 @@ class PartDigest:
 
     @property
     def span_key(self) -> tuple[int, int, int]:
+        """Return (axis, start, number of entries)."""
         return self.axis, self.start, self.num_entries
 
 
@@ -71,6 +74,7 @@ class LoadedWeights:
     )  # of those that cannot be compared (quantised): why
 
     def __or__(self, other: LoadedWeights) -> LoadedWeights:
+        """Return the states of both, the other's where both have a key."""
         return LoadedWeights(
             self.digest_by_key | other.digest_by_key,
             self.fault_by_key | other.fault_by_key,
@@ -78,7 +82,9 @@ class LoadedWeights:
         )
 
     def merge_by_tensor_name(self) -> dict[str, str]:
-        """Return each tensor's digest, or words where it does not stand as it was sent."""
+        """Return the digest of each tensor, summed over its parts, or a message where the tensor
+        does not stand as it was sent.
+        """
         found: dict[str, int] = {}
         for key, digest in self.digest_by_key.items():
             found[_get_tensor_name(key)] = found.get(_get_tensor_name(key), 0) + int(digest, 16)
@@ -88,11 +94,12 @@ class LoadedWeights:
 
 
 def _get_tensor_name(key: str) -> str:
+    """Return the tensor name in a `TensorEntry.key`, without the span."""
     return key.partition("[")[0]
 
 
 def combine_bucket_receipts(receipts: Sequence[Receipt]) -> LoadedWeights:
-    """Joins the receipts that all ranks of the server wrote of one bucket."""
+    """Join the receipts that all ranks of the server wrote for one bucket."""
     found = LoadedWeights()
     for key, (shape, span, _) in receipts[0]["tensors"].items():
         unlike, misfits = (
@@ -126,11 +133,11 @@ def check_loaded_bucket(
     receipts: Sequence[Receipt],
     compare_with_bucket: Callable[[], Sequence[Receipt]] | None = None,
 ) -> LoadedWeights:
-    """Checks what stands of a bucket that was just delivered. Raises EngineError naming the tensors
-    that are not as sent.
+    """Check that an engine holds a bucket as it was sent, by its receipts, and return the state of
+    the tensors. Raise EngineError naming the tensors that differ from the manifest.
 
     `compare_with_bucket` sends the bucket's order "compare", while its bytes still lie there, and
-    returns the receipts: they tell which ranks hold something else than the bytes.
+    returns the receipts, which show which ranks hold other values than the bytes.
     """
     found = combine_bucket_receipts(receipts)
     wrong: dict[str, str] = {}
@@ -164,7 +171,9 @@ def check_loaded_bucket(
 
 
 def read_all_receipts(directory: Path, receipt_prefix: str) -> list[list[Receipt]]:
-    """The receipts of all buckets, by bucket. Raises EngineError where a rank's is missing."""
+    """Return the receipts of all buckets with this prefix in the directory, one list for each
+    bucket. Raise EngineError where a rank's receipt is missing.
+    """
     by_name: dict[str, list[Receipt]] = {}
     for path in sorted(directory.glob(f"{receipt_prefix}*")):
         name, _, rank = path.name.rpartition(".")
@@ -178,7 +187,7 @@ def read_all_receipts(directory: Path, receipt_prefix: str) -> list[list[Receipt
 
 
 def combine_all_receipts(receipts_by_bucket: Iterable[Sequence[Receipt]]) -> LoadedWeights:
-    """Joins the receipts of all buckets of a sync."""
+    """Join the receipts of all buckets of a sync."""
     found = LoadedWeights()
     for receipts in receipts_by_bucket:
         found |= combine_bucket_receipts(receipts)
@@ -188,7 +197,9 @@ def combine_all_receipts(receipts_by_bucket: Iterable[Sequence[Receipt]]) -> Loa
 def _describe_fault(
     part_digests: Sequence[PartDigest], shape: tuple[int, ...], sent_span: TensorSpan
 ) -> str | None:
-    """Says why these parts are not `sent_span`, each entry once; None: they are."""
+    """Return why these parts do not cover `sent_span` with each entry once and alike on all ranks;
+    None where they do.
+    """
     if not part_digests:
         return "not found in the engine"
     by_place: dict[tuple[int, int, int], list[PartDigest]] = {}
@@ -204,6 +215,7 @@ def _describe_fault(
 def _describe_disagreement(
     part_digests: Sequence[PartDigest], span_key: tuple[int, int, int], shape: tuple[int, ...]
 ) -> str | None:
+    """Return which ranks hold another digest for the same part; None where all agree."""
     values = Counter(part.digest for part in part_digests)
     if len(values) == 1:
         return None
@@ -224,6 +236,9 @@ def _describe_disagreement(
 def _describe_gap(
     span_keys: Sequence[tuple[int, int, int]], shape: tuple[int, ...], sent_span: TensorSpan
 ) -> str | None:
+    """Return which part of the sent span no rank holds, or ranks hold in overlapping parts; None
+    where the sorted parts cover the span exactly.
+    """
     if not span_keys:
         return "not found in the engine"
     axes = {axis for axis, _, _ in span_keys}
@@ -250,6 +265,7 @@ def _describe_gap(
 
 
 def _describe_part(span_key: tuple[int, int, int], shape: tuple[int, ...]) -> str:
+    """Return the part in words: all of it, a row or column, or a range of them."""
     axis, start, count = span_key
     if count == shape[axis]:
         return "all of it"
@@ -260,6 +276,7 @@ def _describe_part(span_key: tuple[int, int, int], shape: tuple[int, ...]) -> st
 
 
 def _format_ranks(ranks: Iterable[int]) -> str:
+    """Return the rank numbers in words, "tp rank 1" or "tp ranks 0, 1 and 2"."""
     numbers = [str(rank) for rank in sorted(set(ranks))]
     if len(numbers) == 1:
         return f"tp rank {numbers[0]}"
@@ -267,6 +284,7 @@ def _format_ranks(ranks: Iterable[int]) -> str:
 
 
 def _describe_other_dtype(receipts: Sequence[Receipt], key: str) -> str:
+    """Return a remark where a rank holds the tensor in another type than it was sent; "" else."""
     found = {receipt["stands_as"][key] for receipt in receipts if key in receipt["stands_as"]}
     if not found:
         return ""
@@ -280,6 +298,9 @@ def _describe_other_dtype(receipts: Sequence[Receipt], key: str) -> str:
 def _find_differing_ranks(
     compare_with_bucket: Callable[[], Sequence[Receipt]] | None,
 ) -> dict[str, list[int]]:
+    """Return by key the ranks that hold other values than the bucket; {} where the comparison is
+    missing or fails.
+    """
     if compare_with_bucket is None:
         return {}
     try:
@@ -295,12 +316,14 @@ def _find_differing_ranks(
 
 
 class SGLangWeightVerbs:
-    """Thread-safe. All raise EngineError, also where the server answers 200 and no success."""
+    """The weight verbs of one SGLang server. Thread-safe. All verbs raise EngineError, also where
+    the server answers 200 without success.
+    """
 
     def __init__(
         self, address: EngineAddress, transfer_dir: Path, timeout_s: float = WEIGHT_VERB_TIMEOUT_S
     ) -> None:
-        """`timeout_s`: deadline of each call."""
+        """Make the verbs of this server. `timeout_s` is the deadline of each HTTP call."""
         self.address = address
         self.timeout_s = timeout_s
         self.receipt_prefix = f"receipt-{address.name}-"
@@ -313,9 +336,10 @@ class SGLangWeightVerbs:
         lend_segments: Callable[[], LentSegments] = lambda: (),
         is_lent_once: bool = False,
     ) -> list[Receipt]:
-        """Have every rank read a bucket and load it: from its file, or from the device memory that
-        `lend_segments` tells, each time anew unless it `is_lent_once`. Raises EngineError too where
-        it does not stand as it was sent.
+        """Make every rank load a bucket, and return the checked receipts: from its file, or from
+        the device memory that `lend_segments` lends, called anew for a comparison unless
+        `is_lent_once`. Raise EngineError also where the engine does not hold the bucket as it was
+        sent.
         """
         order = manifest.encode_json()
         what = manifest.label
@@ -329,16 +353,16 @@ class SGLangWeightVerbs:
         return receipts
 
     def digest_bucket(self, manifest: BucketManifest) -> list[Receipt]:
-        """Has every rank digest a bucket that it has loaded from somewhere else, and checks it as
-        `load_bucket` does.
+        """Make every rank digest a bucket that it has loaded another way, and return the checked
+        receipts, as `load_bucket` does.
         """
         receipts = self.send_order({"digest": manifest.encode_json()}, manifest.label)
         check_loaded_bucket(self.address.name, manifest, receipts)
         return receipts
 
     def receive_exchange(self, manifest: BucketManifest, exchange: BucketExchange) -> list[Receipt]:
-        """Have every rank take what the senders, which must be at it, send it of a bucket, and load
-        it; checked as `load_bucket` does.
+        """Make every rank receive and load the messages that the senders send of a bucket
+        meanwhile, and return the checked receipts, as `load_bucket` does.
         """
         receipts = self.send_order(
             {"manifest": manifest.encode_json(), "exchange": exchange}, manifest.label
@@ -347,14 +371,16 @@ class SGLangWeightVerbs:
         return receipts
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
-        """Make the engine's ranks those after the senders. Returns when they have joined, so the
-        senders must be joining, too.
+        """Make the engine's ranks join a link, as the ranks after the senders. Return when they
+        have joined, so the senders must be joining at the same time.
         """
         order = {"join": invitation, "sender": sender, "num_senders": num_senders}
         self.send_order(order, f"process group {invitation.name}")
 
     def list_held_parts(self, tensors: Sequence[HFTensor]) -> HeldSpansByRank:
-        """Which parts of them stand in its ranks."""
+        """Return for each rank of the engine, by tensor name, the spans of these tensors that it
+        holds.
+        """
         shapes = {hf.name: hf.shape for hf in tensors}
         receipts = self.send_order({"holds": shapes}, "question for what its ranks hold")
         return [
@@ -366,7 +392,7 @@ class SGLangWeightVerbs:
         ]
 
     def leave_link(self, link_name: str, timeout_s: float) -> None:
-        """End the engine's part of a link."""
+        """Make the engine's ranks leave the link of this name."""
         self.send_order({"leave": link_name}, f"process group {link_name}", timeout_s=timeout_s)
 
     def send_order(
@@ -376,9 +402,9 @@ class SGLangWeightVerbs:
         lent_segments: LentSegments = (),
         timeout_s: float | None = None,
     ) -> list[Receipt]:
-        """Have the run's loader carry out an order in every rank; returns the ranks' receipts.
-
-        `lent_segments`: by rank, the device memory that goes with it.
+        """Make the run's loader carry out an order in every rank, and return the ranks' receipts.
+        `operation` names the order in messages. `lent_segments` is the device memory that goes with
+        it, by rank. Raise EngineError with the error of a receipt, or where one is missing.
         """
         name = self.receipt_prefix + uuid.uuid4().hex
         own = {"receipt": name, "directory": self._transfer_dir.name} | (
@@ -397,12 +423,14 @@ class SGLangWeightVerbs:
         return [self._read_receipt(name, rank, operation) for rank in range(self.address.tp_size)]
 
     def abort_calls(self, call_names: Collection[str]) -> None:
-        """End what runs of generate calls of these names. A server forgets a sample as it ends."""
+        """Abort the running samples of the generate calls with these names. The server ignores
+        samples that have ended.
+        """
         for sample in (sample for name in call_names for sample in list_sample_names(name)):
             self._http.post("/abort_request", {"rid": sample}, self.timeout_s)
 
     def load_bucket_by_value(self, manifest: BucketManifest, bucket: Tensor) -> None:
-        """A bucket inside the request, for servers without the run's loader."""
+        """Send a bucket inside the request, for servers without the run's loader."""
         pairs = [
             (entry.name, entry.view_in_bucket(bucket).cpu().clone()) for entry in manifest.tensors
         ]
@@ -411,15 +439,15 @@ class SGLangWeightVerbs:
         self._post_or_raise(_UPDATE_FROM_TENSOR_PATH, body, manifest.label)
 
     def load_directory(self, directory: Path) -> None:
-        """A whole model directory, which the server can read, also where it was started with
-        load-format dummy.
+        """Make the server load a whole model directory, which it must be able to read, also where
+        it was started with load-format dummy.
         """
         body = {"model_path": str(directory), "load_format": "auto", "flush_cache": False}
         self._post_or_raise("/update_weights_from_disk", body, f"weights of {directory.name}")
 
     def join_process_group(self, invitation: LinkInvitation) -> None:
-        """Make the engine's ranks the ranks after 0 of that group. Returns when they have joined,
-        so this side must be joining, too.
+        """Make the engine's ranks join the group, as the ranks after rank 0. Return when they have
+        joined, so this process must be joining at the same time.
         """
         body = {
             "master_address": invitation.address,
@@ -432,7 +460,7 @@ class SGLangWeightVerbs:
         self._post_or_raise("/init_weights_update_group", body, f"process group {invitation.name}")
 
     def leave_process_group(self, group_name: str, timeout_s: float) -> None:
-        """End the engine's part of the group."""
+        """Make the engine leave the group of this name."""
         self._post_or_raise(
             "/destroy_weights_update_group",
             {"group_name": group_name},
@@ -441,7 +469,7 @@ class SGLangWeightVerbs:
         )
 
     def receive_broadcast(self, manifest: BucketManifest, group_name: str) -> None:
-        """Take the broadcast of a bucket, which must be under way, and load it."""
+        """Make the engine take the broadcast of a bucket, which must be under way, and load it."""
         body = {
             "names": [entry.name for entry in manifest.tensors],
             "dtypes": [entry.dtype for entry in manifest.tensors],
@@ -455,12 +483,16 @@ class SGLangWeightVerbs:
     def _post_or_raise(
         self, path: str, body: dict[str, Any], operation: str, timeout_s: float | None = None
     ) -> None:
+        """Post the verb; raise EngineError unless the answer reports success."""
         answer = self._http.post(path, body, self.timeout_s if timeout_s is None else timeout_s)
         if not isinstance(answer, dict) or not answer.get("success", False):
             said = answer.get("message", answer) if isinstance(answer, dict) else answer
             raise EngineError(f"{self.address.name}, {operation}: {said}")
 
     def _read_receipt(self, receipt_name: str, rank: int, operation: str) -> Receipt:
+        """Read the receipt of one rank. Raise EngineError where it is missing or reports an
+        error.
+        """
         path = self._transfer_dir / f"{receipt_name}.{rank}"
         if not path.exists():
             raise EngineError(f"{self.address.name}, {operation}: tp rank {rank} wrote no receipt.")

@@ -24,44 +24,50 @@ class DeliveryTraffic:
     bytes_needed: int = 0  # of what stands in them afterwards
 
     def __add__(self, other: DeliveryTraffic) -> DeliveryTraffic:
+        """Return the sum of both."""
         return DeliveryTraffic(
             self.bytes_moved + other.bytes_moved, self.bytes_needed + other.bytes_needed
         )
 
 
 class BucketTransport:
-    """Used by one thread at a time. Every call has a deadline and raises EngineError."""
+    """Brings buckets of weights from one sender to one engine. One thread at a time uses it. Every
+    call has a deadline and raises EngineError.
+    """
 
     engine_name: str  # of the engine
     bucket_memory: BucketMemory  # where buckets must lie; known once it is open
     num_reading_ranks: int = 1  # ranks of the engine that open device memory
 
     def prepare_sync(self, device_ids: Collection[str] = ("",)) -> None:
-        """Prepare, once, before the first bucket of a sync. `device_ids`: what
-        `device.get_shareable_device_id` says of those whose memory would be opened.
+        """Prepare, once, before the first bucket of a sync; it may set `bucket_memory`.
+        `device_ids` are the ids by `device.get_shareable_device_id` of the devices whose memory the
+        engine would open, "" for one that cannot be shared.
         """
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
-        """Returns when the engine has loaded the bucket, whose bytes may be overwritten then."""
+        """Deliver a bucket. Return when the engine has loaded it; its bytes may be overwritten
+        then.
+        """
         raise NotImplementedError
 
     def lend_bucket(
         self, manifest: BucketManifest, bucket: Tensor, segments_by_reader: LentSegments
     ) -> DeliveryTraffic:
-        """Deliver a bucket of which parts lie in memory of other ranks' devices:
-        `segments_by_reader`, by reader.
+        """Deliver a bucket of which parts lie in memory of other ranks' devices.
+        `segments_by_reader` are those parts for each reading rank of the engine.
         """
         raise NotImplementedError
 
 
 def sum_receipt_traffic(receipts: Sequence[Receipt]) -> DeliveryTraffic:
-    """The traffic of a bucket that the ranks which wrote these receipts have taken."""
+    """Return the traffic of a bucket, summed over the receipts of the engine's ranks."""
     moved = sum(receipt["num_bytes_read"] for receipt in receipts)
     return DeliveryTraffic(moved, sum(receipt["num_bytes_standing"] for receipt in receipts))
 
 
 def estimate_traffic_without_receipts(manifest: BucketManifest, num_ranks: int) -> DeliveryTraffic:
-    """The traffic to ranks that write no receipts: all of it goes to each, and stands in them
-    once at least.
+    """Return the traffic to ranks that write no receipts: the whole bucket moves to each rank, and
+    is held once at least.
     """
     return DeliveryTraffic(manifest.tensor_bytes * num_ranks, manifest.tensor_bytes)

@@ -47,9 +47,9 @@ _VERSION = re.compile(r"version-(\d+)")
 
 
 class SafetensorsFileBuffers(BucketBuffers):
-    """Buffers whose buckets are written into a file each before they are delivered. The buckets
-    must have no gaps between their tensors (`plan_buckets`). The files stay
-    for `assemble_weight_checkpoint`.
+    """Buffers whose buckets are each written to a safetensors file before they are delivered. The
+    buckets must have no gaps between their tensors (`plan_buckets`). The files stay for
+    `assemble_weight_checkpoint`.
     """
 
     def __init__(
@@ -60,8 +60,9 @@ class SafetensorsFileBuffers(BucketBuffers):
         num_buckets: int,
         deliver_bucket: DeliverBucket,
     ) -> None:
-        """`sender` names the files; `buffer_bytes`: bytes of the largest bucket. A file that cannot
-        be written, because the disk is full for one, is a ValueError of the delivery.
+        """Allocate the buffers, and remove the sender's files of a failed sync. `sender` names the
+        files; `buffer_bytes` is the size of the largest bucket. Where a file cannot be written, for
+        example because the disk is full, the delivery raises ValueError.
         """
         self._directory = directory
         self._file_stem = f"{_PREFIX}{sender.replace(' ', '-')}"
@@ -69,6 +70,9 @@ class SafetensorsFileBuffers(BucketBuffers):
             path.unlink(missing_ok=True)  # of a sync that failed
 
         def write_and_deliver_bucket(manifest: BucketManifest, raw: Tensor) -> None:
+            """Write the bucket to its file, and deliver its manifest with the offset of the first
+            tensor.
+            """
             header = encode_gapless_header(manifest.tensors)
             _write_bucket_file(directory / manifest.file, header, raw)
             deliver_bucket(replace(manifest, file_offset=len(header)), raw)
@@ -80,11 +84,12 @@ class SafetensorsFileBuffers(BucketBuffers):
         )
 
     def get_file_name(self, bucket_index: int) -> str:
+        """Return the name of the file for the bucket of this index."""
         return f"{self._file_stem}-{bucket_index:05d}.safetensors"
 
 
 class SGLangDiskTransport(BucketTransport):
-    """Has stock SGLang read each file. An engine without the run's loader gets all at the
+    """Makes stock SGLang read each file. An engine without the run's loader loads everything at the
     end (`load_checkpoint_into_engines`).
     """
 
@@ -96,6 +101,9 @@ class SGLangDiskTransport(BucketTransport):
         self._weight_verbs = SGLangWeightVerbs(address, transfer_dir)
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
+        """Make every rank load the bucket from its file; without the run's loader only estimate the
+        traffic.
+        """
         if not self._address.has_loader:
             return estimate_traffic_without_receipts(manifest, self._address.tp_size)
         return sum_receipt_traffic(self._weight_verbs.load_bucket(manifest))
@@ -104,9 +112,10 @@ class SGLangDiskTransport(BucketTransport):
 def load_checkpoint_into_engines(
     addresses: Sequence[EngineAddress], directory: Path
 ) -> dict[str, str]:
-    """Have those that could not read the buckets one by one load the complete model directory.
+    """Make the engines without the run's loader, which could not read the buckets one by one, load
+    the complete model directory.
 
-    Returns by name what those said that failed.
+    Return the errors of the engines that failed, by name.
     """
     failures = {}
     for address in addresses:
@@ -120,7 +129,9 @@ def load_checkpoint_into_engines(
 
 
 def encode_gapless_header(entries: Collection[TensorEntry]) -> bytes:
-    """Returns the start of a safetensors file whose tensors lie without gaps, in this order."""
+    """Return the header of a safetensors file whose tensors lie without gaps in this order, padded
+    to 64 bytes.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     for entry in entries:
@@ -145,11 +156,11 @@ def assemble_weight_checkpoint(
     hf_config: Mapping[str, Any],
     companions_dir: Path | None,
 ) -> Path:
-    """Move the files of all senders into a model directory of their own inside `directory`. Call
-    when all have ended.
+    """Move the files of all senders into a new model directory `version-N` inside `directory`, with
+    index, configuration and tokenizer, and return its path. Call it when all senders have ended.
 
-    `tensor_names`: Hugging Face tensors that were sent. Raises ValueError where the files do not
-    hold just these, or the disk is full.
+    `tensor_names`: the Hugging Face tensors that were sent. Raise ValueError where the files do not
+    hold exactly these, or the disk is full.
     """
     target = directory / f"version-{version}"
     aside = directory / f".version-{version}"
@@ -170,6 +181,7 @@ def assemble_weight_checkpoint(
     shutil.rmtree(aside, ignore_errors=True)
 
     def move_files_into_checkpoint() -> None:
+        """Fill a hidden directory and rename it into place."""
         aside.mkdir()
         write_weight_index(aside, files)
         write_config_and_tokenizer(
@@ -196,6 +208,7 @@ def remove_other_versions(directory: Path, version_to_keep: int) -> None:
 
 
 def _read_tensor_specs(path: Path) -> list[TensorSpec]:
+    """Return name, type and shape of each tensor in the header of a safetensors file."""
     with path.open("rb") as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
     header.pop("__metadata__")
@@ -206,12 +219,13 @@ def _read_tensor_specs(path: Path) -> list[TensorSpec]:
 
 
 def _write_bucket_file(path: Path, header: bytes, bucket_bytes: Tensor) -> None:
-    """Write a file that appears under its name when it is whole. Raises ValueError where
+    """Write the file under another name, and rename it when it is whole. Raise ValueError where
     there is no room.
     """
     aside = path.with_suffix(".partial")
 
     def write_and_rename() -> None:
+        """Write the header and the bucket, and rename the file."""
         with aside.open("wb") as file:
             os.chmod(aside, 0o600)
             os.posix_fallocate(file.fileno(), 0, len(header) + bucket_bytes.numel())
@@ -227,6 +241,7 @@ def _write_bucket_file(path: Path, header: bytes, bucket_bytes: Tensor) -> None:
 
 
 def _explain_full_disk(target_path: Path, write_files: Callable[[], None]) -> None:
+    """Call `write_files`, and turn its OSError for a full disk into a ValueError with the fix."""
     try:
         write_files()
     except OSError as error:

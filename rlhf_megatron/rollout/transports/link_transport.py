@@ -49,26 +49,32 @@ T = TypeVar("T")
 
 
 class EngineLinkVerbs(Protocol):
-    """The calls to an engine, made by the first rank of a copy. All raise EngineError."""
+    """The link calls to an engine, made by the first rank of a copy. All raise EngineError."""
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
-        """Make the engine's ranks those after the senders; returns when they have joined."""
+        """Make the engine's ranks join as the ranks after the senders. Return when they have
+        joined.
+        """
 
     def list_held_parts(self, tensors: Sequence[HFTensor]) -> HeldSpansByRank:
-        """Which parts of them stand in its ranks."""
+        """Return for each rank of the engine, by tensor name, the spans of these tensors that it
+        holds.
+        """
 
     def receive_exchange(
         self, manifest: BucketManifest, exchange: BucketExchange
     ) -> DeliveryTraffic:
-        """Take what is sent of a bucket, and load it."""
+        """Make the engine receive and load what the ranks send of a bucket, and return the
+        traffic.
+        """
 
     def leave_link(self, link_name: str) -> None:
-        """End its part of that link."""
+        """Make the engine leave the link of this name."""
 
 
 class LinkTransport(BucketTransport):
-    """A link with an engine, on every rank of the copy that serves it.
-    It stays for the next sync.
+    """Delivers over a link, a process group with one engine that every rank of the copy which
+    serves it takes part in. The link stays for the next sync.
     """
 
     bucket_memory: BucketMemory = "device_memory"
@@ -91,7 +97,7 @@ class LinkTransport(BucketTransport):
         self._engine_dtype = ""
 
     def get_reusable_link_name(self) -> str:
-        """Name of this rank's link with this server; "": none."""
+        """Return the name of this rank's kept link with this server; "" where it has none."""
         link = self._process_groups.find_group(self._address)
         return (
             ""
@@ -100,7 +106,9 @@ class LinkTransport(BucketTransport):
         )
 
     def open_link(self) -> LinkInvitation:
-        """Open a new link, on the copy's first rank."""
+        """Open a new link on the copy's first rank, and return the invitation for the other ranks
+        and the engine.
+        """
         place = self._world
         size = self._num_senders + self._address.tp_size
         link = open_engine_group(
@@ -116,7 +124,9 @@ class LinkTransport(BucketTransport):
         return link.invitation
 
     def join_link(self, invitation: LinkInvitation) -> None:
-        """Join the link. Call on all ranks of the copy at once."""
+        """Join the link. All ranks of the copy must call it at once; the first makes the engine
+        join too. Raise EngineError.
+        """
         link = self._process_groups.find_group(self._address)
         if link is None or link.name != invitation.name:
             link = EngineLink(invitation, self._copy_rank, JOIN_TIMEOUT_S)
@@ -126,6 +136,7 @@ class LinkTransport(BucketTransport):
         joined = link
 
         def join_and_greet() -> None:
+            """Join the group and open the connections, on this rank's side."""
             joined.join_group()
             joined.open_connections(self._num_senders, self._world.device, JOIN_TIMEOUT_S)
 
@@ -137,7 +148,9 @@ class LinkTransport(BucketTransport):
         )
 
     def fetch_roster(self) -> HeldSpansByRank:
-        """Ask, on the copy's first rank, which parts of this stage the ranks of the engine hold."""
+        """Ask the engine, on the copy's first rank, which parts of the planned tensors each of its
+        ranks holds.
+        """
         slots = (
             slot
             for mine in self._send_rounds.buckets_by_rank
@@ -149,23 +162,24 @@ class LinkTransport(BucketTransport):
         )
 
     def store_roster(self, roster: HeldSpansByRank) -> None:
-        """Remember, on all ranks, what `fetch_roster` returned."""
+        """Store the roster that `fetch_roster` returned, on every rank of the copy."""
         link = self._process_groups.find_group(self._address)
         if link is not None:
             self._process_groups.roster_by_group[link.name] = roster
 
     def drop_link(self) -> None:
-        """This rank's end of a link that another rank did not come to."""
+        """Give up this rank's end of the link, because another rank could not join it."""
         self._process_groups.drop_group(self.engine_name)
 
     def set_send_rounds(self, rounds: SendRounds, engine_dtype: str) -> None:
-        """Set the plan of all ranks of the copy. `engine_dtype`: the engine's."""
+        """Set the plan of the buckets of all ranks of the copy, and the engine's weight type."""
         self._send_rounds = rounds
         self._engine_dtype = engine_dtype
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
-        """`bucket`: this rank's. On the first rank returns when the engine has loaded what all
-        sent, on the others when it has taken what this one did.
+        """Send this rank's bucket over the link. On the first rank, return the traffic when the
+        engine has loaded what all ranks sent; on the others, return empty traffic when the engine
+        has taken this rank's messages. Raise EngineError.
         """
         link = self._process_groups.find_group(self._address)
         if link is None:
@@ -178,11 +192,13 @@ class LinkTransport(BucketTransport):
         kept = link
 
         def receive_in_engine() -> DeliveryTraffic:
+            """Make the engine receive the messages of all ranks in this round."""
             return self._link_verbs.receive_exchange(
                 manifest, plan_bucket_exchange(kept.name, now, self._engine_dtype, roster)
             )
 
         def send_own_messages() -> None:
+            """Send this rank's messages."""
             self._send_bucket_messages(kept, roster, now[self._copy_rank], bucket)
 
         return (
@@ -193,7 +209,9 @@ class LinkTransport(BucketTransport):
         )
 
     def _list_round_buckets(self, round_index: int) -> list[WeightBucket | None]:
-        """Return the buckets of a round, by place."""
+        """Return each rank's bucket of a round, by rank of the copy; None where a rank has none
+        left.
+        """
         return [
             mine[round_index] if round_index < len(mine) else None
             for mine in self._send_rounds.buckets_by_rank
@@ -206,7 +224,9 @@ class LinkTransport(BucketTransport):
         bucket: WeightBucket | None,
         bucket_memory: Tensor,
     ) -> None:
-        """One message after the other: no more than one has a copy of its own."""
+        """Send each engine rank its message of the bucket, one after the other, so that only one
+        message has a copy in memory.
+        """
         if bucket is None:
             return
         for target in iterate_receivers_in_rotation(len(roster), self._copy_rank):
@@ -225,8 +245,9 @@ class LinkTransport(BucketTransport):
         local_action: Callable[[], None],
         timeout_s: float,
     ) -> T | None:
-        """Make this rank's part while, on the first rank, the engine is asked; returns
-        its answer there.
+        """Run this rank's `local_action`; on the first rank make the engine's request at the same
+        time, and return its answer (None on other ranks). Where it fails, drop the link and raise
+        EngineError.
         """
         if self._copy_rank == 0:
             return self._process_groups.run_on_both_sides(
@@ -243,23 +264,29 @@ class LinkTransport(BucketTransport):
 
 
 class SGLangLinkVerbs:
-    """Through the run's loader."""
+    """The link calls to an SGLang server, through the run's loader."""
 
     def __init__(self, address: EngineAddress, transfer_dir: Path) -> None:
         self._weight_verbs = SGLangWeightVerbs(address, transfer_dir)
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
+        """Make the engine's ranks join the link, as the ranks after the senders."""
         self._weight_verbs.join_link(invitation, sender, num_senders)
 
     def list_held_parts(self, tensors: Sequence[HFTensor]) -> HeldSpansByRank:
+        """Return for each rank of the engine the spans of these tensors that it holds."""
         return self._weight_verbs.list_held_parts(tensors)
 
     def receive_exchange(
         self, manifest: BucketManifest, exchange: BucketExchange
     ) -> DeliveryTraffic:
+        """Make the engine receive and load the messages of a bucket, and return the traffic by its
+        receipts.
+        """
         return sum_receipt_traffic(self._weight_verbs.receive_exchange(manifest, exchange))
 
     def leave_link(self, link_name: str) -> None:
+        """Make the engine leave the link of this name."""
         self._weight_verbs.leave_link(link_name, LEAVE_TIMEOUT_S)
 
 
@@ -270,17 +297,21 @@ class LocalLinkVerbs:
         self._engine = engine
 
     def join_link(self, invitation: LinkInvitation, sender: str, num_senders: int) -> None:
+        """Make the server join the link, as the rank after the senders."""
         self._engine.join_link(invitation, sender, num_senders, JOIN_TIMEOUT_S)
 
     def list_held_parts(self, tensors: Sequence[HFTensor]) -> HeldSpansByRank:
+        """Return the whole of every tensor: the server's one rank holds them all."""
         return [{hf.name: [TensorSpan.cover_whole_tensor(hf)] for hf in tensors}]
 
     def receive_exchange(
         self, manifest: BucketManifest, exchange: BucketExchange
     ) -> DeliveryTraffic:
+        """Make the server receive and load the messages of a bucket, and return the traffic."""
         self._engine.receive_weights(manifest, exchange, BUCKET_TIMEOUT_S)
         moved = sum(message.num_bytes for messages in exchange.messages for message in messages)
         return DeliveryTraffic(moved, manifest.tensor_bytes)
 
     def leave_link(self, link_name: str) -> None:
+        """Make the server leave the link of this name."""
         self._engine.leave_link(link_name, LEAVE_TIMEOUT_S)

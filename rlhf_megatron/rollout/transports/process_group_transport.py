@@ -48,8 +48,8 @@ _OTHER_SIDE_TIMEOUT_S = 2.0  # for the side that has not failed to say its part
 
 
 class EngineProcessGroups:
-    """The process groups of this rank by engine, kept from sync to sync; and its mapped
-    files. Thread-safe.
+    """The process groups of this rank with engines, by engine name, kept from sync to sync, and its
+    mapped files. Thread-safe.
     """
 
     def __init__(self) -> None:
@@ -63,8 +63,8 @@ class EngineProcessGroups:
         self._lock = threading.Lock()
 
     def find_group(self, address: EngineAddress) -> EngineLink | None:
-        """Returns the group with this server, or None: an engine that was started again has
-        another address.
+        """Return the kept group with this server, or None. An engine that was started again has
+        another address: its old group is dropped.
         """
         with self._lock:
             kept, group = self._group_by_engine.get(address.name, (None, None))
@@ -79,8 +79,8 @@ class EngineProcessGroups:
         group: EngineLink,
         leave_on_engine: Callable[[], None] | None = None,
     ) -> None:
-        """`leave_on_engine`: has the server end its part; None: another rank does. One that was
-        kept before goes.
+        """Keep the group with this server, in place of an older one. `leave_on_engine` makes the
+        server leave it; None where another rank does that.
         """
         self.drop_group(address.name)
         with self._lock:
@@ -89,9 +89,9 @@ class EngineProcessGroups:
                 self._leave_by_group[group.name] = leave_on_engine
 
     def drop_group(self, engine_name: str) -> Callable[[], None]:
-        """Drops the group of an engine where something failed: the next sync makes a new one.
-        Returns what has the server end its part. One that is gone already, or hangs,
-        does not matter.
+        """Drop and abort the group with an engine where something failed; the next sync makes a new
+        one. Return a function that makes the server leave the group, and ignores a server that is
+        gone or hangs.
         """
         with self._lock:
             _, group = self._group_by_engine.pop(engine_name, (None, None))
@@ -101,6 +101,7 @@ class EngineProcessGroups:
             group.abort()
 
         def leave_quietly() -> None:
+            """Make the server leave the group; ignore its EngineError."""
             with suppress(EngineError):
                 if leave is not None:
                     leave()
@@ -108,7 +109,7 @@ class EngineProcessGroups:
         return leave_quietly
 
     def close(self) -> None:
-        """Leave all groups, on both sides; remove the files."""
+        """Leave all groups, on both sides, and remove the mapped files."""
         self.file_pool.close()
         for name in list(self._group_by_engine):
             with self._lock:
@@ -127,9 +128,9 @@ class EngineProcessGroups:
         local_action: Callable[[], None],
         timeout_s: float,
     ) -> T:
-        """Ask an engine and do this side's part at once; returns the answer. Raises EngineError
-        when one fails or the deadline passes; the group is given up then, on both sides, so that
-        neither waits for the other.
+        """Make a request to an engine and run this side's part at once, each in a thread; return
+        the engine's answer. Raise EngineError when one fails or the deadline passes; the group is
+        then given up on both sides, so that neither waits for the other.
         """
         calls = EngineCallLog()
         asked = calls.start_in_thread(engine_name, "request", engine_request)
@@ -155,8 +156,8 @@ class EngineProcessGroups:
 def open_engine_group(
     address: EngineAddress, sender: str, num_ranks: int, backend: str, timeout_s: float
 ) -> EngineLink:
-    """A new group with an engine, to be joined.
-    Raises EngineError where this host cannot listen.
+    """Open a new group with an engine, on which this host listens, and return it; both sides must
+    still join. Raise EngineError where this host cannot listen.
     """
     name = f"weights-{uuid.uuid4().hex[:12]}-{sender.replace(' ', '-')}-{address.name}"
     own = ""
@@ -172,8 +173,8 @@ def open_engine_group(
 
 
 class ProcessGroupTransport(BucketTransport):
-    """Broadcasts to stock SGLang, with or without the run's loader (receipts come with it only).
-    The group stays for the next sync.
+    """Broadcasts buckets to stock SGLang, with or without the run's loader (only the loader writes
+    receipts). The group stays for the next sync.
     """
 
     bucket_memory: BucketMemory = "device_memory"
@@ -188,7 +189,9 @@ class ProcessGroupTransport(BucketTransport):
         join_timeout_s: float = JOIN_TIMEOUT_S,
         timeout_s: float = WEIGHT_VERB_TIMEOUT_S,
     ) -> None:
-        """`sender`: its coordinates. `backend`: gloo or nccl. `timeout_s`: of one bucket."""
+        """Deliver to the engine at `address`. `sender` is the text of the sending rank's
+        coordinates, `backend` gloo or nccl, `timeout_s` the deadline of one bucket.
+        """
         self.engine_name = address.name
         self._address = address
         self._sender = sender
@@ -199,7 +202,7 @@ class ProcessGroupTransport(BucketTransport):
         self._weight_verbs = SGLangWeightVerbs(address, transfer_dir, timeout_s)
 
     def prepare_sync(self, device_ids: Collection[str] = ("",)) -> None:
-        """A group with this server, unless there is one."""
+        """Open and join a group with this server, unless one is kept. Raise EngineError."""
         if self._process_groups.find_group(self._address) is not None:
             return
         group = open_engine_group(
@@ -225,6 +228,9 @@ class ProcessGroupTransport(BucketTransport):
         )
 
     def deliver_bucket(self, manifest: BucketManifest, bucket: Tensor) -> DeliveryTraffic:
+        """Broadcast the bucket while the engine takes it, with a limited number of engines at once,
+        and return the traffic; with the run's loader check the digests too. Raise EngineError.
+        """
         group = self._process_groups.find_group(self._address)
         assert group is not None, "open comes before deliver"
         with self._process_groups.send_slots:  # who has one gives it back by its deadline

@@ -19,14 +19,17 @@ _SHARED_MEMORY = Path("/dev/shm")
 
 
 class TransferDirectory:
-    """A context manager. `path` is readable by this user only."""
+    """A transfer directory, which only this user can read; a context manager that removes it at its
+    end.
+    """
 
     def __init__(self, path: Path, lock_descriptor: int) -> None:
+        """Own the directory at `path`, whose lock is held through `lock_descriptor`."""
         self.path = path
         self._lock_descriptor: int | None = lock_descriptor
 
     def remove_directory(self) -> None:
-        """Remove the directory. Safe to call twice."""
+        """Remove the directory and release its lock. Safe to call twice."""
         if self._lock_descriptor is not None:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock_descriptor)
@@ -40,16 +43,16 @@ class TransferDirectory:
 
 
 def get_default_parent() -> Path:
-    """The parent of transfer directories unless the user says otherwise,
-    as long as there is room.
+    """Return the parent of transfer directories where the user sets none: shared memory where this
+    user can write to it, else the temporary directory. Room is not checked.
     """
     return _SHARED_MEMORY if os.access(_SHARED_MEMORY, os.W_OK) else Path(tempfile.gettempdir())
 
 
 def make_transfer_directory(parent: str | Path | None, num_bytes: int) -> TransferDirectory:
-    """A fresh directory under `parent`; None: /dev/shm where `num_bytes` (of all senders' buffers)
-    are free, else the temporary directory. Abandoned directories of earlier runs are removed.
-    Raises ValueError when there is no room.
+    """Make a new directory under `parent`; None: under /dev/shm where `num_bytes` (of all senders'
+    buffers) are free, else under the temporary directory. Remove abandoned directories of earlier
+    runs there. Raise ValueError when there is no room.
     """
     candidates = (
         [Path(parent)] if parent is not None else [_SHARED_MEMORY, Path(tempfile.gettempdir())]
@@ -75,8 +78,9 @@ def make_transfer_directory(parent: str | Path | None, num_bytes: int) -> Transf
 
 
 def make_transfer_directory_at(path: Path) -> TransferDirectory | None:
-    """The same directory on another machine than the controller's; None: somebody who lives has
-    made it, as where both see one file system. Raises OSError.
+    """Make the run's transfer directory at this path on a machine other than the controller's, or
+    take over an abandoned one; return None where a live process has made it, as on a shared file
+    system. Raise OSError.
     """
     try:
         path.mkdir(mode=0o700)
@@ -87,8 +91,8 @@ def make_transfer_directory_at(path: Path) -> TransferDirectory | None:
 
 
 def _take_abandoned_lock(path: Path) -> int | None:
-    """Take the lock of a directory whose owner has ended; None: it lives, or makes or
-    removes it just now.
+    """Take the lock of a directory whose owner has ended and return its descriptor; None where the
+    owner lives, or is making or removing the directory now.
     """
     try:
         descriptor = os.open(path / _LOCK, os.O_RDWR)
@@ -103,7 +107,7 @@ def _take_abandoned_lock(path: Path) -> int | None:
 
 
 def remove_abandoned_directories(parent: Path) -> None:
-    """Remove transfer directories of this user whose owner is gone."""
+    """Remove the transfer directories of this user under `parent` whose owner is gone."""
     for path in parent.glob(f"{_PREFIX}*"):
         try:
             lock = _take_abandoned_lock(path) if path.stat().st_uid == os.getuid() else None
@@ -115,6 +119,9 @@ def remove_abandoned_directories(parent: Path) -> None:
 
 
 def _create_owner_lock(path: Path) -> int:
+    """Create the lock file of a new directory, locked by this process, and return its
+    descriptor.
+    """
     # Locked under another name first: a lock file that others can see is always held.
     hidden = path / f".{_LOCK}"
     descriptor = os.open(hidden, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)

@@ -62,11 +62,11 @@ _BEFORE_FIRST_BUCKET = "before its first bucket"
 
 
 class WeightDelivery:
-    """A context manager on a sending rank. Callable with a bucket: returns when all engines that
-    still take part have read it.
+    """Delivers buckets from a sending rank to its engines. A context manager; called with a bucket,
+    it returns when all engines that still take part have read the bucket.
 
     The failure of an engine is not raised: it would end the training ranks, whose weights are
-    needed to mend it.
+    needed to mend it. It is noted in `failure_by_engine`, and the engine gets no further bucket.
     """
 
     def __init__(
@@ -77,8 +77,8 @@ class WeightDelivery:
         world: SenderWorld,
         file_pool: MappedFilePool | None = None,
     ) -> None:
-        """`transports`: one an engine. `world`: of the sender. `file_pool`: those that it keeps
-        between syncs.
+        """Deliver through `transports`, one for each engine. `world` is the sender's. `file_pool`
+        holds the mapped files that the rank keeps between syncs.
         """
         self.alignment = (
             ALIGNMENT if transport_kind == "tensor" else 1
@@ -104,12 +104,12 @@ class WeightDelivery:
 
     @property
     def num_reading_ranks(self) -> int:
-        """Ranks of engines that open device memory."""
+        """Return the number of engine ranks that open lent device memory."""
         return sum(transport.num_reading_ranks for transport in self._transports)
 
     def open_buffers(self, buffer_bytes: int, num_buckets: int) -> BucketBuffers:
-        """Buffers that all transports can take buckets from; opens the transports, since some know
-        where only then.
+        """Prepare the transports for a sync, and return buffers from which all of them can take
+        buckets of up to `buffer_bytes`.
         """
         return self.open_shard_buffers(
             [buffer_bytes], num_buckets, [get_shareable_device_id(self._world.device)]
@@ -118,8 +118,9 @@ class WeightDelivery:
     def open_shard_buffers(
         self, part_bytes: Sequence[int], num_buckets: int, device_ids: Sequence[str]
     ) -> BucketBuffers:
-        """Open buffers in which buckets have a part of each rank:
-        see `shard_sender.OpenShardBuffers`.
+        """Prepare the transports for a sync, and return buffers in which each bucket has a part of
+        each rank: see `shard_sender.OpenShardBuffers`. `part_bytes` are the bytes of each rank's
+        part, `device_ids` the devices of the ranks.
         """
         self._run_on_transports(
             lambda transport: transport.prepare_sync(device_ids),
@@ -149,10 +150,10 @@ class WeightDelivery:
     def open_link_buffers(
         self, links: Sequence[LinkTransport], rounds: SendRounds, engine_dtype: str
     ) -> BucketBuffers:
-        """This rank's buffers, when all ranks of its copy and those of each engine are in one
-        group; every rank of the copy calls it. `engine_dtype`: the engines'. An engine that one
-        rank does not reach is left out on all. Raises what failed, and SyncAbortedError on
-        the other ranks.
+        """Put all ranks of this copy and the ranks of each engine into one process group, and
+        return this rank's buffers; every rank of the copy must call it. `engine_dtype` is the
+        engines' weight type. An engine that one rank does not reach is left out on all. Where a
+        rank fails, raise its error there, and SyncAbortedError on the others.
         """
         for link in links:
             link.set_send_rounds(rounds, engine_dtype)
@@ -184,8 +185,9 @@ class WeightDelivery:
         )
 
     def _invite_engines(self, links: Sequence[LinkTransport]) -> dict[str, LinkInvitation]:
-        """Invite, to a new group, each engine with which the ranks of the copy have not all
-        kept the same one.
+        """Open a new link with each engine with which the ranks of the copy do not all keep the
+        same link, and return the invitations by engine name, on all ranks of the copy. All must
+        call it.
         """
         group = self._world.copy_group
         device = self._world.device
@@ -223,7 +225,9 @@ class WeightDelivery:
     def _share_failures_and_rosters(
         self, failure_by_engine: dict[str, str], roster_by_engine: Mapping[str, HeldSpansByRank]
     ) -> tuple[dict[str, str], Mapping[str, HeldSpansByRank]]:
-        """The failures of all ranks of the copy, and what the first one was told."""
+        """Return the failures of all ranks of the copy together, and the rosters that the first
+        rank holds. All ranks of the copy must call it.
+        """
         group = self._world.copy_group
         device = self._world.device
         union: dict[str, str] = {}
@@ -239,7 +243,13 @@ class WeightDelivery:
     def __call__(
         self, manifest: BucketManifest, bucket: Tensor, lent_segments: LentSegments = ()
     ) -> None:
+        """Deliver a bucket to all engines that have not failed, a limited number at once, and add
+        the traffic. `lent_segments` are the parts of the bucket in memory of other ranks' devices,
+        by reading engine rank.
+        """
+
         def deliver_to_engine(transport: BucketTransport) -> DeliveryTraffic:
+            """Deliver the bucket to one engine, with its part of the lent segments."""
             if not lent_segments:
                 return transport.deliver_bucket(manifest, bucket)
             return transport.lend_bucket(
@@ -262,7 +272,7 @@ class WeightDelivery:
             faults.reach_fault_point("sync.after_bucket")
 
     def _get_reader_slice(self, transport: BucketTransport) -> slice:
-        """The place of an engine's ranks among all readers."""
+        """Return the slice of this engine's ranks in the list of all reading ranks."""
         before = self._transports[: self._transports.index(transport)]
         first = sum(one.num_reading_ranks for one in before)
         return slice(first, first + transport.num_reading_ranks)
@@ -270,8 +280,9 @@ class WeightDelivery:
     def _run_on_transports(
         self, action: Callable[[Kind], T], stage: str, transports: Sequence[Kind]
     ) -> list[T]:
-        """Act on all that have not failed, at once; return what `action` returned for those that
-        do not fail now.
+        """Run `action` on all transports that have not failed, at once, and wait for all. Return
+        the results of those that succeed. Note an EngineError as the failure of its engine, with
+        the stage; raise other errors.
         """
         standing = [
             transport
@@ -318,12 +329,13 @@ def deliver_weights(
     transport_kind: WeightTransport,
     ranks_per_machine: int | None = None,
 ) -> SendReport:
-    """Send what `exported_shards` yields to all engines, shard to shard where all of them take
-    parts of tensors (from memory of this machine, or over process groups), else as whole tensors.
-    Every rank calls it.
+    """Send the tensors of `exported_shards` to all engines and return the report of this rank:
+    shard to shard where all engines take parts of tensors (through memory of this machine, or over
+    process groups), else as whole tensors. Every rank must call it.
 
     `process_groups`: this process's groups with engines, kept between calls. `ranks_per_machine`:
-    None where all ranks and engines are on one. An engine that fails stands in the report.
+    None where all ranks and engines are on one machine. The failure of an engine stands in the
+    report and is not raised.
     """
     order = SendRequest(version, getattr(torch, engine_dtype), bucket_bytes)
     if engines and engines[0].quantization is not None:  # those of a run are alike
@@ -397,17 +409,19 @@ def _send_tensor_pieces(
     delivery: WeightDelivery,
     links: Sequence[LinkTransport],
 ) -> SendReport:
-    """Send tensors of which each rank has a piece: the first rank puts them together, and cuts them
-    as engines do.
+    """Send tensors of which each rank has a piece, over links: the first rank joins the pieces, and
+    cuts the tensors as the engines do.
     """
     rules: list[WeightRule] = []
 
     def record_rules() -> Iterator[tuple[WeightRule, Tensor | None]]:
+        """Yield the shards, and record their rules for the plan of the buckets."""
         for rule, tensor in exported_shards:
             rules.append(rule)
             yield rule, tensor
 
     def open_cut_buffers(*_: int) -> BucketBuffers:
+        """Plan the buckets by the recorded rules, and open the link buffers for them."""
         rounds = SendRounds(
             (plan_buckets(rules, request.dtype_name, request.bucket_bytes, delivery.alignment),)
         )
@@ -417,7 +431,7 @@ def _send_tensor_pieces(
 
 
 def all_engines_take_parts(engines: Sequence[EngineAddress]) -> bool:
-    """Whether all of them take parts of tensors."""
+    """Return whether all of these engines take parts of tensors."""
     return all(engine.has_loader and engine.takes_parts for engine in engines)
 
 
@@ -427,10 +441,11 @@ def assign_engines_to_copies(
     engines: Sequence[EngineAddress],
     ranks_per_machine: int | None,
 ) -> dict[int, Sequence[EngineAddress]]:
-    """Return, by number of a copy, the engines that it serves shard to shard, in turns (from memory
-    those of its machine); {}: the first copy must send whole tensors to all.
+    """Return, by number of a copy of the model, the engines that the copy serves shard to shard: in
+    turns, through memory only those of its own machine. {}: the first copy must send whole tensors
+    to all engines.
 
-    All ranks find the same.
+    All ranks get the same result.
     """
     layout = world.layout
     if transport_kind == "disk" or world.is_in_pieces or not all_engines_take_parts(engines):

@@ -4,7 +4,7 @@ leaves nothing behind.
 The only file that imports ray. Ray places and supervises processes; calls of a run go over the
 control channel (`runtime.remote_worker_group`), weights over transports, and neither through Ray's
 object store. What a process holds is a plain class, so nothing else in the package knows that it
-runs under Ray. The environment must be `ray_environment.prepare`d before this module is imported.
+runs under Ray. `ray_environment.set_ray_defaults` must come before the import of this module.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class ProcessLocation:
     """The place in the cluster where a process runs."""
 
     address: str  # of its machine, as the cluster reaches it
-    machine: str  # as `processes.machine_id`
+    machine: str  # as `process_control.read_machine_id`
     pid: int
     devices: tuple[str, ...]  # that Ray gave it, as CUDA_VISIBLE_DEVICES names them
 
@@ -93,6 +93,7 @@ class RayObject:
     """An object in a process of its own, somewhere in the cluster. Thread-safe."""
 
     def __init__(self, name: str, actor: Any) -> None:
+        """Take over a Ray actor that was started, and ask it where it runs."""
         self.name = name
         self._actor = actor
         self._location_reference = actor.whereabouts.remote()  # before a call that lasts
@@ -139,7 +140,7 @@ class RayObject:
 
 @dataclass(frozen=True)
 class RayCall:
-    """A call that runs."""
+    """A call of a RayObject's method that was made and may not have an answer yet."""
 
     ray_object: RayObject
     method: str
@@ -158,12 +159,11 @@ class RayCall:
 
 
 class RayCluster:
-    """A connection to a cluster: one that runs, or one of this machine that ends with this process.
-    A context manager.
+    """A connection to a running Ray cluster, or to a cluster of this machine that ends with this
+    process. A context manager.
 
-    `address`: HOST:PORT or auto; None makes one. `directory`: readable by this user only, for
-    sockets and logs of one that is made. Signal handlers stay as they were. Raises ValueError where
-    there is no such cluster.
+    `address` is HOST:PORT or "auto"; None starts a cluster. `directory` is for the sockets and logs
+    of a cluster that is started, and readable by this user only. Signal handlers stay as they were.
     """
 
     def __init__(
@@ -341,8 +341,7 @@ class RayCluster:
                 node.kill_all_processes(check_alive=False, allow_graceful=False)
 
     def _leave_cluster(self) -> None:
-        """Kill the processes that were started here, free the reservation, and disconnect from Ray.
-        """
+        """Kill the processes that were started here, free the reservation, and leave Ray."""
         for made in self._objects:
             made.kill()
         with contextlib.suppress(RayError):
@@ -351,9 +350,11 @@ class RayCluster:
         ray.shutdown()
 
     def __enter__(self) -> RayCluster:
+        """Return the cluster."""
         return self
 
     def __exit__(self, *_: object) -> None:
+        """Close the cluster; see `close`."""
         self.close()
 
 

@@ -79,7 +79,7 @@ _FAILED = 1
 
 @dataclass(frozen=True)
 class RayJob:
-    """The parts of a driver beside the loop."""
+    """The settings and parts of a Ray driver, without the loop."""
 
     trainer: TrainerConfig
     ray: RayConfig
@@ -113,7 +113,7 @@ class RankInstructions:
 
 
 class RayRankProcess:
-    """A rank, in a process of the cluster."""
+    """The object in the Ray process of a rank."""
 
     def serve(self, instructions: RankInstructions, secret: bytes) -> None:
         """Run as the host of a rank until the run ends, on the main thread. Raise ConnectionError
@@ -185,7 +185,7 @@ def run_ray_driver(
             " neither ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh,"
             " or set trainer.nnodes to 1."
         )
-    ray_environment.set_ray_environment(address, os.environ)
+    ray_environment.set_ray_defaults(address, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster
 
     stopping = ControllerStopHandler(stop_request, job.deadlines.stop_s)

@@ -39,7 +39,9 @@ from rlhf_megatron.runtime.server_keepers import (
 
 
 class SelfSeatingKeeper(ServerKeeper):
-    """A keeper in the actor's process, which finds out where Ray has put it."""
+    """A keeper in an actor's process, which assigns its server a seat from the place where Ray has
+    put it.
+    """
 
     def __init__(self, working_dir: str) -> None:
         """Change to `working_dir` where this machine has the directory: relative paths of the
@@ -82,8 +84,8 @@ class SelfSeatingKeeper(ServerKeeper):
 
 
 class RayServerPlacer:
-    """A `rollout.fleet.server_process.LaunchPlacement`: each launch that it is given goes to an
-    actor in its bundle.
+    """A `rollout.fleet.server_process.LaunchPlacement` that starts each server from a Ray actor in
+    the server's bundle.
     """
 
     def __init__(
@@ -98,13 +100,14 @@ class RayServerPlacer:
         secret: bytes,
         first_bundle: int | None = None,
     ) -> None:
-        """Keep what placing needs. `num_cpus` and `num_gpus` count for an engine on one machine; 0
-        GPUs on a CPU. `locate_ranks` waits until the trainer's ranks run and returns their places,
-        by rank. `environment` is the actors', and so the servers'.
+        """Make the placer; nothing is placed yet. `num_cpus` and `num_gpus` count for an engine on
+        one machine; 0 GPUs on a CPU. `locate_ranks` waits until the trainer's ranks run and returns
+        their places, by rank. The actors, and so the servers, get `environment`.
 
-        `secret` is the run's, where other machines than the driver's start drivers. `first_bundle`
-        is None for engines; for servers that score and take no weights, which other processes than
-        the ranks and the driver call, the index of their first bundle.
+        `secret` is the run's secret, where machines other than the driver's start drivers.
+        `first_bundle` is None for engines. For servers that score and take no weights,
+        `first_bundle` is the index of their first bundle; other processes than the ranks and the
+        driver call these servers.
         """
         self._cluster = cluster
         self._rollout = rollout

@@ -99,9 +99,7 @@ def check_ray_version() -> None:
         )
 
 
-def set_ray_environment(
-    address: str | None, environment: dict[str, str] | os._Environ[str]
-) -> None:
+def set_ray_defaults(address: str | None, environment: dict[str, str] | os._Environ[str]) -> None:
     """Set the variables of Ray that `environment` does not have yet; Ray reads them when it is
     imported. `address` itself is not set: None means a cluster of the run's own, which also gets
     token authentication and no RAY_ADDRESS.
@@ -126,12 +124,12 @@ def make_rank_environment(
     uses_gpus: bool,
     accelerator_types: Sequence[str],
 ) -> dict[str, str]:
-    """Return the environment variables to set for the processes of the ranks, with those that the
-    driver forwards.
+    """Return the environment variables to set for the processes of the ranks: threads, network
+    interface and GPU queues, and the variables that the driver forwards, which win.
 
-    `environment`: the driver's. `megatron_sections`: the pools' layouts. `accelerator_types`: the
-    accelerators of the cluster under Ray's names. `is_one_machine`: gloo uses the loopback
-    interface.
+    `environment` is the driver's. `megatron_sections` are the pools' layouts. `accelerator_types`
+    are the accelerators of the cluster under Ray's names. With `is_one_machine` gloo uses the
+    loopback interface.
     """
     cores = (os.cpu_count() or 1) // trainer.n_gpus_per_node
     threads = cores if is_one_machine else int(ray_config.num_cpus_per_rank)

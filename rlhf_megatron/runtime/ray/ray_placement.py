@@ -218,7 +218,7 @@ class EngineSeating:
     """
 
     name: str
-    driver_machine: str  # as `processes.machine_id`
+    driver_machine: str  # as `process_control.read_machine_id`
     rank_locations: tuple[PlacedProcess, ...]  # of the trainer
     must_share_machine: bool  # weights come through memory of the driver's machine
     num_shared_devices: int = 0  # devices that it takes turns with; 0: it has its own, or none

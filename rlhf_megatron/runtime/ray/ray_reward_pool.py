@@ -39,7 +39,7 @@ BATCH_S = 7 * 24 * 3600.0  # of a batch, whose samples have limits of their own
 
 
 class RewardPoolActor:
-    """Holds a share of the workers, in the process of an actor."""
+    """A share of the reward workers, in the process of an actor."""
 
     def __init__(self, working_dir: str) -> None:
         """Change to `working_dir` where this machine has the directory: relative paths of the
@@ -88,7 +88,7 @@ class RewardPoolActor:
 
 
 class RayRewardPool:
-    """Has what a `RewardWorkerPool` has; its workers belong to several."""
+    """A pool with the methods of `RewardWorkerPool`, whose workers belong to several actors."""
 
     def __init__(
         self,

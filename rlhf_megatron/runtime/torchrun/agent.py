@@ -62,7 +62,7 @@ OTHERS_ENDED_LIMIT_S = 30.0  # the same when another node has ended
 
 
 class LocalRanks:
-    """The ranks of this machine, as far as signals go."""
+    """The ranks of this machine, for signals to them."""
 
     def __init__(self, stop_limit_s: float, list_pids: Callable[[], list[int]]) -> None:
         """`list_pids` returns the pids of the ranks that run; `stop_limit_s` is the time from a

@@ -81,6 +81,7 @@ def make_exit_code_waiter(store: dist.Store) -> Callable[[], int]:
     """
 
     def wait_for_exit_code() -> int:
+        """Wait for the exit code and return it; 1 where it does not come."""
         deadline = time.monotonic() + EXIT_CODE_S
         try:
             machine, _, pid = store.get(RANK_0_KEY).decode().rpartition(" ")

@@ -48,8 +48,7 @@ def can_fork_ranks(device: str) -> bool:
 
 
 def is_forked_rank() -> bool:
-    """Return whether this process is a forked rank, which has imported what its controller needs.
-    """
+    """Return whether this process is a forked rank, with its controller's modules imported."""
     return _is_fork_of_agent
 
 
@@ -88,7 +87,9 @@ def _run_check(run_checks: Callable[[], object]) -> int:
 
 
 class ForkedProcess(subprocess.Popen[bytes]):
-    """A fork of this process which runs a function and exits with what that returns."""
+    """A fork of this process which runs a function and exits with the code that the function
+    returns.
+    """
 
     def __init__(
         self,
@@ -207,6 +208,7 @@ def run_agent_with_forks(arguments: Sequence[str], num_processes: int, stop_s: f
 
     class ForkedRankHandler(SubprocessHandler):
         def _popen(self, args: tuple[str, ...], env: dict[str, str]) -> subprocess.Popen[bytes]:
+            """Return the process of the forked rank, which goes on with the environment `env`."""
             return ranks[self.local_rank_id].continue_with_environment(env)
 
     # mypy sees a function

@@ -203,7 +203,7 @@ def _handle_keeper_call(keeper: MachineKeeper, call: RoleCall, keeper_label: str
 
 
 class MachineKeeper:
-    """Parent of the servers of one machine."""
+    """The keepers of the servers of one machine."""
 
     def __init__(self, servers: ServerMachines, machine: int, run_dir: Path, address: str) -> None:
         """Keep the servers' settings; start the store of routes and the gate of drivers where the
@@ -326,7 +326,7 @@ class MachineKeeper:
 
 @dataclass
 class _RecordedLaunch(RemoteLaunch):
-    """Starts nothing: its launch is looked at for the kind's way to start."""
+    """A launch that starts nothing, given back in place of a launch that was recorded."""
 
     process: None = None
 
@@ -336,7 +336,6 @@ class _RecordedLaunch(RemoteLaunch):
 
     def start(self) -> None:
         """Do nothing."""
-        pass
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
         """Return an empty address at once."""

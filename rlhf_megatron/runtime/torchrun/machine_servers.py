@@ -172,8 +172,8 @@ def assign_engine_part_seat(
 
 
 class MachineServerPlacer:
-    """A `rollout.fleet.server_process.LaunchPlacement`: engines of machine 0 start here, others
-    with their machine's keeper.
+    """A `rollout.fleet.server_process.LaunchPlacement`: servers of machine 0 start here, other
+    servers from their machine's keeper.
     """
 
     def __init__(self, servers: ServerMachines, group: RoutedWorkerGroup, run_dir: Path) -> None:
@@ -289,7 +289,7 @@ class MachineServerPlacer:
 
 @dataclass(frozen=True)
 class _MachineKeeperHandle:
-    """The keeper of one engine; see `runtime.server_keepers.RemoteHandle`."""
+    """The handle of the keeper of one server; see `runtime.server_keepers.RemoteHandle`."""
 
     placer: MachineServerPlacer
     machine: int

@@ -38,10 +38,10 @@ def format_early_exit(reason: str) -> str:
 
 
 class OtherNodesWatcher:
-    """Watches them from an agent, in a thread, and calls `end` there when another node has ended
-    and this has not.
+    """A thread that watches the other nodes from an agent, and calls `end_ranks` when another node
+    has ended and this node has not.
 
-    An agent that has not ended LIMIT_S later is ended there, after `kill`.
+    An agent that has not ended LIMIT_S later is ended there, after `kill_ranks`.
     """
 
     def __init__(
@@ -68,8 +68,9 @@ class OtherNodesWatcher:
         self._thread.start()
 
     def report_exit(self, exit_code: int) -> None:
-        """Stop watching, because this node's run is over. Where it failed first, tell the other
-        nodes its exit code through node 0's store.
+        """Stop watching, because this node's run is over. Where it failed before another node did,
+        write its exit code into node 0's store for the other nodes; the end of node 0 shows by
+        itself.
         """
         self._is_over.set()
         if (

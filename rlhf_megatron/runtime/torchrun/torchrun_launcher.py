@@ -195,8 +195,7 @@ def _check_num_ranks(pools: Sequence[PoolSpec]) -> None:
 def _start_machine_keeper(
     machines: Sequence[int], controller_address: str, secret: bytes, arguments: Sequence[str]
 ) -> None:
-    """Start the keeper of this machine, if the machine is in `machines` and this is its first rank.
-    """
+    """Start the keeper of this machine, if it is in `machines` and this is its first rank."""
     machine = int(os.environ.get("GROUP_RANK", "0"))
     if machine in machines and os.environ["LOCAL_RANK"] == "0":
         from rlhf_megatron.runtime.torchrun.machine_keeper import start_keeper_process

@@ -77,8 +77,8 @@ def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
 def _describe_index_problems(
     table: Sequence[WeightRule], indexed_names: set[str], mtp_prefixes: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield a line for the missing tensors, a line for the left-over ones, and a note that counts
-    the multi-token prediction tensors, which are copied but whose bytes are not known.
+    """Yield a line for the missing tensors, a line for the left-over tensors, and a note that
+    counts the multi-token prediction tensors: they are copied, but their bytes are not known.
     """
     wanted = {hf.stored_name for rule in table for hf in rule.hf_tensors}
     plain = {

@@ -80,7 +80,8 @@ class ConversionTarget(Protocol):
     def write_item(
         self, item: ConversionItem, item_tensors: ItemTensors, write_at_offset: WriteAtOffset
     ) -> None:
-        """Convert the tensors of one item and write them into their places, by `write_at_offset`.
+        """Convert the tensors of one item and write them into their places, by
+        `write_at_offset`.
         """
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
@@ -90,7 +91,7 @@ class ConversionTarget(Protocol):
 
 
 class _SafetensorsLayout:
-    """Places in files of that format."""
+    """The sizes, headers and tensor offsets of safetensors files."""
 
     def __init__(self, specs_by_file: Mapping[str, Sequence[TensorSpec]]) -> None:
         """Compute the header, the size and the tensors' offsets of each file."""
@@ -110,10 +111,9 @@ class _SafetensorsLayout:
 
 
 class HFTarget:
-    """A Hugging Face directory. `hf_config`: written in place of the model's own; `has_digests`:
-    beside the weights.
+    """A Hugging Face directory.
 
-    Items with a block are written in FP8: each matrix as float8_e4m3fn with its scales.
+    Items with an FP8 block are written in FP8: each matrix as float8_e4m3fn with its scales.
     """
 
     wire_name = "HFTarget"
@@ -241,8 +241,8 @@ def _drop_repeated_specs(specs: Iterable[TensorSpec]) -> Iterator[TensorSpec]:
 
 
 class RankFilesTarget:
-    """One file a rank (weights.megatron_dir). `items`:
-    with the vocabulary padded for the layout.
+    """A directory with one file for each rank (weights.megatron_dir). `items` must have the
+    vocabulary padded for the layout.
     """
 
     wire_name = "RanksTarget"
@@ -293,7 +293,8 @@ class RankFilesTarget:
             write_at_offset(file, self._safetensors_layout.get_offset(file, name), shard)
 
     def write_companion_files(self, directory: Path, digests: Mapping[str, str]) -> None:
-        """Write config.json, the tokenizer files, and the manifest with layout, config and digests.
+        """Write config.json, the tokenizer files, and the manifest with layout, config and
+        digests.
         """
         dtypes = {
             spec.dtype
@@ -320,8 +321,8 @@ class RankFilesTarget:
 
 class TorchDistTarget:
     """megatron-core's torch_dist, which loads under any layout: as `release/`, from which
-    Megatron-LM starts at iteration 0. `impl`, `is_stacked`: how the model that will load it spells
-    its keys (`KeyNaming.of`).
+    Megatron-LM starts at iteration 0. `impl` and `use_stacked_layers` say how the model that will
+    load the checkpoint spells its keys (`KeyNaming.from_table`).
     """
 
     wire_name = "TorchDistTarget"

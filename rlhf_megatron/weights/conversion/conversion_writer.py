@@ -110,8 +110,8 @@ def write_hf_directory(
     hf_config: HFConfig | None = None,
 ) -> dict[str, str]:
     """Write the model as a Hugging Face directory without a digest file, in this process, and
-    return the digests of its tensors. `dtype` is that of `make_conversion_items`; `hf_config` and
-    `max_shard_bytes` are those of `HFTarget`; errors are those of `convert_model`.
+    return the digests of its tensors. `dtype` is explained at `StoredModel.make_conversion_items`,
+    `hf_config` at `HFTarget`, the errors at `convert_model`.
     """
     items = model.make_conversion_items(dtype)
     target = HFTarget(model, items, max_shard_bytes, hf_config, has_digests=False)
@@ -193,6 +193,7 @@ class _UnitGroupWriter:
         target: ConversionTarget,
         partial_directory: Path,
     ) -> None:
+        """Open the directory that is being written. Its files must exist at full size."""
         self._model = model
         self._items = items
         self._groups = groups
@@ -210,7 +211,8 @@ class _UnitGroupWriter:
         digests = dict[str, str]()
 
         def write_at_offset(file: str, offset: int, content: Tensor | bytes) -> None:
-            """Write `content` at byte `offset` of a target file, and note the file for the flush.
+            """Write `content` at byte `offset` of a target file, and note the file for the
+            flush.
             """
             touched.add(file)
             _write_at_offset(self._open_file(file), offset, content)
@@ -303,7 +305,7 @@ class _ConversionJournal:
 
     @property
     def finished_groups(self) -> frozenset[int]:
-        """Return the numbers of the groups that are in the journal, whose bytes are on disk."""
+        """Return the numbers of the groups that are in the journal and thus on disk."""
         return frozenset(self._digests_by_group)
 
     def add_group(self, group_number: int, digests: Mapping[str, str]) -> None:

@@ -183,7 +183,7 @@ def _stream_module_weights(
     """
     given: dict[str, Tensor] = {}
 
-    def load_weights_before(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    def load_weights_and_replace_input(_: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Load the module's weights before its forward pass, and return the arguments with the
         recorded input, where there is one, in place of the first.
         """
@@ -215,7 +215,7 @@ def _stream_module_weights(
                 if value is not None and f"{prefix}.{key}" in rule_by_name:
                     owner._parameters[key] = nn.Parameter(value.to("meta"), False)
 
-    module.register_forward_pre_hook(load_weights_before)
+    module.register_forward_pre_hook(load_weights_and_replace_input)
     module.register_forward_hook(drop_weights_after)
 
 

@@ -30,9 +30,9 @@ def verify_weight_bits(
     num_processes: int = 1,
     report_bytes: ReportBytes | None = None,
 ) -> None:
-    """Compare all tensors of `candidate` with those of `reference` in the types of `items`, bit for
-    bit. Raise ValueError that names the tensors that differ and, where a tensor holds the content
-    of another one, names that one too.
+    """Compare all tensors of `candidate` with the tensors of `reference` in the types of `items`,
+    bit for bit. Raise ValueError that names the tensors that differ; where a tensor has the content
+    of another tensor, the message names the other tensor too.
 
     `reference_digests`: the digests of the reference's tensors where they are known; None: read the
     reference. `report_bytes` is called with the bytes of each unit that was compared. Where either
@@ -98,8 +98,8 @@ def verify_weight_bits(
 def _describe_digest_differences(
     reference_digests: Mapping[str, str], candidate_digests: Mapping[str, str]
 ) -> list[str]:
-    """Return one line for each candidate tensor whose digest differs from the reference's; the line
-    names the reference tensor that has the candidate's digest, if one has.
+    """Return one line for each candidate tensor that has another digest than the reference's
+    tensor. Where a reference tensor has the candidate's digest, the line names this tensor.
     """
     owner = {value: name for name, value in reference_digests.items()}
     lines = []

@@ -95,9 +95,9 @@ def read_decoder_dimensions(
     window: AttentionWindow | None = None,
     has_sinks: bool = False,
 ) -> DecoderDimensions:
-    """Dimensions from config.json. `head_dim` and `max_positions` are the family's defaults for
-    keys that are missing or null; head_dim None means hidden_size / heads. Raises ValueError for
-    what its family does not implement.
+    """Return the dimensions that config.json gives. `head_dim` and `max_positions` are the family's
+    defaults for keys that are missing or null; head_dim None means hidden_size / heads. Raise
+    ValueError for settings that the family does not implement.
     """
     refuse_unsupported_settings(hf_config)
     num_heads = read_positive_int(hf_config, "num_attention_heads")
@@ -140,12 +140,13 @@ def make_decoder_family(
     has_windows: bool = False,
     **required_values: Any,
 ) -> ModelFamily:
-    """The family of a model_type whose config.json `read_dimensions` understands. `only`: as in
-    ONLY, of this family; `find_unsupported`: more of what it does not implement; `has_windows`: it
-    reads layer_types itself.
+    """Return the family of a model_type whose config.json `read_dimensions` reads.
+    `required_values`: further settings as in ONLY, which must have these values; `find_unsupported`
+    yields further problems; `has_windows`: the family reads layer_types itself.
     """
 
     def find_problems(hf_config: HFConfig) -> Iterator[str]:
+        """Yield a sentence for each setting of config.json that the family does not implement."""
         yield from _find_unsupported_values({**ONLY, **required_values}, hf_config)
         yield from () if has_windows else _find_unsupported_layer_types(hf_config)
         try:
@@ -170,6 +171,9 @@ def make_decoder_family(
 def _find_unsupported_values(
     required_values: Mapping[str, Any], hf_config: HFConfig
 ) -> Iterator[str]:
+    """Yield a sentence for each key whose value is set and differs from `required_values`, and for
+    a bad rms_norm_eps.
+    """
     for key, implemented in required_values.items():
         value = hf_config.get(key, implemented)
         if value != implemented and value is not None:
@@ -183,6 +187,7 @@ def _find_unsupported_values(
 
 
 def _find_unsupported_layer_types(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence if a layer has another attention than full_attention."""
     layers = hf_config.get("layer_types") or ()
     kinds = (
         sorted({str(kind) for kind in layers} - {"full_attention"})
@@ -196,7 +201,7 @@ def _find_unsupported_layer_types(hf_config: HFConfig) -> Iterator[str]:
 
 
 def _make_transformer_arguments(dimensions: DecoderDimensions) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig."""
+    """Return the keyword arguments of megatron-core's TransformerConfig."""
     return {
         "num_layers": dimensions.num_layers,
         "hidden_size": dimensions.hidden_size,
@@ -223,8 +228,8 @@ def _make_transformer_arguments(dimensions: DecoderDimensions) -> dict[str, Any]
 
 
 def _make_window_arguments(window: AttentionWindow) -> dict[str, Any]:
-    """megatron-core counts the tokens before a token, and knows of each layer whether it
-    has the window.
+    """Return the arguments of a sliding window: megatron-core counts the tokens before a token, and
+    takes a flag for each layer.
     """
     return {
         "window_size": (window.num_tokens - 1, 0),
@@ -233,7 +238,9 @@ def _make_window_arguments(window: AttentionWindow) -> dict[str, Any]:
 
 
 def _make_gpt_arguments(dimensions: DecoderDimensions) -> dict[str, Any]:
-    """Keyword arguments of GPTModel, and what models.build reads itself."""
+    """Return the keyword arguments of GPTModel, and the entries that
+    ranks.models.megatron_model_builder reads itself.
+    """
     unbiased: LayerPart | None = None
     if dimensions.has_proj_bias != dimensions.has_mlp_bias:
         unbiased = "mlp" if dimensions.has_proj_bias else "self_attention"
@@ -248,8 +255,8 @@ def _make_gpt_arguments(dimensions: DecoderDimensions) -> dict[str, Any]:
 def _make_decoder_table(
     dimensions: DecoderDimensions, padded_vocab_size: int
 ) -> tuple[WeightRule, ...]:
-    """The rules of the whole model. Raises ValueError when the padded vocabulary is smaller than
-    the vocabulary.
+    """Return the rules of the whole model, in the order of a forward pass. Raise ValueError when
+    the padded vocabulary is smaller than the vocabulary.
     """
     if padded_vocab_size < dimensions.vocab_size:
         raise ValueError(
@@ -275,10 +282,12 @@ def _make_decoder_table(
 
 
 def _make_layer_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
+    """Return the rules of one decoder layer: norms, attention, and its MLP or experts."""
     hidden = dimensions.hidden_size
     prefixes = (f"decoder.layers.{layer}", f"model.layers.{layer}")
 
     def make_norm_rule(megatron_name: str, hf_name: str) -> WeightRule:
+        """Return the rule of a norm of the layer."""
         tensor = HFTensor(f"{prefixes[1]}.{hf_name}.weight", (hidden,))
         return make_plain_rule(f"{prefixes[0]}.{megatron_name}.weight", tensor, "replicated", layer)
 
@@ -304,6 +313,7 @@ def _make_layer_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightR
 
 
 def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
+    """Return the rules of a layer's grouped-query attention, without the norm in front of it."""
     hidden = dimensions.hidden_size
     heads = dimensions.num_heads
     groups = dimensions.num_groups
@@ -318,6 +328,7 @@ def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
         split: TensorSplit,
         num_blocks: int | None,
     ) -> WeightRule:
+        """Return the rule of one attention tensor that is the same in both layouts."""
         tensor = HFTensor(f"{theirs}.{hf_name}", shape)
         return make_plain_rule(f"{ours}.{megatron_name}", tensor, split, layer, num_blocks)
 
@@ -352,6 +363,7 @@ def _make_attention_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
 
 
 def _make_dense_mlp_rules(dimensions: DecoderDimensions, layer: int) -> list[WeightRule]:
+    """Return the rules of a layer's dense MLP."""
     ours = f"decoder.layers.{layer}.mlp.linear_fc2"
     theirs = f"model.layers.{layer}.mlp.down_proj"
     down = HFTensor(f"{theirs}.weight", (dimensions.hidden_size, dimensions.ffn_hidden_size))
@@ -371,6 +383,9 @@ def _make_dense_mlp_rules(dimensions: DecoderDimensions, layer: int) -> list[Wei
 def _make_vocab_rule(
     megatron_name: str, hf_tensor: HFTensor, padded_vocab_size: int, owner: StageOwner
 ) -> WeightRule:
+    """Return the rule of the embedding or the output layer, whose rows are padded to
+    `padded_vocab_size` in Megatron.
+    """
     return WeightRule(
         megatron_name=megatron_name,
         megatron_shape=(padded_vocab_size, hf_tensor.shape[1]),
@@ -385,6 +400,7 @@ def _make_vocab_rule(
 
 
 def _make_qkv_rule(dimensions: DecoderDimensions, layer: int, kind: ParameterKind) -> WeightRule:
+    """Return the rule of Megatron's joint query, key and value weight or bias."""
     dim = dimensions.head_dim
     theirs = f"model.layers.{layer}.self_attn"
     columns = (dimensions.hidden_size,) if kind == "weight" else ()
@@ -413,6 +429,7 @@ def _make_qkv_rule(dimensions: DecoderDimensions, layer: int, kind: ParameterKin
 def _make_gate_up_rule(
     dimensions: DecoderDimensions, layer: int, kind: ParameterKind
 ) -> WeightRule:
+    """Return the rule of Megatron's joint gate and up weight or bias of a dense MLP."""
     ffn = dimensions.ffn_hidden_size
     theirs = f"model.layers.{layer}.mlp"
     columns = (dimensions.hidden_size,) if kind == "weight" else ()
@@ -432,23 +449,26 @@ def _make_gate_up_rule(
 
 
 def _pad_vocab_rows(padded_vocab_size: int, tensor: Tensor) -> Tensor:
-    """Zero rows are added; they are never a label and the output layer masks them."""
+    """Return the tensor with zero rows added up to `padded_vocab_size`. These rows are never a
+    label, and the output layer masks them.
+    """
     missing = padded_vocab_size - tensor.shape[0]
     return torch.cat([tensor, tensor.new_zeros(missing, tensor.shape[1])]) if missing else tensor
 
 
 def _drop_padding_rows(vocab_size: int, tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the first `vocab_size` rows, in a tuple of one."""
     return (tensor[:vocab_size],)
 
 
 def _interleave_qkv(num_groups: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Megatron keeps a key-value group together: its queries, its key, its value; then
-    the next group.
+    """Return the joint tensor in Megatron's order, which keeps a key-value group together: its
+    queries, its key, its value; then the next group.
     """
     return torch.cat([part.unflatten(0, (num_groups, -1)) for part in (q, k, v)], 1).flatten(0, 1)
 
 
 def _separate_qkv(queries_per_group: int, head_dim: int, qkv: Tensor) -> tuple[Tensor, ...]:
-    """Split q, k and v, of all groups or of those of one shard."""
+    """Return q, k and v of the joint tensor of all groups, or of the groups of one shard."""
     sizes = [queries_per_group * head_dim, head_dim, head_dim]
     return tuple(part.flatten(0, 1) for part in qkv.unflatten(0, (-1, sum(sizes))).split(sizes, 1))

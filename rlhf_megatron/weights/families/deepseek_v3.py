@@ -31,6 +31,9 @@ first_k_dense_replace n_group n_shared_experts norm_topk_prob routed_scaling_fac
 
 
 def _read_deepseek_v3_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a DeepSeek-V3 config.json. Raise ValueError for unsupported
+    settings.
+    """
     return decoder_family.read_decoder_dimensions(
         hf_config,
         head_dim=None,
@@ -41,6 +44,9 @@ def _read_deepseek_v3_dimensions(hf_config: HFConfig) -> decoder_family.DecoderD
 
 
 def _read_deepseek_v3_experts(hf_config: HFConfig) -> ExpertLayers:
+    """Return the experts of a DeepSeek-V3 config.json: the first `first_k_dense_replace` layers
+    have none.
+    """
     num_dense = int(hf_config["first_k_dense_replace"])
     width = read_positive_int(hf_config, "moe_intermediate_size")
     return read_expert_layers(
@@ -57,6 +63,7 @@ def _read_deepseek_v3_experts(hf_config: HFConfig) -> ExpertLayers:
 
 
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence for each missing or unsupported setting, besides those of all decoders."""
     missing = [key for key in _NEEDED.split() if hf_config.get(key) is None]
     if missing:
         yield (

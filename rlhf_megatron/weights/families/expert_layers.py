@@ -66,6 +66,7 @@ class ExpertLayers:
 
     @property
     def has_shared_experts(self) -> bool:
+        """Return whether layers have shared experts, which every token passes."""
         return self.shared_ffn_hidden_size > 0
 
 
@@ -76,8 +77,9 @@ def read_expert_layers(
     layer_has_experts: tuple[bool, ...],
     **expert_fields: Any,
 ) -> ExpertLayers:
-    """`num_experts_key`, `width_key`: keys of config.json. Raises ValueError for more experts a
-    token than there are.
+    """Return the experts that config.json gives. `num_experts_key` and `width_key`: the keys of the
+    number of experts and of their inner size. `expert_fields`: further fields of `ExpertLayers`.
+    Raise ValueError for more experts a token than there are.
     """
     found = ExpertLayers(
         read_positive_int(hf_config, num_experts_key),
@@ -95,8 +97,8 @@ def read_expert_layers(
 
 
 def make_sigmoid_router_arguments(hf_config: HFConfig) -> dict[str, Any]:
-    """Return the arguments of a router as in DeepSeek-V3 (2412.19437): sigmoid scores, a bias that
-    only picks, groups of experts.
+    """Return the TransformerConfig arguments of a router as in DeepSeek-V3 (2412.19437): sigmoid
+    scores, a bias that only picks, groups of experts.
     """
     groups = read_positive_int(hf_config, "n_group", 1)
     in_groups = {
@@ -114,7 +116,9 @@ def make_sigmoid_router_arguments(hf_config: HFConfig) -> dict[str, Any]:
 
 
 def find_unsupported_sigmoid_settings(hf_config: HFConfig) -> Iterator[str]:
-    """Name settings that megatron-core would silently compute differently from the model."""
+    """Yield a sentence for each router setting that megatron-core would silently compute
+    differently from the model.
+    """
     groups = read_positive_int(hf_config, "n_group", 1)
     picked = read_positive_int(hf_config, "topk_group", 1)
     per_token = read_positive_int(hf_config, "num_experts_per_tok")
@@ -142,7 +146,9 @@ def find_unsupported_sigmoid_settings(hf_config: HFConfig) -> Iterator[str]:
 
 
 def find_unknown_keys(hf_config: HFConfig, known_keys: str) -> Iterator[str]:
-    """One problem for the keys of config.json that are neither common nor `known_keys`, words."""
+    """Yield one sentence that lists the keys of config.json that are neither common nor in
+    `known_keys`, words separated by spaces; nothing where there are none.
+    """
     unknown = sorted(set(hf_config) - {*COMMON_KEYS.split(), *known_keys.split()})
     if unknown:
         yield (
@@ -152,7 +158,7 @@ def find_unknown_keys(hf_config: HFConfig, known_keys: str) -> Iterator[str]:
 
 
 def make_expert_arguments(experts: ExpertLayers) -> dict[str, Any]:
-    """Keyword arguments of TransformerConfig."""
+    """Return the TransformerConfig arguments of layers with experts."""
     return {
         "num_moe_experts": experts.num_experts,
         "moe_router_topk": experts.num_experts_per_token,
@@ -176,7 +182,9 @@ def make_expert_arguments(experts: ExpertLayers) -> dict[str, Any]:
 
 
 def make_expert_rules(experts: ExpertLayers, hidden_size: int, layer: int) -> list[WeightRule]:
-    """The router, what all tokens share, and every matrix of every expert of a layer."""
+    """Return the rules of a layer's router, of its shared experts, and of every matrix of every
+    expert.
+    """
     ours = f"decoder.layers.{layer}.mlp"
     theirs = f"model.layers.{layer}"
     router = HFTensor(f"{theirs}.{experts.gate}.weight", (experts.num_experts, hidden_size))
@@ -208,13 +216,14 @@ def make_expert_rules(experts: ExpertLayers, hidden_size: int, layer: int) -> li
 
 
 def make_expert_name(layer: int, expert_index: int) -> str:
-    """Return Megatron's name of an expert."""
+    """Return Megatron's module name of an expert."""
     return f"decoder.layers.{layer}.mlp.experts.local_experts.{expert_index}"
 
 
 def _make_expert_matrix_rules(
     experts: ExpertLayers, hidden_size: int, layer: int, expert_index: int
 ) -> tuple[WeightRule, ...]:
+    """Return the two rules of an expert with three matrices of its own on disk."""
     group = f"model.layers.{layer}.{experts.prefix}.{expert_index}"
     shape = (experts.ffn_hidden_size, hidden_size)
     return _make_gated_mlp_rules(
@@ -229,8 +238,8 @@ def _make_gated_mlp_rules(
     shape: tuple[int, int],
     layer: int,
 ) -> tuple[WeightRule, WeightRule]:
-    """Return the rules of a gated MLP without biases. `hf_name`: its Hugging Face name, and the
-    fusion group. `shape`: of gate and up.
+    """Return the rules of a gated MLP without biases. `hf_name`: its Hugging Face name, which is
+    the fusion group. `shape`: the shape of gate and of up.
     """
     gate, up, down = (f"{hf_name}.{matrix}.weight" for matrix in matrices)
     fc1 = WeightRule(

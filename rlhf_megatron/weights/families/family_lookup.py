@@ -12,10 +12,10 @@ from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl, WeightRule
 
 
 def find_model_family(hf_config: HFConfig) -> ModelFamily:
-    """The family of a config.json: one of ours or, for the trainer backend fsdp, one that
-    transformers has.
+    """Return the family of a config.json: one of ours or, for the trainer backend fsdp, one that
+    only transformers has.
 
-    Raises ValueError when model_type is missing or unknown.
+    Raise ValueError when model_type is missing or unknown.
     """
     if not hf_config.get("model_type"):
         raise ValueError("config.json has no model_type; is this a model in Hugging Face layout?")
@@ -31,17 +31,18 @@ def find_model_family(hf_config: HFConfig) -> ModelFamily:
 def make_weight_table(
     hf_config: HFConfig, tp_size: int = 1, impl: LayerImpl = "local", head: HeadKind = "vocabulary"
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model whose vocabulary is padded for `tp_size` ranks, its modules named
-    as `impl` does.
+    """Return the weight table of a model whose vocabulary is padded for `tp_size` ranks, with the
+    module names of `impl`.
 
-    `head` "value": a critic's, which has a value head in place of the output layer, tied or not.
+    `head` "value": the table of a critic, which has a value head in place of the output layer, tied
+    or not.
     """
     return make_family_table(find_model_family(hf_config), hf_config, tp_size, impl, head)
 
 
 def refuse_unsupported_settings(hf_config: HFConfig) -> None:
-    """Raises ValueError that lists every setting of config.json which its family does
-    not implement.
+    """Raise one ValueError that lists every setting of config.json that its family does not
+    implement.
     """
     problems = list(find_model_family(hf_config).find_unsupported_settings(hf_config))
     if problems:

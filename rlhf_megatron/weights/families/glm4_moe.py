@@ -21,6 +21,7 @@ from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig, read
 
 
 def _read_glm4_moe_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a GLM-4.5 config.json. Raise ValueError for unsupported settings."""
     return decoder_family.read_decoder_dimensions(
         hf_config,
         head_dim=None,
@@ -33,6 +34,9 @@ def _read_glm4_moe_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDime
 
 
 def _read_glm4_moe_experts(hf_config: HFConfig) -> ExpertLayers:
+    """Return the experts of a GLM-4.5 config.json: the first `first_k_dense_replace` layers (1 by
+    default) have none.
+    """
     num_dense = int(hf_config.get("first_k_dense_replace", 1))
     width = read_positive_int(hf_config, "moe_intermediate_size")
     return read_expert_layers(
@@ -49,6 +53,9 @@ def _read_glm4_moe_experts(hf_config: HFConfig) -> ExpertLayers:
 
 
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence for each setting that this family does not implement, besides those of all
+    decoders.
+    """
     yield from find_unsupported_sigmoid_settings(hf_config)
     yield from find_unknown_keys(
         hf_config,

@@ -35,6 +35,7 @@ _FULL = "full_attention"
 
 
 def _read_gpt_oss_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a GPT-OSS config.json. Raise ValueError for unsupported settings."""
     refuse_unsupported_settings(hf_config)
     is_sliding = tuple(kind == _SLIDING for kind in hf_config["layer_types"])
     return decoder_family.read_decoder_dimensions(
@@ -53,6 +54,7 @@ def _read_gpt_oss_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimen
 
 
 def _read_gpt_oss_experts(hf_config: HFConfig) -> ExpertLayers:
+    """Return the experts of a GPT-OSS config.json, which every layer has."""
     return read_expert_layers(
         hf_config,
         "num_local_experts",
@@ -73,13 +75,14 @@ def _read_gpt_oss_experts(hf_config: HFConfig) -> ExpertLayers:
 def _make_gpt_oss_expert_rules(
     experts: ExpertLayers, hidden_size: int, layer: int, expert_index: int
 ) -> tuple[WeightRule, ...]:
+    """Return the four rules of one expert: gate and up, their bias, down, its bias."""
     name = make_expert_name(layer, expert_index)
     width = experts.ffn_hidden_size
     group = f"model.layers.{layer}.{experts.prefix}"
 
     def make_stacked_entry_rule(megatron_name: str, hf_name: str, *shape: int) -> WeightRule:
-        """Return the rule of an entry of a fused tensor. The entry's own name has the number
-        of the expert.
+        """Return the rule of one expert's entry of a stacked tensor; the entry's own name has the
+        number of the expert.
         """
         entry = StackedEntry(f"{group}.{hf_name}", expert_index, experts.num_experts)
         tensor = HFTensor(f"{group}.{expert_index}.{hf_name}", shape, entry)
@@ -114,28 +117,33 @@ def _make_gpt_oss_expert_rules(
 
 
 def _separate_gate_and_up(gate_up: Tensor) -> Tensor:
-    """[hidden, 2 width], or a bias [2 width], gate and up by turns -> [2 width, hidden] or [2
-    width], gate, then up.
+    """Return Megatron's tensor, gate first and then up, of one that has them by turns: [hidden, 2
+    width] gives [2 width, hidden], and a bias [2 width] keeps its shape.
     """
     rows = gate_up if gate_up.dim() == 1 else gate_up.T
     return torch.cat([rows[0::2], rows[1::2]])
 
 
 def _interleave_gate_and_up(gate_up: Tensor) -> tuple[Tensor, ...]:
-    """The inverse, also of a shard."""
+    """Return, in a tuple of one, the inverse of `_separate_gate_and_up`; it also takes a shard."""
     rows = torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
     return (rows if rows.dim() == 1 else rows.T.contiguous(),)
 
 
 def _transpose_tensor(tensor: Tensor) -> Tensor:
+    """Return a contiguous transpose."""
     return tensor.T.contiguous()
 
 
 def _transpose_tensor_back(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return a contiguous transpose, in a tuple of one."""
     return (tensor.T.contiguous(),)
 
 
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence for each missing, contradictory or unsupported setting, besides those of all
+    decoders.
+    """
     missing = [key for key in _NEEDED.split() if hf_config.get(key) is None]
     if not (hf_config.get("rope_scaling") or hf_config.get("rope_parameters")):
         missing.append("rope_scaling")

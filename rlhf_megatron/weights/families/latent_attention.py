@@ -24,8 +24,8 @@ LATENT_KEYS = (
 
 @dataclass(frozen=True)
 class LatentAttentionDimensions:
-    """The latent attention of a model. Queries and keys of a head are plain_dim +
-    turned_dim wide.
+    """The latent attention of a model. Queries and keys of a head are nope_dim +
+    rope_dim wide.
     """
 
     q_rank: int | None  # None: queries are made of the hidden states
@@ -36,7 +36,7 @@ class LatentAttentionDimensions:
 
 
 def read_latent_dimensions(hf_config: HFConfig) -> LatentAttentionDimensions:
-    """Dimensions from config.json, each of which must be there. Raises ValueError."""
+    """Return the dimensions that config.json gives. Raise ValueError where one is missing."""
     return LatentAttentionDimensions(
         q_rank=None
         if hf_config.get("q_lora_rank") is None
@@ -49,7 +49,9 @@ def read_latent_dimensions(hf_config: HFConfig) -> LatentAttentionDimensions:
 
 
 def find_unsupported_latent_settings(hf_config: HFConfig) -> Iterator[str]:
-    """Name settings that megatron-core would silently compute differently from the model."""
+    """Yield a sentence for each attention setting that megatron-core would silently compute
+    differently from the model.
+    """
     heads = hf_config.get("num_attention_heads")
     turned = hf_config.get("qk_rope_head_dim")
     plain = hf_config.get("qk_nope_head_dim")
@@ -79,7 +81,9 @@ def find_unsupported_latent_settings(hf_config: HFConfig) -> Iterator[str]:
 def make_latent_arguments(
     latent_attention: LatentAttentionDimensions, rotary: RotaryConfig
 ) -> dict[str, Any]:
-    """Keyword arguments of MLATransformerConfig, which turns queries and keys itself."""
+    """Return the keyword arguments of MLATransformerConfig, which rotates queries and keys
+    itself.
+    """
     scaling = rotary.scaling
     of_rope: dict[str, Any] = {
         "rope_type": "rope",
@@ -115,8 +119,8 @@ def make_latent_arguments(
 def make_latent_rules(
     latent_attention: LatentAttentionDimensions, num_heads: int, hidden_size: int, layer: int
 ) -> list[WeightRule]:
-    """All of a layer's attention. Engines join the two matrices into the narrow vectors: they are
-    one fusion group.
+    """Return the rules of a layer's attention. Engines join the two matrices into the narrow
+    vectors, so that these are one fusion group.
     """
     ours = f"decoder.layers.{layer}.self_attention"
     theirs = f"model.layers.{layer}.self_attn"
@@ -124,6 +128,7 @@ def make_latent_rules(
     def make_projection_rule(
         megatron_name: str, hf_name: str, shape: tuple[int, ...], split: TensorSplit = "replicated"
     ) -> WeightRule:
+        """Return the rule of one attention tensor that is the same in both layouts."""
         tensor = HFTensor(f"{theirs}.{hf_name}.weight", shape)
         blocks = None if split == "replicated" else num_heads
         return make_plain_rule(f"{ours}.{megatron_name}.weight", tensor, split, layer, blocks)
@@ -131,6 +136,7 @@ def make_latent_rules(
     def make_fused_projection_rule(
         megatron_name: str, hf_name: str, shape: tuple[int, ...]
     ) -> WeightRule:
+        """Return the rule of a matrix into a narrow vector, in the fusion group of both."""
         return replace(
             make_projection_rule(megatron_name, hf_name, shape), fusion_group=f"{theirs}.qkv_a"
         )

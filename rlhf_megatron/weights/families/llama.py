@@ -11,6 +11,7 @@ from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig
 
 
 def _read_llama_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a Llama config.json. Raise ValueError for unsupported settings."""
     has_attention_bias = bool(hf_config.get("attention_bias"))
     return decoder_family.read_decoder_dimensions(
         hf_config,

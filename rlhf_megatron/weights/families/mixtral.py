@@ -12,6 +12,9 @@ from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig, read
 
 
 def _read_mixtral_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a Mixtral config.json; its default rope_theta is 1e6. Raise
+    ValueError for unsupported settings.
+    """
     experts = read_expert_layers(
         hf_config,
         "num_local_experts",
@@ -30,6 +33,7 @@ def _read_mixtral_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimen
 
 
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence that lists keys that this family does not know."""
     yield from find_unknown_keys(hf_config, "num_local_experts router_jitter_noise")
 
 

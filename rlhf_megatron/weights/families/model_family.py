@@ -64,7 +64,9 @@ FAMILIES: Registry[ModelFamily] = Registry("model family")
 def make_family_table(
     family: ModelFamily, hf_config: HFConfig, tp_size: int, impl: LayerImpl, head: HeadKind
 ) -> tuple[WeightRule, ...]:
-    """The weight table of a model of `family`; the arguments are those of `make_weight_table`."""
+    """Return the weight table of a model of `family`; the other arguments are those of
+    `make_weight_table`.
+    """
     table = family.make_table(hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size))
     if head == "value":
         body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
@@ -73,6 +75,7 @@ def make_family_table(
 
 
 def _make_value_head_rules(hidden_size: int) -> tuple[WeightRule, ...]:
+    """Return the rules of a value head: its weight [1, hidden] and its bias [1]."""
     shapes = {"weight": (1, hidden_size), "bias": (1,)}
     return tuple(
         make_plain_rule(
@@ -83,13 +86,15 @@ def _make_value_head_rules(hidden_size: int) -> tuple[WeightRule, ...]:
 
 
 def pad_vocab_size(vocab_size: int, tp_size: int) -> int:
-    """The smallest multiple of `tp_size` that holds the vocabulary: each rank gets as many rows."""
+    """Return the smallest multiple of `tp_size` that holds the vocabulary, so that each rank gets
+    as many rows.
+    """
     return -(-vocab_size // tp_size) * tp_size
 
 
 def find_mtp_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
-    """Return prefixes of the names of tensors that predict further tokens. No model here has them;
-    they are kept as they are.
+    """Return the name prefixes of the multi-token prediction layers' tensors; () where the model
+    has none. No model here has these layers; the tensors are kept as they are.
     """
     first = hf_config.get("num_hidden_layers")
     num = hf_config.get("num_nextn_predict_layers")
@@ -99,8 +104,8 @@ def find_mtp_prefixes(hf_config: HFConfig) -> tuple[str, ...]:
 
 
 def read_positive_int(hf_config: HFConfig, key: str, default: int | None = None) -> int:
-    """A positive integer of config.json; a missing or null key takes `default`.
-    Raises ValueError.
+    """Return a positive integer of config.json, or `default` for a missing or null key. Raise
+    ValueError for any other value, and for a missing key without a default.
     """
     value = hf_config.get(key)
     value = default if value is None else value

@@ -9,6 +9,7 @@ from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig
 
 
 def _read_qwen2_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a Qwen2 config.json. Raise ValueError for unsupported settings."""
     return decoder_family.read_decoder_dimensions(
         hf_config, head_dim=None, max_positions=32768, has_qkv_bias=True
     )

@@ -19,6 +19,9 @@ from rlhf_megatron.weights.families.model_family import FAMILIES, HFConfig, read
 
 
 def _read_qwen3_moe_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDimensions:
+    """Return the dimensions of a Qwen3 MoE config.json. Raise ValueError for unsupported
+    settings.
+    """
     return decoder_family.read_decoder_dimensions(
         hf_config,
         head_dim=128,
@@ -29,6 +32,9 @@ def _read_qwen3_moe_dimensions(hf_config: HFConfig) -> decoder_family.DecoderDim
 
 
 def _read_qwen3_moe_experts(hf_config: HFConfig) -> ExpertLayers:
+    """Return the experts of a Qwen3 MoE config.json; `decoder_sparse_step` and `mlp_only_layers`
+    say which layers have them.
+    """
     step = read_positive_int(hf_config, "decoder_sparse_step", 1)
     dense_layers = hf_config.get("mlp_only_layers") or ()
     layers = range(read_positive_int(hf_config, "num_hidden_layers"))
@@ -45,6 +51,9 @@ def _read_qwen3_moe_experts(hf_config: HFConfig) -> ExpertLayers:
 
 
 def _find_unsupported_settings(hf_config: HFConfig) -> Iterator[str]:
+    """Yield a sentence for unknown keys, for two different numbers of experts, and for a malformed
+    `mlp_only_layers`.
+    """
     yield from find_unknown_keys(
         hf_config,
         (

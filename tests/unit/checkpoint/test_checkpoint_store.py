@@ -163,7 +163,7 @@ def test_what_no_manifest_says_is_refused() -> None:
             "its format_version is 2",
         ),
         (
-            '{"format": "rlhf_megatron.ranks.checkpoint", "format_version": 1}',
+            '{"format": "rlhf_megatron.checkpoint", "format_version": 1}',
             "an entry is missing",
         ),
         ("[" * 100_000, "it is not JSON"),

@@ -101,7 +101,7 @@ def test_bfloat16_parameters_and_activations(world: World) -> None:
 
 def test_padded_batches_are_refused(world: World) -> None:
     chunk = build_megatron_model(jobs.hf_config(), world, torch.float32).chunks[0]
-    with pytest.raises(ValueError, match="made by packed_documents"):
+    with pytest.raises(ValueError, match="made by make_packed_documents"):
         chunk(torch.zeros(1, 4, dtype=torch.int64), torch.arange(4)[None], None)
 
 

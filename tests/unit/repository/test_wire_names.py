@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from places import ROOT
 
+from rlhf_megatron.controller.recovery import skip_capsule
 from rlhf_megatron.data.assistant_turns import TokenDocument
 from rlhf_megatron.data.document_samples import DocumentSample
 from rlhf_megatron.data.prompt_items import PromptItem
@@ -19,6 +20,7 @@ from rlhf_megatron.data.teacher_top_tokens import TeacherTopTokens
 from rlhf_megatron.jobs.generation.loss_job import _format_sample
 from rlhf_megatron.planning.check import certificate
 from rlhf_megatron.ranks.kernels.head_memory import HeadMemoryBound
+from rlhf_megatron.weights import checkpoint_manifest, megatron_dir
 from rlhf_megatron.weights.bucket_plan import StageTraffic
 from rlhf_megatron.weights.conversion import conversion_targets
 
@@ -96,6 +98,13 @@ def test_running_sglang_servers_find_the_loader() -> None:
     source = (ROOT / "rlhf_megatron/rollout/sglang/server/loader.py").read_text()
     assert 'LOAD_FORMAT = "rlhf_megatron.rollout.sglang.server.loader.load"' in source
     assert "\ndef load(" in source
+
+
+def test_formats_keep_their_names() -> None:
+    """They name no module, although one of them once was the name of one."""
+    assert checkpoint_manifest.FORMAT == "rlhf_megatron.checkpoint"
+    assert megatron_dir.FORMAT == "rlhf-megatron weights"
+    assert skip_capsule.FORMAT == "rlhf_megatron capsule"
 
 
 def test_a_certificate_keeps_its_keys() -> None:

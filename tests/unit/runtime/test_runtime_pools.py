@@ -65,7 +65,7 @@ def test_a_critic_that_cannot_be_built_ends_the_actor_that_is_being_built(start:
     run = start("build", "1,1,1+2,1,2")
     assert run.wait() == 3
     assert (
-        "RemoteValueError: [critic dp0 pp1 tp0] building roles: no weights in model.path."
+        "HostCallValueError: [critic dp0 pp1 tp0] building roles: no weights in model.path."
         in run.console()
     )
     assert "Traceback" not in run.console() and "no weights in model.path" in run.log(2), (

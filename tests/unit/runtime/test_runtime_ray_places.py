@@ -155,7 +155,9 @@ def test_ranks_get_what_they_need_and_the_shell_wins() -> None:
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(TWO_OF_FOUR, {}), (
         "nothing is split"
     )
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(tp2, {}, accelerator_types=["B200"])
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(
+        tp2, {}, accelerator_types=["B200"]
+    )
     assert "CUDA_DEVICE_MAX_CONNECTIONS" not in ranks_environment(tp2, {}, uses_gpus=False)
     apart = ranks_environment(tp2, {"CUDA_DEVICE_MAX_CONNECTIONS": "8"}, is_one_machine=False)
     assert apart == {"OMP_NUM_THREADS": "2", "CUDA_DEVICE_MAX_CONNECTIONS": "8"}, (
@@ -169,19 +171,19 @@ def test_ranks_get_what_they_need_and_the_shell_wins() -> None:
 
 def test_a_cluster_of_this_machine_is_closed_to_others_and_a_running_one_is_left_as_it_is() -> None:
     own: dict[str, str] = {"RAY_USAGE_STATS_ENABLED": "1"}
-    ray_environment.set_ray_environment(None, own)
+    ray_environment.set_ray_defaults(None, own)
     assert own["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] == "0" and own["RAY_AUTH_MODE"] == "token"
     assert len(own["RAY_AUTH_TOKEN"]) == 64 and own["RAY_USAGE_STATS_ENABLED"] == "1", (
         "the shell wins"
     )
     again: dict[str, str] = {}
-    ray_environment.set_ray_environment(None, again)
+    ray_environment.set_ray_defaults(None, again)
     assert again["RAY_AUTH_TOKEN"] != own["RAY_AUTH_TOKEN"]
     chosen = {"RAY_AUTH_MODE": "disabled"}
-    ray_environment.set_ray_environment(None, chosen)
+    ray_environment.set_ray_defaults(None, chosen)
     assert "RAY_AUTH_TOKEN" not in chosen
     joined: dict[str, str] = {}
-    ray_environment.set_ray_environment("10.0.0.1:6379", joined)
+    ray_environment.set_ray_defaults("10.0.0.1:6379", joined)
     assert joined == {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 

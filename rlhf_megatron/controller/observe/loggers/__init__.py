@@ -50,49 +50,59 @@ class RunLogger:
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
-        """Makes its files in `run_dir`, or goes on with those that are there."""
+        """Create the logger's files in `run_dir`, or go on with existing files; the base class has
+        none.
+        """
 
     @classmethod
     def check_setup(cls) -> None:
-        """Check the logger before anything is started. Raises ValueError, with the fix, where it
-        cannot work here.
+        """Check the logger before anything is started. Raise ValueError, with the fix, where it
+        cannot work here; the base class always works.
         """
 
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Metrics of a step. `row_kind`: warmup, step or evaluation; `run_seconds`: since
-        the run began.
+        """Log the metrics of a step; the base class does nothing. `row_kind`: warmup, step or
+        evaluation; `run_seconds`: seconds since the run began.
         """
 
     def log_batch(self, step: int, batch_view: BatchView) -> None:
-        """Show what a step trained on. Called before its row."""
+        """Log the samples and distributions that a step trained on; the base class does nothing.
+        Called before the step's metrics.
+        """
 
     def show_stage(self, text: str) -> None:
-        """Show what the run does or waits for now. The next text replaces it."""
+        """Show what the run does or waits for now, until the next text; the base class does
+        nothing.
+        """
 
     def show_note(self, text: str) -> None:
-        """A line for the person who watches."""
+        """Show a line to the person who watches; the base class does nothing."""
 
     def flush(self) -> None:
-        """Writes what waits for room. Raises OSError where the disk still has none."""
+        """Write what waits for room on the disk. Raise OSError where the disk still has none. The
+        base class has nothing to write.
+        """
 
     def close(self, is_failed: bool) -> None:
-        """`is_failed`: the run ends by an exception."""
+        """Close the logger; the base class does nothing. `is_failed`: the run ends by an
+        exception.
+        """
 
 
 LOGGERS: Registry[type[RunLogger]] = Registry("logger", RunLogger)
 
 
 def is_batch_view_step(step: int, total_steps: int) -> bool:
-    """Steps at which large things are logged: the first, the last, and every
-    ceil(total_steps / MAX_VIEWS).
+    """Return whether large things are logged at this step: at the first, the last, and every
+    ceil(total_steps / MAX_BATCH_VIEWS)-th step.
     """
     return step in (1, total_steps) or step % max(1, -(-total_steps // MAX_BATCH_VIEWS)) == 0
 
 
 def load_or_draw_run_id(id_path: Path) -> str:
-    """Return the name of a run at a service. It is drawn once and kept in a file: a resumed run
+    """Return the id of a run at a service. The id is drawn once and kept in a file: a resumed run
     goes on as the same.
     """
     if not id_path.is_file():
@@ -110,6 +120,7 @@ class LoggerSet:
     def __init__(
         self, logger_names: Sequence[str], run_dir: Path, total_steps: int, facts: RunFacts
     ) -> None:
+        """Start these loggers; a logger that cannot start is left out, with a warning."""
         self._run_dir = run_dir
         self._total_steps = total_steps
         self._facts = facts
@@ -120,7 +131,9 @@ class LoggerSet:
             self._warn_of_failure(name, error)
 
     def call_each(self, call: Callable[[RunLogger], None]) -> None:
-        """Call `call` with each logger."""
+        """Call `call` with each active logger. A logger that raises is closed and switched off,
+        with a warning.
+        """
         for name, one in list(self._active_loggers.items()):
             try:
                 call(one)
@@ -131,8 +144,8 @@ class LoggerSet:
                     one.close(is_failed=True)
 
     def restart_stopped_by_full_disk(self, step: int) -> None:
-        """Start loggers again that found the disk full. Viewers drop the rows of this step and
-        later ones from the former files.
+        """Start loggers again that found the disk full, once it has room. Their viewers drop the
+        rows of this step and later ones from the former files.
         """
         has_room = (
             self._loggers_without_space and shutil.disk_usage(self._run_dir).free > MIN_FREE_BYTES
@@ -143,11 +156,14 @@ class LoggerSet:
                 logger.warning("logger %s: there is room again, and it goes on.", name)
 
     def flush(self) -> None:
-        """Raises OSError where lines wait for room and the disk has none."""
+        """Write the lines that wait in all loggers. Raise OSError where the disk still has
+        no room.
+        """
         for one in self._active_loggers.values():
             one.flush()
 
     def _start_logger(self, name: str, facts: RunFacts) -> Exception | None:
+        """Start a logger and return None; where it cannot start, return the error."""
         build = LOGGERS.get(name).build
         try:
             self._active_loggers[name] = build(self._run_dir, self._total_steps, facts)
@@ -156,6 +172,9 @@ class LoggerSet:
         return None
 
     def _warn_of_failure(self, name: str, error: Exception | None) -> None:
+        """Log that a logger is switched off; nothing where `error` is None. Remember a logger that
+        found the disk full.
+        """
         if error is None:
             return
         text = f"{type(error).__name__}: {error}"
@@ -174,7 +193,7 @@ class LoggerSet:
 
 
 def check_logger_setups(logger_names: Sequence[str]) -> None:
-    """Starts nothing. Raises ConfigError with what the loggers of a run lack."""
+    """Check the loggers of a run, without starting any. Raise ConfigError with what they lack."""
     problems = []
     for name in logger_names:
         try:

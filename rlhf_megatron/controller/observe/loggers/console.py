@@ -85,6 +85,9 @@ class ConsoleLogger(RunLogger):
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Start the progress bar; where stdout is no terminal, start a thread that prints progress
+        lines.
+        """
         self._console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
         self._seen_metric_keys: set[str] = set()  # all metrics of steps so far
         self._table_columns: tuple[ConsoleColumn, ...] = ()
@@ -118,6 +121,9 @@ class ConsoleLogger(RunLogger):
             ).start()
 
     def _log_progress_while_quiet(self) -> None:
+        """Print a progress line whenever nothing was printed for MAX_QUIET_S, until the logger is
+        closed.
+        """
         while not self._is_closed.wait(
             max(0.01, self._last_output_s + MAX_QUIET_S - time.monotonic())
         ):
@@ -126,7 +132,7 @@ class ConsoleLogger(RunLogger):
                     self.show_note(self.describe_progress())
 
     def describe_progress(self) -> str:
-        """Say how far the run is, and how long the rest takes at the pace of the last steps."""
+        """Return how far the run is, and how long the rest takes at the pace of the last steps."""
         from rlhf_megatron.controller.observe.report.run_overview import (
             estimate_seconds_left,
             format_duration,
@@ -141,20 +147,26 @@ class ConsoleLogger(RunLogger):
         )
 
     def close(self, is_failed: bool) -> None:
+        """Stop the progress bar and the thread of progress lines."""
         self._is_closed.set()
         self._progress_bar.stop()
 
     def show_stage(self, text: str) -> None:
+        """Show the text at the progress bar."""
         self._stage_text = text
         self._progress_bar.update(self._progress_task, description=text.replace("[", r"\["))
 
     def show_note(self, text: str) -> None:
+        """Print a line."""
         self._last_output_s = time.monotonic()
         self._console.print(text, markup=False)
 
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
+        """Print a table row for a step, and a line for an evaluation or an evaluated warm-up
+        step.
+        """
         if row_kind == "step":
             self._show_step_row(step, metrics)
         elif row_kind == "evaluation":
@@ -167,6 +179,9 @@ class ConsoleLogger(RunLogger):
             )
 
     def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the held-out loss or accuracy, and the scores of the sets where there are
+        several.
+        """
         if "val/loss" in metrics:
             self.show_note(f"step {step}: held-out " + ", ".join(_iter_held_out_losses(metrics)))
             return
@@ -185,6 +200,9 @@ class ConsoleLogger(RunLogger):
             self.show_note("    " + "  ".join(f"{name} {value:.3f}" for name, value in found))
 
     def _show_step_row(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Print the step's row, with a new header where the columns changed or after
+        ROWS_PER_HEADER rows.
+        """
         self._last_output_s = time.monotonic()
         self._last_finished_step = step
         if "timing_s/step" in metrics:
@@ -210,6 +228,7 @@ class ConsoleLogger(RunLogger):
         self._progress_bar.update(self._progress_task, completed=step)
 
     def _select_columns_for_terminal(self) -> tuple[ConsoleColumn, ...]:
+        """Return the columns for the metrics seen so far; on a terminal only those that fit."""
         columns = select_console_columns(self._seen_metric_keys)
         return (
             keep_columns_that_fit(columns, self._console.width)
@@ -219,7 +238,9 @@ class ConsoleLogger(RunLogger):
 
 
 def _iter_held_out_losses(metrics: Mapping[str, float]) -> Iterator[str]:
-    """Yield the losses of all held-out sets together, then of each set where there are several."""
+    """Yield texts with the losses of all held-out sets together, then with the loss of each set
+    where there are several.
+    """
     names = ("loss", "perplexity", "rewards/accuracies")
     yield from (
         f"{name} {metrics[f'val/{name}']:.4f}" for name in names if f"val/{name}" in metrics
@@ -230,7 +251,9 @@ def _iter_held_out_losses(metrics: Mapping[str, float]) -> Iterator[str]:
 
 
 def select_console_columns(metric_keys: set[str]) -> tuple[ConsoleColumn, ...]:
-    """All columns of a run with these metrics; one a data source where there are several."""
+    """Return all columns of a run with these metrics, with a column for each data source where
+    there are several.
+    """
     sources = sorted(
         key for key in metric_keys if key.startswith(SOURCE_KEY_PREFIX) and key.endswith("/mean")
     )
@@ -245,6 +268,9 @@ def select_console_columns(metric_keys: set[str]) -> tuple[ConsoleColumn, ...]:
 
 
 def _make_source_column(metric_key: str) -> ConsoleColumn:
+    """Return the column of a data source's mean reward, titled with its name, shortened if
+    need be.
+    """
     name = metric_key.removeprefix(SOURCE_KEY_PREFIX).removesuffix("/mean")
     low, high = SOURCE_COLUMN_WIDTHS
     title = name if len(name) <= high else name[: high - 1] + "…"
@@ -254,7 +280,9 @@ def _make_source_column(metric_key: str) -> ConsoleColumn:
 def keep_columns_that_fit(
     columns: tuple[ConsoleColumn, ...], max_width: int
 ) -> tuple[ConsoleColumn, ...]:
-    """Keep the columns of the lowest ranks that fit into `max_width` characters, in their order."""
+    """Keep the columns of the lowest drop priority that fit into `max_width` characters, in their
+    order.
+    """
     kept: list[ConsoleColumn] = []
     for column in sorted(columns, key=lambda c: c.drop_priority):
         if sum(c.width + 1 for c in kept) + column.width <= max_width:
@@ -263,6 +291,7 @@ def keep_columns_that_fit(
 
 
 def format_console_cell(column: ConsoleColumn, step: int, metrics: Mapping[str, float]) -> str:
+    """Return the value of a column, padded to its width; "-" where the step lacks the metric."""
     value = step if column.metric_key is None else metrics.get(column.metric_key)
     return (
         f"{value:>{column.width}{column.format_spec}}"

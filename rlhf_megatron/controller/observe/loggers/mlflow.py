@@ -25,6 +25,9 @@ class MlflowLogger(RunLogger):
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Create the run, or go on with the run whose id is in the run directory, and log the
+        configuration.
+        """
         from mlflow import MlflowClient
 
         self._client = MlflowClient()
@@ -45,6 +48,7 @@ class MlflowLogger(RunLogger):
 
     @classmethod
     def check_setup(cls) -> None:
+        """Raise ValueError where mlflow is not installed."""
         if importlib.util.find_spec("mlflow") is None:
             raise ValueError(
                 "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out"
@@ -54,6 +58,7 @@ class MlflowLogger(RunLogger):
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
+        """Log the metrics, with "@" in a name written as "_at_"."""
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
@@ -63,4 +68,5 @@ class MlflowLogger(RunLogger):
         self._client.log_batch(self._run_id, metrics=rows)
 
     def close(self, is_failed: bool) -> None:
+        """End the run as FAILED or FINISHED."""
         self._client.set_terminated(self._run_id, "FAILED" if is_failed else "FINISHED")

@@ -28,6 +28,7 @@ class SwanlabLogger(RunLogger):
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Start the experiment, or go on with the one whose id is in the run directory."""
         import swanlab
 
         (run_dir / FILES_DIR).mkdir(exist_ok=True)
@@ -44,6 +45,7 @@ class SwanlabLogger(RunLogger):
 
     @classmethod
     def check_setup(cls) -> None:
+        """Raise ValueError where swanlab is not installed, or is online without an API key."""
         if importlib.util.find_spec("swanlab") is None:
             raise ValueError(
                 "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab"
@@ -61,9 +63,11 @@ class SwanlabLogger(RunLogger):
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
+        """Log the metrics at this step."""
         self._swanlab_run.log(metrics, step=step)
 
     def close(self, is_failed: bool) -> None:
+        """End the experiment, as crashed where the run failed."""
         self._swanlab_run.finish(
             "crashed", "the run failed"
         ) if is_failed else self._swanlab_run.finish()

@@ -31,8 +31,8 @@ def _silence_writer_thread_error(
     hook_args: threading.ExceptHookArgs,
     default_hook: Callable[[Any], object] = threading.excepthook,
 ) -> None:
-    """Keep tracebacks of TensorBoard's thread off the terminal: its next call raises
-    the same error.
+    """Drop the tracebacks of TensorBoard's writer thread, whose next call raises the same error;
+    pass other errors on to `default_hook`.
     """
     if type(hook_args.thread).__name__ != "_AsyncWriterThread":
         default_hook(hook_args)
@@ -45,6 +45,9 @@ class TensorboardLogger(RunLogger):
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Open the event file, and write the run's settings. In a resumed run the viewer drops the
+        rows after the resumed step.
+        """
         from torch.utils.tensorboard import SummaryWriter
 
         resumed = facts.resumed_from_step
@@ -64,10 +67,12 @@ class TensorboardLogger(RunLogger):
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
+        """Write a scalar for each metric."""
         for key, value in metrics.items():
             self._writer.add_scalar(key, value, step)
 
     def log_batch(self, step: int, batch_view: BatchView) -> None:
+        """Write histograms and texts of samples, at the steps of `is_batch_view_step`."""
         if not is_batch_view_step(step, self._total_steps):
             return
         for name, values in batch_view.iter_distributions():
@@ -80,6 +85,7 @@ class TensorboardLogger(RunLogger):
             )
 
     def close(self, is_failed: bool) -> None:
+        """Write whether the run failed, and close the file."""
         if self._has_settings:
             self._write_session_end(is_failed)
         self._writer.close()
@@ -106,6 +112,7 @@ class TensorboardLogger(RunLogger):
         self._writer.add_text("settings", f"| setting | value |\n|---|---|\n{lines}", 0)
 
     def _write_session_end(self, is_failed: bool) -> None:
+        """Write the end of the session for the HPARAMS tab."""
         from tensorboard.plugins.hparams import metadata
         from tensorboard.plugins.hparams.api_pb2 import Status
         from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData, SessionEndInfo
@@ -130,7 +137,9 @@ class TensorboardLogger(RunLogger):
 
 
 def format_sample_as_markdown(sample: LoggedSample) -> str:
-    """Texts as code blocks, so that nothing in them is taken for markup."""
+    """Return a sample as Markdown. Its texts are code blocks, so that nothing in them is taken for
+    markup.
+    """
     reward = "no reward" if sample.reward is None else f"reward {sample.reward:g}"
     heading = (
         f"**{sample.kind}**: {reward} ({sample.status}), {sample.num_tokens}"
@@ -143,6 +152,7 @@ def format_sample_as_markdown(sample: LoggedSample) -> str:
 
 
 def _format_code_block(text: str) -> str:
+    """Return the text as an indented code block, cut after MAX_TEXT_CHARACTERS."""
     shown = (
         text
         if len(text) <= MAX_TEXT_CHARACTERS

@@ -31,6 +31,7 @@ class WandbLogger(RunLogger):
     """
 
     def __init__(self, run_dir: Path, total_steps: int, facts: RunFacts) -> None:
+        """Start the run, or go on with the run whose id is in the run directory."""
         import wandb
 
         self._total_steps = total_steps
@@ -50,6 +51,7 @@ class WandbLogger(RunLogger):
 
     @classmethod
     def check_setup(cls) -> None:
+        """Raise ValueError where wandb is not installed, or is online without an API key."""
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 "wandb is not installed; install it (pip install '.[wandb]') or take wandb out"
@@ -73,9 +75,11 @@ class WandbLogger(RunLogger):
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
+        """Log the metrics over the axis "step", or "warmup/step" for a warm-up."""
         self._log_values("warmup/step" if row_kind == "warmup" else "step", step, metrics)
 
     def log_batch(self, step: int, batch_view: BatchView) -> None:
+        """Log histograms and a table of samples, at the steps of `is_batch_view_step`."""
         if not is_batch_view_step(step, self._total_steps):
             return
         import wandb
@@ -97,10 +101,14 @@ class WandbLogger(RunLogger):
         self._log_values("step", step, values)
 
     def close(self, is_failed: bool) -> None:
+        """Finish the run; do nothing where a call to the service failed before."""
         if self._wandb_run is not None:
             self._wandb_run.finish(exit_code=int(is_failed))
 
     def _log_values(self, step_axis: str, step: int, values: Mapping[str, Any]) -> None:
+        """Log the values over `step_axis`, defining the axis of new metrics first. Where this
+        raises, `close` will not wait for the service.
+        """
         # a service that fails is not waited for at the end
         run = self._wandb_run
         self._wandb_run = None

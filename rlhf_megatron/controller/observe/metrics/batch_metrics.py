@@ -45,14 +45,14 @@ SAMPLE_CHOICE_SEED_PURPOSE = 5  # of the seed
 
 
 def make_valid_sample_mask(batch: ScoredBatch) -> Tensor:
-    """[B] bool: samples whose reward counts."""
+    """Return [B] bool: the samples whose reward counts, which is not masked."""
     return torch.tensor(
         [not status.startswith("masked:") for status in batch.reward_statuses], dtype=torch.bool
     )
 
 
 def make_valid_token_mask(batch: ScoredBatch) -> Tensor:
-    """[T] bool: response tokens of samples whose reward counts."""
+    """Return [T] bool: the response tokens of samples whose reward counts."""
     is_valid = make_valid_sample_mask(batch)
     if bool(is_valid.all()):
         return batch.response_mask
@@ -60,13 +60,13 @@ def make_valid_token_mask(batch: ScoredBatch) -> Tensor:
 
 
 def count_sampled_tokens(batch: TokenBatch) -> Tensor:
-    """[B] int64, tokens that the policy sampled."""
+    """Return [B] int64: the number of tokens of each sample that the policy sampled."""
     return sample_counts(batch.response_mask, batch.offsets)
 
 
 def count_prompt_tokens(batch: TokenBatch) -> Tensor:
-    """[B] int64, tokens before the first that the policy sampled: what lies between its turns
-    is none of them.
+    """Return [B] int64: the number of tokens before the first that the policy sampled. Tokens
+    between the policy's turns do not count.
     """
     mask = batch.response_mask.numpy()
     borders = batch.offsets.tolist()
@@ -77,15 +77,15 @@ def count_prompt_tokens(batch: TokenBatch) -> Tensor:
 
 
 def select_masked_values(column: Tensor, mask: Tensor) -> Tensor:
-    """`column[mask]`. numpy's way of it takes a fifth of torch's time on a CPU, where all columns
+    """Return `column[mask]`. numpy takes a fifth of torch's time for it on a CPU, where all columns
     of a step are.
     """
     return torch.from_numpy(column.numpy()[mask.numpy()])
 
 
 def assign_token_versions(batch: RolloutBatch) -> Tensor:
-    """[T] int64, policy version that each response token was sampled from; prompt tokens have
-    that of the first.
+    """Return [T] int64: the policy version that each response token was sampled from; prompt tokens
+    have the version of the first.
     """
     versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
     if batch.version_spans is not None and any(batch.version_spans):
@@ -97,8 +97,8 @@ def assign_token_versions(batch: RolloutBatch) -> Tensor:
 
 
 def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Shares of groups that teach something, and of those of several samples that
-    count that do not.
+    """Return the share of groups with different rewards, of groups of several valid samples whose
+    rewards agree, and of those the groups all right and all wrong.
     """
     groups = PromptGroups.from_ids(batch.group_ids, make_valid_sample_mask(batch))
     is_mixed = groups.have_differing_entries(batch.rewards)
@@ -120,7 +120,7 @@ def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def summarise_mean_max_min(metric_name: str, values: Tensor) -> dict[str, float]:
-    """`metric_name`/{mean,max,min}; zeros where there are no values."""
+    """Return `metric_name`/mean, /max and /min of the values; zeros where there are no values."""
     values = values.float() if values.numel() else torch.zeros(1)
     return {
         f"{metric_name}/mean": values.mean().item(),
@@ -132,8 +132,8 @@ def summarise_mean_max_min(metric_name: str, values: Tensor) -> dict[str, float]
 def compute_batch_metrics(
     batch: TrainBatch, max_prompt_length: int | None = None
 ) -> dict[str, float]:
-    """See metric_names for units and meanings. `max_prompt_length`: that prompts are cut to, None
-    where not known.
+    """Return all metrics of a batch that trained; for units and meanings see `metric_catalogue`.
+    `max_prompt_length` is the length that prompts are cut to, None where not known.
     """
     metrics = {
         "perf/total_num_tokens": float(batch.num_tokens),
@@ -156,8 +156,8 @@ def compute_batch_metrics(
 def compute_length_metrics(
     batch: RolloutBatch, max_prompt_length: int | None = None
 ) -> dict[str, float]:
-    """Return lengths of all responses, of those that were not aborted and of prompts, and turns
-    where a sample has several.
+    """Return metrics of the lengths of all responses, of responses that were not aborted and of
+    prompts, and of the turns where a sample has several.
     """
     responses = count_sampled_tokens(batch)
     prompts = count_prompt_tokens(batch)
@@ -185,7 +185,9 @@ def compute_length_metrics(
 
 
 def compute_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
-    """Rewards over all samples that count, by source and by part, and the share of each status."""
+    """Return metrics of the rewards that count, over all samples, by source and by reward part, and
+    the share of each status.
+    """
     is_valid = make_valid_sample_mask(batch)
     rewards = batch.rewards[is_valid]
     metrics = {
@@ -222,7 +224,9 @@ def compute_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
 
 
 def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
-    """Return what the engines told of their samples, as far as it was recorded."""
+    """Return metrics of what the engines reported of their samples (finish reasons, versions,
+    cached tokens, retractions), as far as the batch has these columns.
+    """
     counts = Counter(batch.finish_reasons)
     metrics = {
         f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
@@ -244,7 +248,7 @@ def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
 
 
 def compute_value_metrics(batch: TrainBatch) -> dict[str, float]:
-    """Return figures of the critic's values before the update and of the estimator's returns, where
+    """Return metrics of the critic's values before the update and of the estimator's returns, where
     the batch has them.
     """
     columns = {"critic/values": batch.values, "critic/returns": batch.returns}
@@ -260,14 +264,15 @@ def compute_value_metrics(batch: TrainBatch) -> dict[str, float]:
 
 
 def _mean_or_zero(values: Tensor) -> float:
+    """Return the mean, or 0 where there are no values."""
     return values.mean().item() if values.numel() else 0.0
 
 
 def compute_variance_metrics(
     batch: TrainBatch, update_metrics: Mapping[str, float]
 ) -> dict[str, float]:
-    """Empty where no estimator or loss asked for the sums of squared probabilities.
-    `update_metrics`: of the update.
+    """Return metrics of the gradient's variance; {} where no estimator or loss needs the sums of
+    squared probabilities. `update_metrics` are the metrics of the update, for its gradient norm.
     """
     if batch.sum_squares is None or batch.old_log_probs is None:
         return {}
@@ -281,8 +286,8 @@ def compute_variance_metrics(
 
 
 def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[str, float]:
-    """Estimate the gradient's variance from the samples whose reward counts. `sum_squares_T`: sum
-    of the squared probabilities.
+    """Estimate the gradient's variance from the samples whose reward counts; {} where none does.
+    `sum_squares_T`: sum of the squared probabilities at each token.
     """
     assert batch.old_log_probs is not None
     is_valid_B = make_valid_sample_mask(batch)
@@ -306,8 +311,8 @@ def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[
 def split_signal_and_noise(
     total_power: float, grad_norm: float, num_samples: float
 ) -> dict[str, float]:
-    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` that
-    of the update. A single sample tells no noise.
+    """Split the gradient's power into signal and noise. `total_power` is proxy 2, `grad_norm` is
+    the norm of the update. With a single sample, return only the signal.
     """
     signal = grad_norm**2
     metrics = {"variance_proxy/proxy1_signal_strength": signal}
@@ -319,8 +324,8 @@ def split_signal_and_noise(
 
 
 def _sum_per_sample(column_T: Tensor, offsets: Tensor) -> Tensor:
-    """[B] float64. numpy takes a tenth of the time of `sum_by_sequence`, for samples
-    that have tokens.
+    """Return [B] float64: the sum of each sample. Where all samples have tokens, use numpy, which
+    takes a tenth of the time of `sum_by_sequence`.
     """
     if not bool((offsets.diff() > 0).all()):
         return sum_by_sequence(column_T, offsets)
@@ -330,8 +335,9 @@ def _sum_per_sample(column_T: Tensor, offsets: Tensor) -> Tensor:
 
 
 def compute_version_metrics(policy_version: int, batch: RolloutBatch) -> dict[str, float]:
-    """`policy_version`: of the weights that are about to be trained. Lag is told from a sample's
-    first token, staleness from its oldest.
+    """Return the lag (from each sample's first token), the staleness (from its oldest token) and
+    the number of policy versions of the samples. `policy_version` is the version of the weights
+    that are about to be trained.
     """
     prefix = "training/off_policy/trajectory"
     spans = torch.tensor([len(of_sample) for of_sample in collect_sample_versions(batch)])
@@ -343,7 +349,7 @@ def compute_version_metrics(policy_version: int, batch: RolloutBatch) -> dict[st
 
 
 def compute_sample_lags(policy_version: int, batch: RolloutBatch) -> Tensor:
-    """[B] int64: `policy_version` less that of each sample's oldest token."""
+    """Return [B] int64: `policy_version` less the version of each sample's oldest token."""
     return policy_version - torch.tensor(
         [min(of_sample) for of_sample in collect_sample_versions(batch)], dtype=torch.int64
     )
@@ -359,11 +365,11 @@ def collect_sample_versions(batch: RolloutBatch) -> list[set[int]]:
 def iter_distributions(
     batch: TrainBatch, policy_version: int | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """(name, [n] finite values): of samples whose reward counts, of all responses, or of response
-    tokens. One column stands at a time.
+    """Yield (name, [n] finite values): of samples whose reward counts, of all responses, or of
+    response tokens. Only one column is in memory at a time.
 
-    `policy_version`: of the policy that trained on them; with it there are their lags,
-    where any is not 0.
+    `policy_version` is the version of the policy that trained on the batch; with it, the lags are
+    yielded where any is not 0.
     """
     for name, values in _iter_distribution_columns(batch, policy_version):
         is_finite = np.isfinite(values.numpy())
@@ -374,6 +380,7 @@ def iter_distributions(
 def _iter_distribution_columns(
     batch: TrainBatch, policy_version: int | None
 ) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name, values) of each distribution, values that are not finite included."""
     mask_T = batch.response_mask
     engine_T = batch.rollout_log_probs
     trainer_T = batch.old_log_probs
@@ -411,8 +418,8 @@ class NonFiniteColumn:
 
 
 def find_non_finite_columns(batch: TrainBatch) -> tuple[NonFiniteColumn, ...]:
-    """Over the response tokens, also of samples that are masked:
-    a weight of 0 does not stop a NaN.
+    """Return the columns with values that are not finite on response tokens, also of masked
+    samples: a weight of 0 does not stop a NaN.
     """
     found = []
     for name in CHECKED_COLUMNS:
@@ -428,11 +435,14 @@ def find_non_finite_columns(batch: TrainBatch) -> tuple[NonFiniteColumn, ...]:
 
 
 def _is_column_finite(column: Tensor) -> bool:
+    """Return whether all values are finite, reading the column once."""
     return column.numel() == 0 or bool(torch.stack(torch.aminmax(column)).isfinite().all())
 
 
 def describe_non_finite_columns(columns: Sequence[NonFiniteColumn], batch: TrainBatch) -> str:
-    """Columns, sample ids and prompts, for a person."""
+    """Return a text for a person: the columns, the number of bad tokens, and the first samples with
+    id and prompt.
+    """
     parts = []
     for column in columns:
         named = ", ".join(
@@ -448,7 +458,7 @@ def describe_non_finite_columns(columns: Sequence[NonFiniteColumn], batch: Train
 
 
 def describe_sample(batch: TrainBatch, sample_index: int) -> str:
-    """Name a sample by its id and the beginning of its prompt."""
+    """Return a text that names a sample by its id and the beginning of its prompt."""
     prompt = batch.prompts[sample_index]
     shown = (
         prompt if len(prompt) <= MAX_PROMPT_CHARACTERS else prompt[:MAX_PROMPT_CHARACTERS] + "..."
@@ -459,11 +469,11 @@ def describe_sample(batch: TrainBatch, sample_index: int) -> str:
 def choose_logged_samples(
     step: int, batch: ScoredBatch, max_samples: int, seed: int
 ) -> list[tuple[int, str]]:
-    """(index, kind) of at most `max_samples` different samples: a third best, a third worst,
-    the rest random.
+    """Return (index, kind) of at most `max_samples` different samples: a third "best", a third
+    "worst", the rest "random".
 
-    Equal rewards are told apart by lot, and a masked sample is neither best nor worst. The lot
-    depends on `seed` and `step` only, so that a replay shows the same.
+    Equal rewards are ordered by lot, and a masked sample is neither best nor worst. The lot depends
+    on `seed` and `step` only, so that a replay shows the same samples.
     """
     order = list(range(len(batch)))
     random.Random(derive_seed(seed, step, SAMPLE_CHOICE_SEED_PURPOSE)).shuffle(order)
@@ -486,7 +496,7 @@ def choose_logged_samples(
 def make_logged_samples(
     step: int, batch: ScoredBatch, max_samples: int, seed: int
 ) -> list[LoggedSample]:
-    """The chosen samples of a step in full."""
+    """Return the samples of a step that `choose_logged_samples` chooses, with their full texts."""
     lengths = count_sampled_tokens(batch)
     is_valid = make_valid_sample_mask(batch)
     return [
@@ -516,4 +526,5 @@ def make_logged_samples(
 
 
 def _read_optional_count(column: Tensor | None, sample_index: int) -> int | None:
+    """Return the count of a sample, None where the batch lacks the column."""
     return None if column is None else int(column[sample_index])

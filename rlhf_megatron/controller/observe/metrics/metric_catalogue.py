@@ -343,11 +343,11 @@ update
 
 
 def _parse_metric_sections(table: str) -> Iterator[tuple[str, dict[str, MetricDescription]]]:
-    """A "# title", then lines `name | unit | reduction | over what | meaning`; + or -: better when
-    higher or lower.
+    """Yield (title, metrics by name) of each section of the table. A section is a line "# title",
+    then lines `name | unit | reduction | over what | meaning`; + or - at the end of "over what":
+    better when higher or lower. A section without lines has the metrics of the algorithms.
 
-    `name/*` stands for mean, max and min. A line that begins with blanks goes on with
-    the one before.
+    `name/*` means mean, max and min. A line that begins with blanks continues the line before.
     """
     for part in table.replace("\n  ", " ").split("\n# ")[1:]:
         title, *lines = part.strip().splitlines()
@@ -388,8 +388,8 @@ METRIC_CATALOGUE: dict[str, MetricDescription] = {
 
 
 def find_metric(metric_key: str) -> MetricDescription | None:
-    """Return the metric of a key as a run writes it, such as "reward/part/format"; None where it
-    is not listed.
+    """Return the metric of a key as a run writes it, such as "reward/part/format"; None where the
+    catalogue does not have the key.
     """
     return find_matching_metric(METRIC_CATALOGUE, metric_key)
 
@@ -464,16 +464,21 @@ def format_metric_reference() -> str:
 
 
 def _select_used_placeholders() -> dict[str, tuple[str, str]]:
+    """Return the placeholders, such as <source>, that the names of the catalogue use."""
     names = {name for key in METRIC_CATALOGUE for name in re.findall(r"<(\w+)>", key)}
     return {name: entry for name, entry in PLACEHOLDERS.items() if name in names}
 
 
 def _format_reduction(metric: MetricDescription) -> str:
+    """Return the reduction of a metric, what it is over, and a mark for better when higher or
+    lower.
+    """
     mark = {"higher": " ▲", "lower": " ▼", "": ""}[metric.better_direction]
     return f"{metric.reduction}, {metric.reduced_over}{mark}"
 
 
 def _format_markdown_table(headings: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Return a table in Markdown, with | escaped in its cells."""
     lines = [headings, tuple("---" for _ in headings), *rows]
     return "".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines

@@ -46,7 +46,9 @@ class MismatchCheck:
     """
 
     def __init__(self, check_config: CheckConfig, is_exact: bool) -> None:
-        """`is_exact`: `RunConfig.is_exact`."""
+        """Make the check. `is_exact`: `RunConfig.is_float32_throughout`, whether engine and trainer
+        both compute in float32.
+        """
         self.check_config = check_config
         self.first_step = 1  # of this process
         self.is_exact = is_exact
@@ -54,8 +56,12 @@ class MismatchCheck:
     def __call__(
         self, step: int, batch: ScoredBatch, log_probs: Tensor, policy_version: int | None = None
     ) -> dict[str, float]:
-        """`policy_version`: of the policy whose log-probs they are; tokens that it sampled are
-        compared, and nothing is said where there are none. None: it has sampled all.
+        """Return metrics of the difference between the engine's log-probs and the trainer's. Raise
+        ValueError past a threshold where `step` is `first_step`.
+
+        `policy_version` is the version of the policy that computed `log_probs`; only tokens that
+        this version sampled are compared. Where there are none, return {} and check the next step
+        instead. None: the policy has sampled all tokens.
         """
         mask = batch.response_mask
         if policy_version is not None and any(
@@ -71,6 +77,7 @@ class MismatchCheck:
         return found
 
     def _raise_past_thresholds(self, statistics: dict[str, float]) -> None:
+        """Raise ValueError where any statistic is over its threshold."""
         past = describe_exceeded_thresholds(self.check_config, self.is_exact, statistics)
         if past:
             raise ValueError(
@@ -87,8 +94,8 @@ class MismatchCheck:
 def describe_exceeded_thresholds(
     check_config: CheckConfig, is_exact: bool, statistics: dict[str, float]
 ) -> list[str]:
-    """Which of the `compute_mismatch_statistics` are over their bound, in words. `is_exact`: both
-    sides compute in float32.
+    """Return a text for each of the `compute_mismatch_statistics` that is over its threshold.
+    `is_exact`: whether both sides compute in float32, which has a threshold of its own.
     """
     name = "training/rollout_log_probs_diff"
     bounds = (
@@ -110,8 +117,8 @@ def describe_exceeded_thresholds(
 def make_mismatch_step(
     step: int, batch: TrainBatch, decode_tokens: Callable[[Sequence[int]], str]
 ) -> MismatchStep | None:
-    """Compare engine and trainer token by token; None where the trainer's log-probs or all response
-    tokens are missing. `decode_tokens`: token ids as text.
+    """Compare engine and trainer token by token, by histograms and worst tokens. Return None where
+    the trainer's log-probs or all response tokens are missing. `decode_tokens`: token ids to text.
     """
     if batch.old_log_probs is None or not bool(batch.response_mask.any()):
         return None
@@ -130,13 +137,16 @@ def make_mismatch_step(
 
 
 def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
-    """(version, finish reason) -> runs of tokens, prompts among them. Neighbours are one run."""
+    """Return, by (version, finish reason), slices of the packed tokens, prompts among them.
+    Neighbouring slices are joined.
+    """
     found: dict[tuple[int, str], list[slice]] = {}
     borders = batch.offsets.tolist()
     versions = batch.policy_versions.tolist()
     prompts = count_prompt_tokens(batch).tolist()
 
     def append_run(policy_version: int, finish_reason: str, start: int, stop: int) -> None:
+        """Add a slice to its key, joined with the last slice where that ends at `start`."""
         runs = found.setdefault((policy_version, finish_reason), [])
         if runs and runs[-1].stop == start:
             start = runs.pop().start
@@ -157,8 +167,8 @@ def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
 
 
 def _find_worst_tokens(batch: TrainBatch) -> list[tuple[int, int]]:
-    """(token, its sample). The samples of a group often begin alike: a token is taken once, however
-    many have it after the same text.
+    """Return (token index, sample index) of the tokens that differ most. The samples of a group
+    often begin alike: a token after the same text counts once.
     """
     assert batch.old_log_probs is not None
     places = find_worst_tokens(
@@ -182,6 +192,7 @@ def _make_worst_token(
     sample_index: int,
     decode_tokens: Callable[[Sequence[int]], str],
 ) -> WorstToken:
+    """Return the record of a token that differs much, with its text and the text before it."""
     assert batch.old_log_probs is not None
     trainer = batch.old_log_probs[token_index]
     engine = batch.rollout_log_probs[token_index]

@@ -80,8 +80,8 @@ GIB = float(1 << 30)
 
 
 def find_peak_tflops(device_name: str) -> float | None:
-    """Return the peak TFLOP/s of a device: of the longest name in the table whose words all stand
-    in the device's name, or None.
+    """Return the peak TFLOP/s of a device, or None where the table does not have it. The longest
+    name in the table whose words are all in the device's name counts.
     """
     words = set(device_name.replace("-", " ").split())
     known = [name for name in PEAK_TFLOPS if set(name.split()) <= words]
@@ -95,11 +95,11 @@ def count_model_flops(
     num_forward_passes: int,
     head_size: int | None = None,
 ) -> float | None:
-    """Count the FLOPs of passes over whole samples. `head_size`: outputs of the head (1 of a
-    critic); None: the vocabulary. Returns None for an unknown model.
+    """Return the FLOPs of `num_forward_passes` over whole samples, or None for an unknown model.
+    `num_head_tokens` tokens pass the head; `head_size` is the number of its outputs (1 for a
+    critic; None: the vocabulary).
 
-    Of a model with experts the weights that a token meets count. None for one of which
-    nothing is known.
+    For a model with experts the weights that a token meets count.
     """
     if "hidden_size" not in hf_config or (
         read_num_experts(hf_config) and str(hf_config.get("model_type")) not in FAMILIES
@@ -116,8 +116,8 @@ def count_model_flops(
 
 
 def _count_attention_pairs(hf_config: Mapping[str, Any], lengths_B: Tensor) -> float:
-    """Tokens that see each other, over all layers; in some layers a token may see
-    `sliding_window` of them only.
+    """Return the number of pairs of tokens that attend to each other, over all layers; in some
+    layers a token may see `sliding_window` tokens only.
     """
     kinds = hf_config.get("layer_types") or []
     sliding = kinds.count("sliding_attention") if hf_config.get("sliding_window") else 0
@@ -130,8 +130,8 @@ def _count_attention_pairs(hf_config: Mapping[str, Any], lengths_B: Tensor) -> f
 
 
 def _measure_attention_layer(hf_config: Mapping[str, Any]) -> tuple[int, int]:
-    """Weights of a layer's matrices, and of a head the width of its keys and of its
-    values, added up.
+    """Return (the weights of a layer's attention matrices, the sum of the widths of a head's keys
+    and values).
     """
     hidden = hf_config["hidden_size"]
     num_heads = hf_config["num_attention_heads"]
@@ -148,8 +148,8 @@ def _measure_attention_layer(hf_config: Mapping[str, Any]) -> tuple[int, int]:
 
 
 def _count_mlp_weights(hf_config: Mapping[str, Any]) -> int:
-    """Count the MLP weights that a token meets in all layers; in layers with experts, the router's
-    and those of the experts that it is sent to.
+    """Return the number of MLP weights that a token meets in all layers; in layers with experts,
+    the weights of the router and of the experts that the token is sent to.
     """
     arguments = {
         "num_layers": hf_config["num_hidden_layers"],
@@ -186,7 +186,9 @@ class PerformanceBasis:
 
 
 def make_performance_basis(config: RunConfig) -> PerformanceBasis:
-    """Raises ValueError for a bad layout."""
+    """Collect what the rates of a run refer to: devices, ranks, layouts and model configurations.
+    Raise ValueError for a bad layout.
+    """
     actor = config.actor
     critic = config.critic
     rollout = config.rollout
@@ -209,13 +211,16 @@ def make_performance_basis(config: RunConfig) -> PerformanceBasis:
 
 
 def _read_hf_config_if_present(model_dir: str) -> Mapping[str, Any]:
+    """Return config.json of a model directory, {} where it has none."""
     return read_hf_config(Path(model_dir)) if (Path(model_dir) / "config.json").is_file() else {}
 
 
 def compute_throughput(
     metrics: Mapping[str, float], num_devices: int | None = None
 ) -> dict[str, float]:
-    """Tokens per second of the whole step, a device, and of its two large stages."""
+    """Return tokens per second of the whole step, per device where their number is known, and of
+    the stages generate and update.
+    """
     tokens = metrics["perf/total_num_tokens"]
     rates = {"perf/tokens_per_s": tokens / max(MIN_SECONDS, metrics["timing_s/step"])}
     if num_devices is not None:
@@ -233,8 +238,8 @@ def compute_throughput(
 def compute_time_per_token(
     metrics: Mapping[str, float], call_seconds: Mapping[str, float]
 ) -> dict[str, float]:
-    """Milliseconds. `call_seconds`: in this step, by call ("actor.update"), without the time
-    that it waited.
+    """Return milliseconds per token of stages and calls. `call_seconds`: seconds of the calls in
+    this step, by call ("actor.update"), without the time that a call waited.
     """
     tokens = max(1.0, metrics["perf/total_num_tokens"])
     found = {
@@ -255,10 +260,11 @@ def compute_flops_utilisation(
     batch: TokenBatch,
     basis: PerformanceBasis,
 ) -> dict[str, float]:
-    """Model FLOPs over seconds of the call x ranks of its pool x peak of a device, and that peak.
+    """Return the MFU of the log-probs and updates: model FLOPs over (seconds of the call x ranks of
+    its pool x peak of a device); and that peak, in TFLOP/s.
 
-    The peak is the configuration's, or that of the device's name (`metrics`); empty where neither
-    is known, as on a CPU.
+    The peak is the configuration's, or the peak that `metrics` has by the device's name; return {}
+    where neither is known, as on a CPU.
     """
     tflops = basis.device_peak_tflops or metrics.get("perf/peak_tflops", 0.0)
     if not tflops:
@@ -298,8 +304,9 @@ def compute_flops_utilisation(
 
 
 def compute_replica_balance(batch: TokenBatch, basis: PerformanceBasis) -> dict[str, float]:
-    """Tokens of the actor's replicas: dealt in the samples' order, and as the log-probs' call deals
-    them; where prompts are shared, the tokens that it need not forward.
+    """Return metrics of the tokens of the actor's replicas: dealt in the order of the samples, and
+    as the log-prob call deals them; where prompts are shared, also the tokens that need no forward
+    pass.
     """
     lengths = batch.lengths
     num_replicas = basis.actor_layout.dp
@@ -326,6 +333,7 @@ def compute_replica_balance(batch: TokenBatch, basis: PerformanceBasis) -> dict[
 
 
 def _count_response_tokens(metrics: Mapping[str, float]) -> float:
+    """Return the number of response tokens of the step, from its metrics."""
     return metrics["response_length/mean"] * metrics["rollout/num_samples"]
 
 
@@ -333,17 +341,18 @@ class MemoryWatch:
     """Asks one role a pool: what it tells is of a whole process."""
 
     def __init__(self, workers: RoleProxies) -> None:
+        """Make a watch over the memory of all ranks, of which one role a pool is asked."""
         self._workers = workers
 
     def collect_metrics(self) -> dict[str, float]:
-        """Return the memory of all ranks. Call it after a step's update."""
+        """Ask all ranks for their memory, and return the metrics. Call it after a step's update."""
         calls = [worker.memory_report() for worker in self._workers.map_proxies_by_pool().values()]
         return compute_memory_metrics([report for call in calls for report in call.result()])
 
 
 def compute_memory_metrics(reports: Iterable[MemoryReport]) -> dict[str, float]:
-    """The largest of each over `reports`, one or more; the smallest peak, where every device is one
-    that is known.
+    """Return the largest memory of each kind over `reports` (at least one), in GiB, and the
+    smallest peak TFLOP/s, where the peak of every device is known.
     """
     found = list(reports)
     metrics = {"perf/cpu_memory_used_gb": max(r.resident_bytes for r in found) / GIB}
@@ -362,6 +371,9 @@ class LmHeadWatch:
     def __init__(
         self, policies: Sequence[ActorProxy | ReferenceProxy], show_note: Callable[[str], None]
     ) -> None:
+        """Make a watch over the LM heads of `policies`; `show_note` shows a line to the person who
+        watches.
+        """
         self._policies = policies
         self._show_note = show_note
         self._shown_lines: set[str] = set()
@@ -369,7 +381,10 @@ class LmHeadWatch:
         self._is_finished = False
 
     def collect_metrics(self) -> dict[str, float]:
-        """Return what the heads report. Call it after a step's update."""
+        """Ask the ranks which LM-head backend they use, until all their self-checks are over, and
+        show each new answer as a note. Return the number of fallbacks as a metric. Call it after a
+        step's update.
+        """
         if not self._is_finished:
             calls = {policy.role: policy.head_report() for policy in self._policies}
             reports = {

@@ -150,6 +150,7 @@ warmup_grad_norm | Gradient norm | warmup/grad_norm | log warmup
 
 
 def _parse_chart_spec(line: str) -> ChartSpec:
+    """Parse a line of the table, "name | title | keys | options"."""
     name, title, keys, *rest = line.split(" | ")
     words = rest[0].split() if rest else []
     options = dict(word.split("=") for word in words if "=" in word)
@@ -157,6 +158,7 @@ def _parse_chart_spec(line: str) -> ChartSpec:
     low, comma, high = options.get("band", "").partition(",")
 
     def find_option(*choices: str, default: str) -> str:
+        """Return the first option that is one of `choices`, else the default."""
         return next((word for word in words if word in choices), default)
 
     return ChartSpec(
@@ -176,8 +178,8 @@ def _parse_chart_spec(line: str) -> ChartSpec:
 
 
 def _parse_report_sections(table: str) -> Iterator[ReportSection]:
-    """A section begins with "# name | title | in the bar"; then a chart a line: name | title |
-    keys | options.
+    """Yield the sections of the table. A section begins with "# name | title | title in the bar";
+    then each line is a chart: name | title | keys | options.
 
     Keys are separated by semicolons, each with its label behind a colon where it has one.
     """
@@ -192,8 +194,8 @@ REPORT_SECTIONS = tuple(_parse_report_sections(_CHART_TABLE))
 
 @cache
 def compile_key_pattern(key_form: str) -> re.Pattern[str]:
-    """Matches the metrics that a key of a Spec stands for; group "name" is what the
-    brackets stand for.
+    """Return the pattern of the metrics that a key of a ChartSpec stands for; group "name" matches
+    the part in angle brackets, "" for a key without.
     """
     before, bracket, rest = key_form.partition("<")
     after = rest.partition(">")[2]
@@ -202,6 +204,6 @@ def compile_key_pattern(key_form: str) -> re.Pattern[str]:
 
 
 def describe_metric(metric_key: str) -> tuple[str, str]:
-    """(unit, meaning) of a metric; empty texts for one that no list has."""
+    """Return (unit, meaning) of a metric; ("", "") for a metric that is not in the catalogue."""
     found = find_metric(metric_key)
     return (found.unit, found.meaning) if found else ("", "")

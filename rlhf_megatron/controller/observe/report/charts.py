@@ -28,7 +28,9 @@ TIMINGS_THAT_ARE_NO_STAGES = ("step", "evaluate", "turns")  # turns are parts of
 
 
 def compute_seed_interval(values: Sequence[float]) -> tuple[float, float] | None:
-    """95 % interval of the mean over few runs (Student's t). None for a single one."""
+    """Return the 95 % interval (low, high) of the mean over few runs (Student's t); None for a
+    single run.
+    """
     if len(values) < 2:
         return None
     mean = statistics.fmean(values)
@@ -37,16 +39,18 @@ def compute_seed_interval(values: Sequence[float]) -> tuple[float, float] | None
 
 
 def round_significant(value: float | None, num_digits: int = 6) -> float | None:
-    """Rounded to so many digits, to keep the page small; None for what JSON has no number for."""
+    """Round to `num_digits` significant digits, to keep the page small. Return None for NaN and
+    infinities, which JSON does not have.
+    """
     return float(f"{value:.{num_digits}g}") if value is not None and math.isfinite(value) else None
 
 
 def select_curve_points(values: Sequence[float | None], max_points: int) -> list[int]:
-    """Which points of a curve to keep, in order: of each of max_points / 2 buckets the lowest
-    and the highest.
+    """Return the indices of the points of a curve to keep, in order: the lowest and the highest of
+    each of max_points / 2 buckets.
 
-    All where there are no more than `max_points`. First and last point always stay; None counts
-    as no extreme.
+    Keep all points where there are no more than `max_points`. The first and the last point always
+    stay; None is never an extreme.
     """
     count = len(values)
     if count <= max_points:
@@ -62,7 +66,7 @@ def select_curve_points(values: Sequence[float | None], max_points: int) -> list
 
 
 def select_evenly_spaced(num_items: int, max_items: int) -> list[int]:
-    """Return at most `max_items` indices of 0 .. count - 1, evenly spaced, the first and the
+    """Return at most `max_items` indices of 0 .. num_items - 1, evenly spaced, the first and the
     last among them.
     """
     if num_items <= max_items:
@@ -106,7 +110,7 @@ class ReportChart:
 
 
 def make_section_charts(run: RunFiles, section_name: str) -> list[ReportChart]:
-    """The charts of a section for which the run has data, in the catalogue's order."""
+    """Return the charts of a section for which the run has data, in the catalogue's order."""
     specs = next(section.charts for section in REPORT_SECTIONS if section.name == section_name)
     charts = [
         chart
@@ -124,8 +128,8 @@ def make_section_charts(run: RunFiles, section_name: str) -> list[ReportChart]:
 
 
 def make_uncatalogued_charts(run: RunFiles) -> list[ReportChart]:
-    """A chart for each metric that no entry of the catalogue shows and that is not the
-    same in all rows.
+    """Return a chart for each metric that no entry of the catalogue shows and that is not the same
+    in all rows.
     """
     specs = [spec for section in REPORT_SECTIONS for spec in section.charts]
     shown = {
@@ -145,7 +149,9 @@ def make_uncatalogued_charts(run: RunFiles) -> list[ReportChart]:
 
 
 def make_chart(spec: ChartSpec, rows: Sequence[MetricRow]) -> ReportChart | None:
-    """Make a chart; None where no row has any of its metrics."""
+    """Return the chart of `spec` filled with these rows, thinned; None where no row has any of its
+    metrics.
+    """
     found = [
         make_series(spec, key, label, rows)
         for key, label in match_metric_keys(spec, collect_metric_keys(rows))
@@ -157,8 +163,8 @@ def make_chart(spec: ChartSpec, rows: Sequence[MetricRow]) -> ReportChart | None
         return None
     notes = [
         spec.note,
-        *(_describe_band(spec, s) for s in series[:1]),
-        *(_describe_non_finite_steps(s) for s in compress(found, is_shown)),
+        *(_make_band_note(spec, s) for s in series[:1]),
+        *(_make_non_finite_note(s) for s in compress(found, is_shown)),
     ]
     return ReportChart(
         name=spec.name,
@@ -175,11 +181,12 @@ def make_chart(spec: ChartSpec, rows: Sequence[MetricRow]) -> ReportChart | None
 
 
 def select_rows(run: RunFiles, row_kind: str) -> tuple[MetricRow, ...]:
+    """Return the rows of a kind: "step", "evaluation" or "warmup"."""
     return {"step": run.steps, "evaluation": run.evaluations, "warmup": run.warmups}[row_kind]
 
 
 def collect_metric_keys(rows: Sequence[MetricRow]) -> list[str]:
-    """All metrics of the rows, in the order in which they first come."""
+    """Return all metrics of the rows, in the order in which they first appear."""
     found: dict[str, None] = {}
     for row in rows:
         if not row.metrics.keys() <= found.keys():
@@ -188,8 +195,8 @@ def collect_metric_keys(rows: Sequence[MetricRow]) -> list[str]:
 
 
 def match_metric_keys(spec: ChartSpec, metric_keys: Sequence[str]) -> list[tuple[str, str]]:
-    """(metric, label) of each line of a chart, in a fixed order: colours must not depend on
-    the first row.
+    """Return (metric, label) of each line of a chart, in an order that does not depend on the order
+    of `metric_keys`: colours must not depend on the first row.
     """
     found: list[tuple[str, str]] = []
     for key in spec.metric_keys:
@@ -222,7 +229,7 @@ def match_metric_keys(spec: ChartSpec, metric_keys: Sequence[str]) -> list[tuple
 def make_series(
     spec: ChartSpec, metric_key: str, label: str, rows: Sequence[MetricRow]
 ) -> ChartSeries:
-    """All points of a metric, with its band where the rows have one."""
+    """Return all points of a metric, with its band where the rows have one."""
     rows = [row for row in rows if metric_key in row.metrics]
     low, high = _make_band(spec, metric_key, label, rows)
     return ChartSeries(
@@ -237,7 +244,7 @@ def make_series(
 
 
 def collect_shown_keys(spec: ChartSpec, rows: Sequence[MetricRow]) -> set[str]:
-    """Metrics that a chart shows, those of its band too."""
+    """Return the metrics that a chart shows, the metrics of its band included."""
     lines = match_metric_keys(spec, collect_metric_keys(rows))
     bands = [
         (REWARD_STD_KEY,)
@@ -249,6 +256,7 @@ def collect_shown_keys(spec: ChartSpec, rows: Sequence[MetricRow]) -> set[str]:
 
 
 def _find_band_keys(spec: ChartSpec, metric_key: str, label: str) -> tuple[str, str] | None:
+    """Return the metrics (low, high) of the band, or None where the chart has no such band."""
     if isinstance(spec.band, tuple):
         low, high = (end.replace("<source>", label) for end in spec.band)
         return low, high
@@ -259,6 +267,9 @@ def _find_band_keys(spec: ChartSpec, metric_key: str, label: str) -> tuple[str, 
 def _make_band(
     spec: ChartSpec, metric_key: str, label: str, rows: Sequence[MetricRow]
 ) -> tuple[CurveValues | None, CurveValues | None]:
+    """Return the (low, high) ends of the band at each row, (None, None) where the chart or the rows
+    have none.
+    """
     if spec.band == "interval":
         pairs = [_compute_reward_interval(row) for row in rows]
     else:
@@ -274,7 +285,9 @@ def _make_band(
 
 
 def _compute_reward_interval(row: MetricRow) -> tuple[float | None, float | None]:
-    """95 % of the mean over the samples whose reward counts, taken as independent and normal."""
+    """Return the 95 % interval of the mean over the samples whose reward counts, taken as
+    independent and normal; (None, None) where the row lacks the deviation.
+    """
     metrics: Mapping[str, float] = row.metrics
     std = metrics.get(REWARD_STD_KEY)
     count = metrics.get(NUM_SAMPLES_KEY, 0.0) * (1 - metrics.get(MASKED_SHARE_KEY, 0.0))
@@ -285,7 +298,10 @@ def _compute_reward_interval(row: MetricRow) -> tuple[float | None, float | None
     return mean - half, mean + half
 
 
-def _describe_band(spec: ChartSpec, series: ChartSeries) -> str:
+def _make_band_note(spec: ChartSpec, series: ChartSeries) -> str:
+    """Return a sentence for the note below a chart: what its band shows or why it is missing; ""
+    where nothing needs saying.
+    """
     if spec.band == "interval" and series.low is None:
         return f"No band here: this run wrote no {REWARD_STD_KEY}."
     if spec.band == "range":
@@ -293,7 +309,10 @@ def _describe_band(spec: ChartSpec, series: ChartSeries) -> str:
     return ""
 
 
-def _describe_non_finite_steps(series: ChartSeries) -> str:
+def _make_non_finite_note(series: ChartSeries) -> str:
+    """Return a sentence for the note below a chart with the steps at which a metric is not finite;
+    "" where there are none.
+    """
     steps = [step for step, value in zip(series.steps, series.values, strict=True) if value is None]
     if not steps:
         return ""
@@ -302,7 +321,9 @@ def _describe_non_finite_steps(series: ChartSeries) -> str:
 
 
 def _align_stacked_steps(series: Sequence[ChartSeries], chart_kind: str) -> list[ChartSeries]:
-    """Stacked curves need the same steps: a missing share is 0."""
+    """Return the curves of a stacked chart with the same steps in each, where a missing share is 0;
+    other curves as they are.
+    """
     if chart_kind != "stack":
         return list(series)
     steps = tuple(sorted({step for s in series for step in s.steps}))
@@ -316,7 +337,9 @@ def _align_stacked_steps(series: Sequence[ChartSeries], chart_kind: str) -> list
 
 
 def _thin_series(series: ChartSeries, chart_kind: str) -> ChartSeries:
-    """Stacked curves keep the same steps: every n-th."""
+    """Return the curve with about MAX_CURVE_POINTS points. Stacked curves keep every n-th step, so
+    that their steps stay the same.
+    """
     count = len(series.steps)
     if chart_kind == "stack":
         stride = -(-count // MAX_CURVE_POINTS)
@@ -327,6 +350,7 @@ def _thin_series(series: ChartSeries, chart_kind: str) -> ChartSeries:
         return series
 
     def select_points(values: CurveValues) -> CurveValues:
+        """Return the values at the points that are kept."""
         return tuple(values[i] for i in kept)
 
     return replace(

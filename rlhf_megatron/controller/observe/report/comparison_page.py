@@ -62,7 +62,7 @@ class RunGroup:
 
 def group_runs(runs: Sequence[RunFiles]) -> list[RunGroup]:
     """Group runs whose settings differ in seeds and names only, in the order of their first runs.
-    Labels differ.
+    The labels of the groups differ.
     """
     by_settings: dict[tuple[tuple[str, str], ...], list[RunFiles]] = {}
     for run in runs:
@@ -83,14 +83,18 @@ def group_runs(runs: Sequence[RunFiles]) -> list[RunGroup]:
 
 
 def collect_run_settings(run: RunFiles) -> dict[str, str]:
-    """Full key -> value as text; what its config.yaml leaves out has this version's default."""
+    """Return the settings of a run as text, by full key; a setting that its config.yaml leaves out
+    has this version's default.
+    """
     return {
         key: text for key, (text, _) in list_default_settings().items()
     } | flatten_written_settings(run)
 
 
 def find_differing_settings(groups: Sequence[RunGroup]) -> list[tuple[str, list[str]]]:
-    """(key, value in each group) of the settings in which groups differ, seeds and names apart."""
+    """Return (key, value in each group) of the settings in which groups differ, except seeds and
+    names.
+    """
     settings = [collect_run_settings(group.runs[0]) for group in groups]
     keys = dict.fromkeys(key for found in settings for key in found)
     rows = [
@@ -102,7 +106,7 @@ def find_differing_settings(groups: Sequence[RunGroup]) -> list[tuple[str, list[
 
 
 def estimate_mean_over_runs(values: Sequence[float]) -> IntervalEstimate | None:
-    """Mean over runs with Student's t interval. None for no value."""
+    """Return the mean over runs with Student's t interval; None for no value."""
     if not values:
         return None
     interval = compute_seed_interval(values)
@@ -112,8 +116,8 @@ def estimate_mean_over_runs(values: Sequence[float]) -> IntervalEstimate | None:
 def estimate_mean_difference(
     values: Sequence[float], base_values: Sequence[float]
 ) -> IntervalEstimate | None:
-    """Mean of `values` minus mean of `base_values`, runs of two configurations. Interval:
-    Welch 1947. None for no value.
+    """Return the mean of `values` minus the mean of `base_values`, runs of two configurations.
+    Interval: Welch 1947. Return None where either has no value.
     """
     if not values or not base_values:
         return None
@@ -130,8 +134,8 @@ def estimate_mean_difference(
 
 
 def _make_group_label(run_names: Sequence[str]) -> str:
-    """The name of a single run; of several what their names begin with in common,
-    and their number.
+    """Return the name of a single run; for several runs the common beginning of their names, and
+    their number.
     """
     if len(run_names) == 1:
         return run_names[0]
@@ -148,10 +152,11 @@ def render_comparison_page(
     reload_s: int | None = None,
     differences_html: str = "",
 ) -> str:
-    """One self-contained HTML file for at least two runs. `picture_names`, `reload_s`: as
-    of `run_page`.
+    """Return the page of at least two runs as one self-contained HTML file. `picture_names` and
+    `reload_s` are as in `run_page.render_run_page`.
 
-    `differences_html`: HTML of the section on two runs (differences.as_html).
+    `differences_html`: the section on the differences of two runs
+    (run_differences.render_differences_html), or "".
     """
     groups = group_runs(runs)
     payload = PagePayload()
@@ -177,7 +182,9 @@ def render_comparison_page(
 
 
 def make_comparison_charts(groups: Sequence[RunGroup], section_name: str) -> list[ReportChart]:
-    """A chart for each metric of a section that any run has, a colour for each configuration."""
+    """Return a chart for each metric of a section that any run has, with a colour for each
+    configuration.
+    """
     found: list[ReportChart] = []
     shown: set[str] = set()
     for spec in next(s.charts for s in REPORT_SECTIONS if s.name == section_name):
@@ -202,7 +209,9 @@ def make_comparison_charts(groups: Sequence[RunGroup], section_name: str) -> lis
 
 
 def _make_comparison_chart(spec: ChartSpec, groups: Sequence[RunGroup]) -> ReportChart | None:
-    """The band of several runs is that of their mean; a single run keeps its interval."""
+    """Return the chart of one metric over all groups, None where no run has it. The band of several
+    runs is the interval of their mean; a single run keeps its interval.
+    """
     kind = "lines" if spec.kind == "stack" else spec.kind
     spec = replace(spec, kind=kind, is_wide=spec.is_wide and spec.kind != "stack")
     series: list[ChartSeries] = []
@@ -226,7 +235,9 @@ def _make_comparison_chart(spec: ChartSpec, groups: Sequence[RunGroup]) -> Repor
 
 
 def average_series(run_series: Sequence[ChartSeries]) -> ChartSeries:
-    """Mean and Student's t interval at the steps at which all runs have a value."""
+    """Return the mean of the runs and its Student's t interval, at the steps at which all runs have
+    a value.
+    """
     known = [dict(zip(series.steps, series.values, strict=True)) for series in run_series]
     steps = []
     values = []
@@ -248,6 +259,7 @@ def average_series(run_series: Sequence[ChartSeries]) -> ChartSeries:
 
 
 def _render_comparison_header(groups: Sequence[RunGroup], title: str, settings_html: str) -> str:
+    """Return the title, the results and the settings in which groups differ, as HTML."""
     num_runs = sum(len(group.runs) for group in groups)
     about = f"{num_runs} runs, {html_elements.format_count(len(groups), 'configuration')}"
     legend = (
@@ -264,6 +276,7 @@ def _render_comparison_header(groups: Sequence[RunGroup], title: str, settings_h
 
 
 def _render_results_table(groups: Sequence[RunGroup]) -> str:
+    """Return the table of accuracies and rewards, a row for each group, as HTML."""
     rows = []
     base = None
     for group in groups:
@@ -301,6 +314,7 @@ def _render_results_table(groups: Sequence[RunGroup]) -> str:
 
 
 def _render_settings_table(groups: Sequence[RunGroup]) -> str:
+    """Return the table of the settings in which groups differ, as HTML; "" where there are none."""
     rows = [[key, *values] for key, values in find_differing_settings(groups)]
     headings = ["key", *(group.label for group in groups)]
     return (
@@ -309,6 +323,7 @@ def _render_settings_table(groups: Sequence[RunGroup]) -> str:
 
 
 def _render_runs_table(groups: Sequence[RunGroup]) -> str:
+    """Return the table of all runs, a row for each, as HTML."""
     rows = []
     for label, run in ((group.label, run) for group in groups for run in group.runs):
         numbers = [

@@ -28,7 +28,9 @@ def escape_text(value: object) -> str:
 
 
 def render_tile(label: str, value: str, hint: str) -> str:
-    """An interval at the end of the value, in brackets, is set smaller."""
+    """Return a tile (HTML) with a label, a value and a hint. An interval in brackets at the end of
+    the value is set smaller.
+    """
     number, bracket, interval = value.partition(" [")
     small = f" <small>{escape_text(bracket.strip() + interval)}</small>" if bracket else ""
     return (
@@ -39,6 +41,7 @@ def render_tile(label: str, value: str, hint: str) -> str:
 
 
 def render_fact_list(facts: Sequence[OverviewFact]) -> str:
+    """Return the facts as an HTML definition list."""
     rows = (
         (
             f'<dt title="{escape_text(f.hint)}">{escape_text(f.label)}</dt>'
@@ -55,11 +58,12 @@ def render_table(
     rows: Sequence[Sequence[str]],
     number_columns: Sequence[int] = (),
 ) -> str:
-    """A card. `number_columns`: the columns that are set flush right. The first column
-    names the row.
+    """Return an HTML card with a table. `number_columns` are the columns that are set flush right.
+    The first column names the row.
     """
 
     def format_class_attribute(column: int, class_name: str = "") -> str:
+        """Return the class attribute of a cell of this column, or ""."""
         name = "number" if column in number_columns else class_name
         return f' class="{name}"' if name else ""
 
@@ -83,7 +87,7 @@ def render_table(
 
 
 def render_chart_figure(chart: ReportChart) -> str:
-    """The frame that the page's script draws in."""
+    """Return the HTML frame in which the page's script draws the chart."""
     is_one = len({series.metric_key for series in chart.series}) == 1
     meaning, key = (chart.series[0].meaning, chart.series[0].metric_key) if is_one else ("", "")
     shown = " · ".join(part for part in (meaning, key if key != chart.title else "") if part)
@@ -98,6 +102,7 @@ def render_chart_figure(chart: ReportChart) -> str:
 
 
 def render_chart_grid(charts: Sequence[ReportChart]) -> str:
+    """Return an HTML grid with the frames of the charts; "" for no chart."""
     return (
         f'<div class="grid">{"".join(render_chart_figure(chart) for chart in charts)}</div>'
         if charts
@@ -106,10 +111,12 @@ def render_chart_grid(charts: Sequence[ReportChart]) -> str:
 
 
 def render_missing_note(reason: str) -> str:
+    """Return an HTML paragraph that says why something is missing."""
     return f'<p class="missing">{escape_text(reason)}</p>'
 
 
 def render_section(name: str, title: str, body: str) -> str:
+    """Return a section of the page with its heading; `body` is HTML."""
     own = escape_text(name)
     heading = escape_text(f"h-{name}")
     return (
@@ -119,13 +126,14 @@ def render_section(name: str, title: str, body: str) -> str:
 
 
 def render_details_block(summary: str, body: str) -> str:
+    """Return a block that opens at a click on its summary; `body` is HTML."""
     return f'<details class="block"><summary>{escape_text(summary)}</summary>{body}</details>'
 
 
 def format_estimate(
     estimate: IntervalEstimate | None, num_digits: int = 3, is_signed: bool = False
 ) -> str:
-    """ "0.915 [0.902, 0.926]" """
+    """Return the value and its interval, such as "0.915 [0.902, 0.926]"; "–" for None."""
     if estimate is None:
         return "–"
     form = f"{'+' if is_signed else ''}.{num_digits}f"
@@ -138,5 +146,5 @@ def format_estimate(
 
 
 def format_count(number: int, noun: str) -> str:
-    """ "1 step", "2 steps" """
+    """Return the number and the noun, such as "1 step" or "2 steps"."""
     return f"{number} {noun}{'' if number == 1 else 's'}"

@@ -51,10 +51,10 @@ class StageTimeline:
 
 
 def make_timeline(spans: Sequence[TraceSpan]) -> StageTimeline | None:
-    """Make the timeline; None where no span belongs to a step. A step that was cut off has the
-    extent of its stages.
+    """Return the timeline of stages and calls; None where no span belongs to a step. A step that
+    was cut off has the extent of its stages.
 
-    Of a step that a resumed run did again, the last time counts.
+    For a step that a resumed run did again, the last time counts.
     """
     spans = _drop_repeated_steps(spans)
     stages = [span for span in spans if not span.is_whole_step and span.step is not None]
@@ -80,6 +80,7 @@ def make_timeline(spans: Sequence[TraceSpan]) -> StageTimeline | None:
 
 
 def _drop_repeated_steps(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
+    """Return the spans without those of a step's former attempts."""
     begins: dict[int, float] = {}
     for span in spans:
         if span.is_whole_step and span.step is not None:
@@ -92,6 +93,7 @@ def _drop_repeated_steps(spans: Sequence[TraceSpan]) -> list[TraceSpan]:
 
 
 def _make_stage_sort_key(stage_name: str) -> tuple[int, str]:
+    """Return the key that sorts stages in the order of a step, others behind them by name."""
     return (
         STAGE_ORDER.index(stage_name) if stage_name in STAGE_ORDER else len(STAGE_ORDER),
         stage_name,
@@ -99,6 +101,9 @@ def _make_stage_sort_key(stage_name: str) -> tuple[int, str]:
 
 
 def _select_timeline_steps(step_spans: Sequence[TraceSpan]) -> list[TraceSpan]:
+    """Return the steps whose bars are embedded: all of a short run, else the slowest and evenly
+    spaced others.
+    """
     if len(step_spans) <= MAX_TIMELINE_STEPS:
         return list(step_spans)
     even = select_evenly_spaced(len(step_spans), MAX_TIMELINE_STEPS - NUM_SLOWEST_STEPS)
@@ -133,7 +138,9 @@ class MismatchHistograms:
 
 
 def make_mismatch_histograms(steps: Sequence[MismatchStep]) -> MismatchHistograms | None:
-    """Collect the histograms of engine against trainer; None where there are no tokens."""
+    """Return the histograms of engine against trainer over steps and versions, with the worst
+    tokens; None where there are no tokens.
+    """
     edges = Counter(step.edges for step in steps).most_common(1)[0][0] if steps else ()
     used = sorted((step for step in steps if step.edges == edges), key=lambda step: step.step)
     if not any(group.num_tokens for step in used for group in step.groups):
@@ -174,8 +181,8 @@ def make_mismatch_histograms(steps: Sequence[MismatchStep]) -> MismatchHistogram
 
 
 def _merge_into_ranges(values: Sequence[int], max_ranges: int) -> list[tuple[int, int]]:
-    """Neighbouring values put together to at most `max_ranges` ranges of about the same
-    number of values.
+    """Return at most `max_ranges` ranges (first, last) that cover the sorted values, each with
+    about the same number of values.
     """
     count = min(len(values), max_ranges)
     cuts = [i * len(values) // count for i in range(count)] + [len(values)] if count else []
@@ -183,10 +190,12 @@ def _merge_into_ranges(values: Sequence[int], max_ranges: int) -> list[tuple[int
 
 
 def _find_range_index(ranges: Sequence[tuple[int, int]], value: int) -> int:
+    """Return the index of the range that contains the value."""
     return next(i for i, (first, last) in enumerate(ranges) if first <= value <= last)
 
 
 def _add_cells(first: HistogramCell, second: HistogramCell) -> HistogramCell:
+    """Return the sum of two cells of the same place."""
     tokens = first.num_tokens + second.num_tokens
     mean = (first.mean * first.num_tokens + second.mean * second.num_tokens) / max(1, tokens)
     counts = tuple(a + b for a, b in zip(first.counts, second.counts, strict=True))
@@ -202,6 +211,9 @@ def _add_cells(first: HistogramCell, second: HistogramCell) -> HistogramCell:
 
 
 def _select_worst_tokens(steps: Sequence[MismatchStep]) -> tuple[tuple[int, WorstToken], ...]:
+    """Return (step, token), the largest difference first: the worst tokens of all steps, and the
+    worst token of evenly spaced steps.
+    """
     every = [(step.step, token) for step in steps for token in step.worst]
     every.sort(key=lambda entry: -entry[1].difference)
     with_tokens = [step for step in steps if step.worst]
@@ -220,11 +232,13 @@ class PagePayload:
     """
 
     def __init__(self) -> None:
+        """Begin without data."""
         self._step_axes: dict[tuple[int, ...], int] = {}
         self._charts: dict[str, dict[str, Any]] = {}
         self._views: dict[str, Any] = {}
 
     def add_chart(self, chart: ReportChart) -> None:
+        """Add the data of a chart."""
         self._charts[chart.name] = {
             "title": chart.title,
             "unit": chart.unit,
@@ -238,6 +252,7 @@ class PagePayload:
         }
 
     def _make_series_json(self, series: ChartSeries) -> dict[str, Any]:
+        """Return the data of a curve; the steps are written once for all curves that share them."""
         found: dict[str, Any] = {
             "label": series.label,
             "key": series.metric_key,
@@ -254,6 +269,7 @@ class PagePayload:
         return found | ({"faint": True} if series.is_faint else {})
 
     def add_timeline(self, timeline: StageTimeline) -> None:
+        """Add the data of the timeline, which opens at the step of median length."""
         by_time = sorted(
             range(len(timeline.step_spans)), key=lambda i: timeline.step_spans[i].seconds
         )
@@ -271,9 +287,11 @@ class PagePayload:
         }
 
     def add_samples(self, samples: Sequence[LoggedSample]) -> None:
+        """Add the samples that the page shows."""
         self._views["samples"] = [_replace_non_finite_values(vars(sample)) for sample in samples]
 
     def add_mismatch(self, histograms: MismatchHistograms) -> None:
+        """Add the data of the mismatch histograms."""
         self._views["mismatch"] = {
             "edges": [round_significant(edge) for edge in histograms.edges],
             "columns": histograms.step_ranges,
@@ -291,13 +309,15 @@ class PagePayload:
         }
 
     def render_json(self) -> str:
-        """ASCII; safe inside of <script type="application/json">."""
+        """Return all data as ASCII JSON that is safe inside of <script type="application/json">."""
         data = {"axes": list(self._step_axes), "charts": self._charts, **self._views}
         return json.dumps(data, separators=(",", ":"), allow_nan=False).translate(_SCRIPT_ESCAPES)
 
 
 def _replace_non_finite_values(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The same with null in place of what JSON has no number for."""
+    """Return the record with numbers rounded, and None in place of numbers that JSON does
+    not have.
+    """
     found = dict(record)
     for key, value in record.items():
         if isinstance(value, float):
@@ -308,7 +328,7 @@ def _replace_non_finite_values(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _make_cell_json(cell: HistogramCell) -> dict[str, Any]:
-    """Counts without the empty bins at both ends."""
+    """Return the data of a cell, without the empty bins at both ends of its histogram."""
     used = [i for i, count in enumerate(cell.counts) if count]
     first, last = (used[0], used[-1]) if used else (0, -1)
     return {

@@ -86,13 +86,14 @@ class WrittenReport:
 def write_report(
     run_dirs: Sequence[Path], out_dir: Path | None, reload_s: int | None = None
 ) -> WrittenReport:
-    """`out_dir`: the directory, made where it is not there; None: report/ in the (first)
+    """Write the report of one run, or the comparison of several, and return what was written.
+    `out_dir` is created where it does not exist; None: report/ or report-compare/ in the (first)
     run directory.
 
-    `reload_s`: seconds after which a browser reads the page again, while a run goes
-    on; None: never.
+    `reload_s`: seconds after which a browser loads the page again, while a run goes on; None:
+    never.
 
-    Raises ValueError for a directory that is no run, or an `out_dir` that cannot be written.
+    Raise ValueError for a directory that is no run, or an `out_dir` that cannot be written.
     """
     runs = [read_run_files(path) for path in run_dirs]
     is_single = len(runs) == 1
@@ -135,8 +136,8 @@ DrawPanel = Callable[[Any], None]  # into a panel of matplotlib
 
 
 def draw_section_pictures(out_dir: Path, runs: Sequence[RunFiles]) -> tuple[str, ...] | None:
-    """The file names: a picture of up to MAX_PANELS charts for each section. None
-    without matplotlib.
+    """Draw a picture with up to MAX_PANELS charts for each section into `out_dir`, and return the
+    file names. Return None where matplotlib is not installed.
     """
     try:
         from matplotlib import rc_context
@@ -168,6 +169,7 @@ def draw_section_pictures(out_dir: Path, runs: Sequence[RunFiles]) -> tuple[str,
 
 
 def _save_figure(path: Path, title: str, draw_panels: Sequence[DrawPanel]) -> None:
+    """Draw the panels into one figure and save it as an image."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -205,7 +207,9 @@ def _save_figure(path: Path, title: str, draw_panels: Sequence[DrawPanel]) -> No
 
 
 def escape_matplotlib_text(text: str) -> str:
-    """A text that matplotlib takes for neither a formula nor a hidden label."""
+    """Return a text that matplotlib takes neither for a formula nor for a hidden label, cut to
+    MAX_LABEL_CHARACTERS.
+    """
     text = "".join(c if c.isprintable() else "\ufffd" for c in text[:MAX_LABEL_CHARACTERS]).replace(
         "$", r"\$"
     )
@@ -213,6 +217,7 @@ def escape_matplotlib_text(text: str) -> str:
 
 
 def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
+    """Draw a chart into a panel of matplotlib."""
     colours = [
         PALETTE[(i if s.colour_index is None else s.colour_index) % len(PALETTE)]
         for i, s in enumerate(chart.series)
@@ -262,7 +267,10 @@ def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
 
 
 def _draw_series(panel: Any, chart: ReportChart, series: ChartSeries, colour: str) -> None:
+    """Draw a curve and its band into a panel."""
+
     def replace_none_by_nan(values: Sequence[float | None]) -> list[float]:
+        """Return the values with NaN for None."""
         return [float("nan") if value is None else value for value in values]
 
     if series.low is not None and series.high is not None:
@@ -286,7 +294,7 @@ def _draw_series(panel: Any, chart: ReportChart, series: ChartSeries, colour: st
 
 
 def _draw_mismatch_histogram(panel: Any, mismatch: MismatchHistograms) -> None:
-    """Over all steps, a curve for each finish reason."""
+    """Draw the differences of all steps into a panel, a curve for each finish reason."""
     edges = [
         mismatch.edges[1]
         / (mismatch.edges[2] / mismatch.edges[1] if len(mismatch.edges) > 2 else 10.0),

@@ -44,7 +44,7 @@ class CurveDifference:
 
     @property
     def is_significant(self) -> bool:
-        """Whether the interval of the difference leaves 0 out."""
+        """Return whether the interval of the difference leaves 0 out."""
         low = self.difference.low
         high = self.difference.high
         return low is not None and high is not None and not low <= 0 <= high
@@ -66,7 +66,7 @@ class RunDifferences:
 
 
 def compare_runs(first_run: RunFiles, second_run: RunFiles) -> RunDifferences:
-    """Compare two runs as their files tell.
+    """Compare two runs by their files.
 
     Intervals are of 95 %: of rewards over samples, of accuracy over items (Newcombe), else over the
     last steps (Welch).
@@ -99,7 +99,7 @@ def compare_runs(first_run: RunFiles, second_run: RunFiles) -> RunDifferences:
 
 
 def format_difference_lines(differences: RunDifferences) -> Iterator[str]:
-    """Yield what `rlhf-megatron report A B` prints: a line a difference."""
+    """Yield the lines that `rlhf-megatron report A B` prints, one for each difference."""
     for title, rows in (
         ("setting", differences.setting_rows),
         ("version", differences.version_rows),
@@ -127,7 +127,7 @@ def format_difference_lines(differences: RunDifferences) -> Iterator[str]:
 
 
 def render_differences_html(differences: RunDifferences, run_names: Sequence[str]) -> str:
-    """Return the differences as HTML. `run_names`: of the two runs."""
+    """Return the differences as HTML. `run_names`: the names of the two runs."""
     tables = (
         ("Settings", differences.setting_rows),
         ("Versions of packages", differences.version_rows),
@@ -170,6 +170,9 @@ def render_differences_html(differences: RunDifferences, run_names: Sequence[str
 def _list_differing_entries(
     first: Mapping[str, str], second: Mapping[str, str]
 ) -> tuple[tuple[str, str, str], ...]:
+    """Return (key, first value, second value) of the entries that differ; "–" for a missing
+    value.
+    """
     pairs = (
         (key, first.get(key, "–"), second.get(key, "–")) for key in dict.fromkeys([*first, *second])
     )
@@ -177,6 +180,7 @@ def _list_differing_entries(
 
 
 def _read_lock_texts(run: RunFiles, lock_part: str) -> dict[str, str]:
+    """Return a part of the run's lock section as text, by name."""
     found = run.lock_section.get(lock_part)
     return (
         {str(key): str(value) for key, value in found.items()} if isinstance(found, Mapping) else {}
@@ -186,6 +190,9 @@ def _read_lock_texts(run: RunFiles, lock_part: str) -> dict[str, str]:
 def _compare_curve_ends(
     first_run: RunFiles, second_run: RunFiles
 ) -> tuple[list[CurveDifference], int]:
+    """Return (the curves to report, the number of metrics that both runs have). Held-out accuracy
+    and reward are always reported, other metrics where the difference leaves 0 out.
+    """
     found: list[CurveDifference] = []
     pairs = [(read_held_out_accuracies(first_run)[1], read_held_out_accuracies(second_run)[1])]
     for first, second in pairs:
@@ -229,7 +236,7 @@ def _compare_curve_ends(
 
 
 def _estimate_difference(first: IntervalEstimate, second: IntervalEstimate) -> IntervalEstimate:
-    """The difference of two independent means with normal intervals."""
+    """Return the second estimate less the first, for independent means with normal intervals."""
     value = second.value - first.value
     if first.high is None or second.high is None:
         return IntervalEstimate(value)
@@ -238,7 +245,7 @@ def _estimate_difference(first: IntervalEstimate, second: IntervalEstimate) -> I
 
 
 def _collect_comparable_keys(rows: Sequence[MetricRow]) -> list[str]:
-    """Metrics of steps that do not tell how fast the machine was."""
+    """Return the metrics of the rows, without those that depend on the speed of the machine."""
     keys = dict.fromkeys(key for row in rows for key in row.metrics)
     return [
         key
@@ -248,11 +255,15 @@ def _collect_comparable_keys(rows: Sequence[MetricRow]) -> list[str]:
 
 
 def _is_timing_metric(metric_key: str) -> bool:
+    """Return whether the unit of a metric is of time, speed or memory."""
     metric = find_metric(metric_key)
     return metric is not None and metric.unit in _TIMING_UNITS
 
 
 def _describe_first_differing_row(first_run: RunFiles, second_run: RunFiles) -> str:
+    """Return a text with the first row and the metrics in which the curves differ, or that they are
+    the same.
+    """
     common = 0
     for first, second in _pair_rows_by_step(first_run, second_run):
         common += 1
@@ -279,6 +290,9 @@ def _describe_first_differing_row(first_run: RunFiles, second_run: RunFiles) -> 
 def _pair_rows_by_step(
     first_run: RunFiles, second_run: RunFiles
 ) -> Iterator[tuple[MetricRow, MetricRow]]:
+    """Yield (row of the first run, row of the second) of each step that both runs have: warm-up,
+    steps, evaluations.
+    """
     for mine, theirs in (
         (first_run.warmups, second_run.warmups),
         (first_run.steps, second_run.steps),
@@ -289,6 +303,7 @@ def _pair_rows_by_step(
 
 
 def _is_same_value(first: float | None, second: float | None) -> bool:
+    """Return whether the values are equal, or both NaN, or both None."""
     return first == second or (
         first is not None and second is not None and math.isnan(first) and math.isnan(second)
     )

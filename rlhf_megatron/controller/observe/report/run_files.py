@@ -161,7 +161,9 @@ class RunFiles:
 
 
 def read_run_files(run_dir: Path) -> RunFiles:
-    """Raises ValueError where there is no run to report."""
+    """Read all files of a run directory that a report needs. Raise ValueError where there is no run
+    to report.
+    """
     _check_run_dir(run_dir)
     reader = _RunDirReader(run_dir)
     rows = reader.read_json_lines(METRICS_FILE, _parse_metric_row)
@@ -195,6 +197,9 @@ def read_run_files(run_dir: Path) -> RunFiles:
 
 
 def _check_run_dir(run_dir: Path) -> None:
+    """Raise ValueError, with a hint, where the directory is not that of a run with
+    metrics.jsonl.
+    """
     if not run_dir.is_dir():
         what = "is a file" if run_dir.exists() else "is not there"
         raise ValueError(f"{run_dir} {what}; give the directory of a run, such as runs/quickstart.")
@@ -215,13 +220,15 @@ class _RunDirReader:
     """Reads files of one directory and keeps what is to be said about them."""
 
     def __init__(self, run_dir: Path) -> None:
+        """Begin with no notes; nothing is read yet."""
         self.run_dir = run_dir
         self.notes: list[str] = []
         self.absence_reasons: dict[str, str] = {}
 
     def read_text(self, file_name: str) -> str | None:
-        """Read a file; None where it is not there. Bytes that are no UTF-8 become the
-        replacement character.
+        """Read a file; None, with the reason kept, where it does not exist or cannot be read. Bytes
+        that are no UTF-8 become the replacement character. Raise ValueError where metrics.jsonl
+        cannot be read.
         """
         path = self.run_dir / file_name
         if not path.exists():
@@ -242,8 +249,8 @@ class _RunDirReader:
     def read_json_lines(
         self, file_name: str, convert_line: Callable[[Mapping[str, Any]], Record]
     ) -> list[Record]:
-        """Convert each line of a file. `convert_line` raises KeyError, TypeError or ValueError for
-        lines of another form.
+        """Convert each line of a file; note lines that cannot be read, and leave them out.
+        `convert_line` raises KeyError, TypeError or ValueError for lines of another form.
         """
         text = self.read_text(file_name)
         if text is None:
@@ -272,8 +279,8 @@ class _RunDirReader:
     def select_last_row_of_each_step(
         self, row_kind: str, rows: Sequence[MetricRow]
     ) -> tuple[MetricRow, ...]:
-        """Return the rows of a kind in the order of steps; the last one of a step that a resumed
-        run did again.
+        """Return the rows of a kind in the order of steps; for a step that a resumed run did again,
+        the last row.
         """
         rows = [row for row in rows if row.kind == row_kind]
         by_step = {row.step: row for row in rows}
@@ -285,6 +292,7 @@ class _RunDirReader:
         return tuple(by_step[step] for step in sorted(by_step))
 
     def read_json_object(self, file_name: str) -> Mapping[str, Any] | None:
+        """Read a file with a JSON object; None, with a note, where it cannot be read."""
         text = self.read_text(file_name)
         if text is None:
             return None
@@ -296,7 +304,9 @@ class _RunDirReader:
             return None
 
     def read_lock_section(self) -> Mapping[str, Any]:
-        """{} where there is none: of an older run."""
+        """Return the lock section of config.lock.yaml; {} where there is none, as in an
+        older run.
+        """
         path = self.run_dir / LOCK_FILE
         try:
             found = convert_to_plain(parse_yaml(path.read_text(encoding="utf-8"), LOCK_FILE, 0))
@@ -306,6 +316,9 @@ class _RunDirReader:
         return lock if isinstance(lock, dict) else {}
 
     def parse_config(self, text: str) -> Mapping[str, Any] | None:
+        """Return the run's configuration; None where it is missing or, with a note, no valid
+        YAML.
+        """
         if CONFIG_FILE in self.absence_reasons:
             return None
         try:
@@ -315,7 +328,9 @@ class _RunDirReader:
             return None
 
     def read_trace_spans(self) -> tuple[TraceSpan, ...]:
-        """Complete events in the order of their begin. The closing bracket may be missing."""
+        """Return the complete events of trace.json in the order of their begin. The closing bracket
+        may be missing.
+        """
         text = self.read_text(TRACE_FILE)
         if text is None:
             return ()
@@ -341,19 +356,23 @@ class _RunDirReader:
 
 
 def _require_mapping(value: Any) -> Mapping[str, Any]:
+    """Return a value that is a mapping. Raise TypeError for another one."""
     if not isinstance(value, dict):
         raise TypeError("not an object")
     return value
 
 
 def _require_number(value: Any) -> float:
+    """Return a value that is a number, as a float. Raise TypeError for another one."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise TypeError("not a number")
     return float(value)
 
 
 def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
-    """Metrics are the entries that are numbers; null stands for one that is not finite."""
+    """Return a row of metrics.jsonl. Its metrics are the entries that are numbers; null means a
+    number that is not finite.
+    """
     if line["kind"] not in ROW_KINDS:
         raise ValueError("no kind of line that is known")
     others = {key: value for key, value in line.items() if key not in ("kind", "step", "seconds")}
@@ -371,14 +390,15 @@ def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
 
 
 def _parse_mismatch_step(line: Mapping[str, Any]) -> MismatchStep:
-    """null stands for a log-prob that is not a number, and for a difference from it,
-    which is infinite.
+    """Return a step of mismatch.jsonl. null means a log-prob that is not a number, or an infinite
+    difference.
     """
     without = {"trainer": math.nan, "engine": math.nan} | dict.fromkeys(
         ("mean", "p99", "max", "difference"), math.inf
     )
 
     def replace_nulls(entry: Any) -> dict[str, Any]:
+        """Return the entry with numbers in place of null."""
         return {
             key: without.get(key) if value is None else value
             for key, value in _require_mapping(entry).items()
@@ -394,6 +414,7 @@ def _parse_mismatch_step(line: Mapping[str, Any]) -> MismatchStep:
 
 
 def _parse_trace_span(event: Mapping[str, Any]) -> TraceSpan:
+    """Return a complete event of trace.json, its times in seconds."""
     arguments = event.get("args")
     step = arguments.get("step") if isinstance(arguments, dict) else None
     start_s = _require_number(event["ts"]) / 1e6
@@ -409,7 +430,9 @@ def _parse_trace_span(event: Mapping[str, Any]) -> TraceSpan:
 
 
 def _collect_log_errors(run_dir: Path) -> tuple[str, ...]:
-    """The first error of each log, with what follows it (a traceback), of at most MAX_LOGS logs."""
+    """Return the first error of each log, with the lines that follow it (a traceback), for at most
+    MAX_LOGS logs.
+    """
     found = []
     for log in sorted([*run_dir.glob("logs/*.log"), *run_dir.glob("engines/*.log")]):
         try:

@@ -67,7 +67,9 @@ class RunStatus:
 
 
 def read_setting(run: RunFiles, key: str) -> Any:
-    """The value of a setting in the run's config.yaml; None where it is not written there."""
+    """Return the value of a setting in the run's config.yaml; None where it is not written
+    there.
+    """
     value: Any = run.config
     for name in key.split("."):
         value = value.get(name) if isinstance(value, Mapping) else None
@@ -75,19 +77,20 @@ def read_setting(run: RunFiles, key: str) -> Any:
 
 
 def find_last_step(run: RunFiles) -> int:
+    """Return the last step that was made; 0 where there is none."""
     return run.steps[-1].step if run.steps else 0
 
 
 def read_run_seconds(run: RunFiles) -> float:
-    """Wall time, as far as the files tell."""
+    """Return the wall time of the run, from summary.json or else the last row."""
     told = (run.summary or {}).get("seconds")
     rows = [*run.steps, *run.evaluations, *run.warmups]
     return float(told) if isinstance(told, int | float) else max(row.run_seconds for row in rows)
 
 
 def determine_run_status(run: RunFiles) -> RunStatus:
-    """How the run ended, as attempts.jsonl tells; without an end there, what its logs and the age
-    of its files tell.
+    """Return how the run ended, by attempts.jsonl; where that has no end, by its logs and the age
+    of its files.
     """
     step = find_last_step(run)
     total = read_setting(run, "trainer.total_training_steps")
@@ -116,15 +119,15 @@ def determine_run_status(run: RunFiles) -> RunStatus:
 
 
 def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) -> float | None:
-    """Estimate the time of the steps to come from the last ones, without evaluations; None where no
-    step is known yet.
+    """Estimate the time of the steps to come by the mean of the last steps, without evaluations;
+    None where no step is known yet.
     """
     recent = list(step_seconds)[-NUM_PACE_STEPS:]
     return sum(recent) / len(recent) * num_steps_left if recent else None
 
 
 def format_progress_lines(run: RunFiles) -> list[str]:
-    """Return what `rlhf-megatron status` prints."""
+    """Return the lines that `rlhf-megatron status` prints."""
     found = determine_run_status(run)
     total = read_setting(run, "trainer.total_training_steps")
     done = find_last_step(run)
@@ -163,13 +166,16 @@ def format_progress_lines(run: RunFiles) -> list[str]:
 def read_held_out_accuracies(
     run: RunFiles,
 ) -> tuple[IntervalEstimate | None, IntervalEstimate | None]:
-    """Held-out accuracy before the first step, and last."""
+    """Return (held-out accuracy before the first step, last held-out accuracy), None where it was
+    not measured.
+    """
     before = next((row for row in run.evaluations if row.step == 0), None)
     after = next((row for row in reversed(run.evaluations) if row.step > 0), None)
     return _read_accuracy(before), _read_accuracy(after)
 
 
 def _read_accuracy(row: MetricRow | None) -> IntervalEstimate | None:
+    """Return the held-out accuracy of an evaluation, or None."""
     value = row.metrics.get("val/accuracy") if row else None
     if row is None or value is None:
         return None
@@ -179,8 +185,8 @@ def _read_accuracy(row: MetricRow | None) -> IntervalEstimate | None:
 
 
 def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) -> IntervalEstimate:
-    """after - before. Interval: Newcombe 1998, method 10, of two independent proportions; wide for
-    the same items.
+    """Return after - before. Interval: Newcombe 1998, method 10, for two independent proportions;
+    too wide for the same items.
     """
     if None in (before.low, before.high, after.low, after.high):
         return IntervalEstimate(after.value - before.value)
@@ -197,8 +203,8 @@ def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) ->
 
 
 def estimate_mean_reward(rows: Sequence[MetricRow]) -> IntervalEstimate | None:
-    """Mean over steps of the mean reward; the interval is over their samples, where the rows have
-    the deviation.
+    """Return the mean of the rewards of these steps; the interval is over their samples, where the
+    rows have the deviation. None where no row has a reward.
     """
     rows = [row for row in rows if math.isfinite(row.metrics.get("critic/rewards/mean", math.nan))]
     if not rows:
@@ -217,14 +223,16 @@ def estimate_mean_reward(rows: Sequence[MetricRow]) -> IntervalEstimate | None:
 def select_first_and_last_rows(
     rows: Sequence[MetricRow],
 ) -> tuple[Sequence[MetricRow], Sequence[MetricRow]]:
-    """The first and the last steps, at most WINDOW and never more than half of all."""
+    """Return (the first rows, the last rows), NUM_END_STEPS at most and never more than half of
+    all, but at least one.
+    """
     count = max(1, min(NUM_END_STEPS, len(rows) // 2))
     return rows[:count], rows[-count:]
 
 
 def describe_layouts(run: RunFiles) -> str:
-    """Return the layouts of the actor's pool and of the critic's, if it has one; of a resumed run
-    all of them in turn.
+    """Return the layouts of the actor's pool and of the critic's, if it has one; for a resumed run
+    all layouts in turn.
     """
     told = [line.get("layouts") for line in run.attempts] + [(run.summary or {}).get("layouts")]
     texts = [
@@ -238,13 +246,16 @@ def describe_layouts(run: RunFiles) -> str:
 
 
 def _count_ranks(run: RunFiles) -> int:
+    """Return the number of ranks by the run's settings; 0 where they are not known."""
     nodes = read_setting(run, "trainer.nnodes")
     per_node = read_setting(run, "trainer.n_gpus_per_node")
     return nodes * per_node if isinstance(nodes, int) and isinstance(per_node, int) else 0
 
 
 def list_overview_facts(run: RunFiles) -> list[OverviewFact]:
-    """Describe the run, a line each, as far as its files tell."""
+    """Return the facts of a run (model, layout, engine, algorithm, data, versions), as far as its
+    files have them.
+    """
     summary = run.summary or {}
     engine = read_setting(run, "rollout.engine")
     num_engines = read_setting(run, "rollout.num_engines")
@@ -297,15 +308,17 @@ def list_overview_facts(run: RunFiles) -> list[OverviewFact]:
 
 
 def _join_present_parts(*parts: Any) -> str:
+    """Join the parts that are not empty with commas."""
     return ", ".join(str(part) for part in parts if part)
 
 
 def _join_train_file_names(run: RunFiles) -> str:
+    """Join the training files with commas."""
     return ", ".join(str(name) for name in read_setting(run, "data.train_files") or [])
 
 
 def format_duration(seconds: float) -> str:
-    """ "3 h 05 min", "1 min 46 s", "12 s" """
+    """Return a duration as text, such as "3 h 05 min", "1 min 46 s" or "12 s"."""
     total = round(seconds)
     hours = total // 3600
     minutes = total // 60 % 60
@@ -316,7 +329,9 @@ def format_duration(seconds: float) -> str:
 
 
 def list_default_settings() -> dict[str, tuple[str, str]]:
-    """Full key -> (default of this version as text, what it is)."""
+    """Return, by full key, (the default of this version as text, the description of the
+    setting).
+    """
     default = RunConfig()
     return {
         leaf.key: (format_yaml_value(get_config_value(default, leaf.key)), leaf.doc)
@@ -336,12 +351,13 @@ def list_changed_settings(run: RunFiles) -> list[ChangedSetting]:
 
 
 def flatten_written_settings(run: RunFiles) -> dict[str, str]:
-    """Full key -> value as text, of all that config.yaml has, also of what this version
+    """Return all settings that config.yaml has as text, by full key, also those that this version
     does not know.
     """
     known = {leaf.key for leaf in list_setting_leaves(RunConfig)}
 
     def walk_tree(tree: Mapping[str, Any], key_prefix: str) -> Iterator[tuple[str, str]]:
+        """Yield (full key, value as text) of the settings below a section."""
         for name, value in tree.items():
             key = f"{key_prefix}{name}"
             if (

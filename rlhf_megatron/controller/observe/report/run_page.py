@@ -54,6 +54,7 @@ HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
 
 @cache
 def read_asset(file_name: str) -> str:
+    """Return the text of a file of assets/."""
     return (
         files("rlhf_megatron.controller.observe.report")
         .joinpath("assets", file_name)
@@ -64,10 +65,10 @@ def read_asset(file_name: str) -> str:
 def render_run_page(
     run: RunFiles, picture_names: Sequence[str] | None, reload_s: int | None = None
 ) -> str:
-    """The page of one run. `picture_names`: file names of the PNGs beside it; None: matplotlib is
-    not installed.
+    """Return the page of one run as one self-contained HTML file. `picture_names`: file names of
+    the PNGs beside it; None: matplotlib is not installed.
 
-    `reload_s`: seconds after which a browser reads it again.
+    `reload_s`: seconds after which a browser loads the page again; None: never.
     """
     payload = PagePayload()
     sections = render_run_sections(run, payload)
@@ -90,8 +91,8 @@ def render_document(
     footer_html: str,
     reload_s: int | None = None,
 ) -> str:
-    """One self-contained HTML file. The policy lets run only the page's own script, and lets
-    nothing be fetched.
+    """Return one self-contained HTML file. Its content security policy lets only the page's own
+    script run, and nothing be fetched.
     """
     script = "\n".join(read_asset(name).removeprefix('"use strict";\n') for name in SCRIPT_FILES)
     script = f'"use strict";\n{script}'
@@ -141,7 +142,9 @@ files beside the page show the main ones.</p></noscript>
 
 
 def render_run_header(run: RunFiles, run_name: str) -> str:
-    """Title, state, key results, what was run, chosen settings, the whole configuration."""
+    """Return the head of the page as HTML: title, state, results, facts, attempts, health, chosen
+    settings and the whole configuration.
+    """
     state = determine_run_status(run)
     rows = [[s.key, s.value, s.default or "–", s.doc] for s in list_changed_settings(run)]
     chosen = html_elements.render_table("Settings", ["key", "value", "default", "meaning"], rows)
@@ -176,6 +179,9 @@ def render_run_header(run: RunFiles, run_name: str) -> str:
 
 
 def _render_log_errors(run: RunFiles) -> str:
+    """Return the errors in the logs of a run that did not finish, as HTML; "" where there
+    are none.
+    """
     if run.summary is not None or not run.log_errors:
         return ""
     errors = "".join(f"<pre>{html_elements.escape_text(error)}</pre>" for error in run.log_errors)
@@ -183,6 +189,7 @@ def _render_log_errors(run: RunFiles) -> str:
 
 
 def _render_result_tiles(run: RunFiles) -> str:
+    """Return the tiles of held-out accuracy, gain, reward and wall time, as HTML."""
     tiles = []
     before, after = read_held_out_accuracies(run)
     majority = (run.summary or {}).get("majority_answer_accuracy")
@@ -228,6 +235,7 @@ def _render_result_tiles(run: RunFiles) -> str:
 
 
 def _describe_step_time(run: RunFiles) -> str:
+    """Return a text with the number of steps, their median time and the layouts."""
     times = sorted(
         row.metrics["timing_s/step"] for row in run.steps if "timing_s/step" in row.metrics
     )
@@ -242,7 +250,7 @@ def _describe_step_time(run: RunFiles) -> str:
 
 
 def render_footer(notes: Sequence[str], picture_names: Sequence[str] | None) -> str:
-    """How to use the page, what was left out, the pictures."""
+    """Return the footer as HTML: how to use the page, what was left out, links to the pictures."""
     links = ", ".join(
         f'<a href="{html_elements.escape_text(name)}">{html_elements.escape_text(name)}</a>'
         for name in picture_names or ()
@@ -263,7 +271,7 @@ def render_footer(notes: Sequence[str], picture_names: Sequence[str] | None) -> 
 
 
 def render_attempts_block(run: RunFiles) -> str:
-    """Empty for a run of one attempt."""
+    """Return the table of attempts as HTML; "" for a run of one attempt."""
     rows = list_attempt_rows(run.attempts)
     if len(rows) < 2:
         return ""
@@ -280,7 +288,9 @@ def render_attempts_block(run: RunFiles) -> str:
 
 
 def list_attempt_rows(attempt_lines: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """A row a start. One without an end before the next start was killed, unless it is the last."""
+    """Return a table row for each start of the run. A start without an end before the next start
+    was killed; the last may still run.
+    """
     rows: list[list[str]] = []
     starts = [i for i, line in enumerate(attempt_lines) if line.get("kind") == "start"]
     for number, (i, following) in enumerate(
@@ -317,14 +327,14 @@ def list_attempt_rows(attempt_lines: Sequence[Mapping[str, Any]]) -> list[list[s
 
 
 def measure_attempt_seconds(start_line: Mapping[str, Any], end_line: Mapping[str, Any]) -> float:
-    """Seconds by the monotonic clock; older files have two readings of the wall clock, which
-    may be set back.
+    """Return the seconds of an attempt by the monotonic clock; older files have two readings of the
+    wall clock, which may be set back.
     """
     return float(end_line.get("seconds", max(0.0, end_line["time"] - start_line["time"])))
 
 
 def render_health_table(run: RunFiles) -> str:
-    """Empty where no verdict was ever bad."""
+    """Return the table of health verdicts as HTML; "" where no verdict was ever bad."""
     peak_lr = read_setting(run, "actor.optim.lr")
     watch = HealthWatch(peak_lr if isinstance(peak_lr, float) else None)
     for row in run.steps:

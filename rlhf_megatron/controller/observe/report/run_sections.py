@@ -70,8 +70,8 @@ SOURCE_REWARD_KEY = "reward/source/<source>/mean"
 def choose_page_samples(
     samples: Sequence[LoggedSample], max_characters: int = MAX_SAMPLE_CHARACTERS
 ) -> list[LoggedSample]:
-    """Keep the samples of the first and the last step, and of as many evenly chosen steps as the
-    budget allows.
+    """Return the samples of the first and the last step, and of as many evenly spaced steps as fit
+    into `max_characters`. Long texts are shortened.
     """
     by_step: dict[int, list[LoggedSample]] = {}
     for sample in samples:
@@ -93,7 +93,7 @@ def choose_page_samples(
 
 
 def shorten_text(text: str) -> str:
-    """A long text without its middle, and how much is missing."""
+    """Return a long text without its middle, saying how much is left out."""
     if len(text) <= HEAD_CHARACTERS + TAIL_CHARACTERS:
         return text
     return (
@@ -106,7 +106,7 @@ RenderSection = Callable[[RunFiles, PagePayload], str]
 
 
 def render_run_sections(run: RunFiles, payload: PagePayload) -> list[tuple[str, str, str]]:
-    """(name, title, HTML) of each."""
+    """Return (name, title, HTML) of each section, and add its data to `payload`."""
     writers: Mapping[str, RenderSection] = {
         "reward": _render_reward_section,
         "critic": _render_critic_section,
@@ -137,6 +137,7 @@ def render_run_sections(run: RunFiles, payload: PagePayload) -> list[tuple[str, 
 
 
 def _explain_empty_section(run: RunFiles) -> str:
+    """Return why a section has nothing to show."""
     return (
         "Nothing of this is in metrics.jsonl."
         if run.steps
@@ -145,22 +146,26 @@ def _explain_empty_section(run: RunFiles) -> str:
 
 
 def _render_charts(charts: Sequence[ReportChart], payload: PagePayload) -> str:
+    """Add the charts to `payload` and return their grid."""
     for chart in charts:
         payload.add_chart(chart)
     return html_elements.render_chart_grid(charts)
 
 
 def _render_section_charts(run: RunFiles, payload: PagePayload, section_name: str) -> str:
+    """Return the charts of a section of the catalogue as HTML; "" where the run has no data."""
     return _render_charts(make_section_charts(run, section_name), payload)
 
 
 def _split_by_width(charts: Sequence[ReportChart]) -> tuple[list[ReportChart], list[ReportChart]]:
+    """Return (the wide charts, the others)."""
     return [chart for chart in charts if chart.is_wide], [
         chart for chart in charts if not chart.is_wide
     ]
 
 
 def _render_reward_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the section of rewards and held-out accuracy as HTML."""
     charts = make_section_charts(run, "reward")
     wide, small = _split_by_width(charts)
     if not _find_sources(run):
@@ -177,8 +182,8 @@ def _render_reward_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def render_source_table(run: RunFiles) -> str:
-    """A row for each source: its share, reward at both ends, held-out score at both ends. Empty
-    for one source.
+    """Return a table with a row for each data source: samples, reward and held-out score at both
+    ends of the run. "" for one source.
     """
     sources = _find_sources(run)
     if not sources:
@@ -224,7 +229,9 @@ def render_source_table(run: RunFiles) -> str:
 
 
 def _find_sources(run: RunFiles) -> list[str]:
-    """Names of the data sources; none where there is only one, of which the whole run tells."""
+    """Return the names of the data sources; [] where there is only one, whose figures are those of
+    the whole run.
+    """
     found = [
         match["name"]
         for key in collect_metric_keys(run.steps)
@@ -236,7 +243,9 @@ def _find_sources(run: RunFiles) -> list[str]:
 def _read_source_score(
     run: RunFiles, source: str, evaluation_index: int
 ) -> IntervalEstimate | None:
-    """Return the score of the first (0) or last (-1) evaluation that has the source."""
+    """Return the score of the first (`evaluation_index` 0) or last (-1) evaluation that has the
+    source; None where there is none.
+    """
     prefix = f"val/{source}/"
     found = []
     for row in run.evaluations:
@@ -251,6 +260,7 @@ def _read_source_score(
 
 
 def _render_critic_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the critic's charts as HTML, or why there was no critic."""
     body = _render_section_charts(run, payload, "critic")
     if body or not run.steps:
         return body
@@ -264,6 +274,7 @@ def _render_critic_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_time_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the charts of times and the timeline as HTML."""
     wide, small = _split_by_width(make_section_charts(run, "time"))
     body = _render_charts(wide, payload)
     bars = make_timeline(run.spans)
@@ -290,6 +301,7 @@ def _render_time_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_engine_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the charts of the engines as HTML, or why there was no engine."""
     charts = _render_section_charts(run, payload, "engine")
     if any(key in row.metrics for row in run.steps for key in ENGINE_METRIC_KEYS):
         return charts
@@ -302,6 +314,7 @@ def _render_engine_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_samples_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the frame of the samples as HTML, or why there are none."""
     chosen = choose_page_samples(run.samples)
     if not chosen:
         return html_elements.render_missing_note(
@@ -321,6 +334,7 @@ def _render_samples_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_mismatch_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the charts and the frame of the mismatch histograms as HTML."""
     wide, small = _split_by_width(make_section_charts(run, "mismatch"))
     body = _render_charts(wide, payload)
     found = make_mismatch_histograms(run.mismatch_steps)
@@ -353,6 +367,7 @@ def _render_mismatch_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_warmup_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the charts of the warm-up as HTML, or why there was none."""
     return _render_section_charts(run, payload, "warmup") or html_elements.render_missing_note(
         "This run made no supervised warm-up (warmup.max_steps is 0, or it began from a"
         " warm model)."
@@ -360,6 +375,7 @@ def _render_warmup_section(run: RunFiles, payload: PagePayload) -> str:
 
 
 def _render_other_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the charts of metrics that the catalogue does not have, as HTML."""
     charts = make_uncatalogued_charts(run)
     if not charts:
         return html_elements.render_missing_note(

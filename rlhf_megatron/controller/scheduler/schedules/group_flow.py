@@ -63,7 +63,7 @@ class FlowEvent:
 
 class GroupFlow:
     """`batch_size`: groups of a step. `served_version`: of the weights that engines serve.
-    `steps_done`: before this run.
+    `num_steps_done`: before this run.
     """
 
     def __init__(
@@ -74,6 +74,9 @@ class GroupFlow:
         num_steps_done: int = 0,
         next_group_number: int = 0,
     ) -> None:
+        """Begin without groups in flight. `batch_size`: groups of a step; `served_version`: version
+        of the weights that the engines serve; `num_steps_done`: steps before this process.
+        """
         assert batch_size >= 1, "a step needs a group"
         self.batch_size = batch_size
         self.last_step = last_step
@@ -162,7 +165,8 @@ class GroupFlow:
     # What happens
 
     def start_groups(self, num_groups: int) -> list[int]:
-        """Start this many new groups, from the weights that are served, and return their numbers.
+        """Start this many new groups, from the weights that are served, and return their
+        numbers.
         """
         numbers = list(range(self._next_group_number, self._next_group_number + num_groups))
         self._next_group_number += num_groups
@@ -286,4 +290,5 @@ class GroupFlow:
             self._unannotated_numbers.pop(group.number, None)
 
     def _append_event(self, kind: EventKind, subject_number: int, reason: str = "") -> None:
+        """Append an event to the log; `subject_number` is a group or a step."""
         self.events.append(FlowEvent(kind, subject_number, reason))

@@ -54,6 +54,7 @@ def select_first_started(flow: GroupFlow) -> Sequence[int] | None:
 
 
 def sorted_group_numbers(groups: Iterable[FlowGroup]) -> list[int]:
+    """Return the numbers of the groups, ascending."""
     return sorted(group.number for group in groups)
 
 

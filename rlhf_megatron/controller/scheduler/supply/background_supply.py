@@ -63,6 +63,9 @@ class EarlyAnnotations:
     """
 
     def __init__(self, annotate_samples: AnnotateSamples, min_samples: int) -> None:
+        """Begin without annotations. `annotate_samples(step, samples)` annotates on the hosts.
+        `min_samples`: with fewer samples a call is not worth it while more may come.
+        """
         self._annotate_samples = annotate_samples
         self._min_samples = min_samples
         self._annotations_by_group: dict[int, AnnotatedBatch] = {}

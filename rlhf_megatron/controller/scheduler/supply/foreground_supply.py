@@ -17,6 +17,7 @@ class ForegroundSupply(BatchSupply):
     """The supply that makes a step's samples in the step: the stages next, generate and score."""
 
     def __init__(self, stages: StepStages) -> None:
+        """Make a supply that calls these stages in each step."""
         self._stages = stages
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:

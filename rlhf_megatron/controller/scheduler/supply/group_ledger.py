@@ -45,11 +45,10 @@ class BatchSupply(Protocol):
     """
 
     def __enter__(self) -> BatchSupply:
-        """Start the work in the background, where there is any."""
+        """Start the work in the background, where there is any, and return the supply."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """End the work in the background, where there is any."""
         return None
 
     def take_batch(self, step: int, enter_stage: StageContext) -> ScoredBatch:
@@ -63,7 +62,7 @@ class BatchSupply(Protocol):
 
     def sync_window(self) -> AbstractContextManager[None]:
         """Return a context manager for the weight sync that ends a step; enter it also where the
-        sync leaves the policy as it is.
+        sync leaves the policy as it is. Without work in the background it does nothing.
         """
         return nullcontext()
 
@@ -90,7 +89,8 @@ class FinishedGroup:
 
     @property
     def versions(self) -> set[int]:
-        """Return the policy versions of all tokens that may train: the tokens of the first request.
+        """Return the policy versions of all tokens that may train: the tokens of the first
+        request.
         """
         versions = {sample.policy_version for sample in self.samples[0]}
         return versions | {
@@ -151,11 +151,11 @@ class TakenBatch:
 
 
 class GroupLedger:
-    """`max_scored_groups`: groups that a step may have scored before it trains on fewer than it wants;
-    None: any number.
+    """The flow of groups of a run in the background, shared by its threads. `max_scored`: groups
+    that a step may have scored before it trains on fewer than it wants; None: any number.
 
-    `on_events` gets what the Flow has logged, which it forgets then. Methods may be called
-    by any thread.
+    `on_events` gets what the flow has logged, which the flow forgets then. Any thread may call the
+    methods.
     """
 
     def __init__(
@@ -165,6 +165,10 @@ class GroupLedger:
         max_scored: int | None = None,
         on_events: Callable[[Sequence[FlowEvent]], None] = lambda events: None,
     ) -> None:
+        """Begin without groups; the schedule is asked first by `restore_groups`. `max_scored`:
+        groups that a step may score before it trains on fewer than a whole batch; None: any number.
+        `on_events` gets the new events of the flow, which the flow then forgets.
+        """
         self.state_changed = (
             threading.Condition()
         )  # held by whoever reads or tells; told of every change
@@ -511,5 +515,5 @@ class GroupLedger:
         raise ValueError(
             f"{self.schedule} starts no group and makes no batch of the {len(flow.scored_groups)}"
             f" groups that can train, of which a step has {flow.batch_size}; correct its"
-            " num_to_start or batch."
+            " count_groups_to_start or select_batch."
         )

@@ -48,6 +48,7 @@ class EngineDriver:
         make_requests: MakeRequests,
         journal: GroupJournal | None,
     ) -> None:
+        """Make the driver of a session; it does nothing before `run_until_closed`."""
         self._ledger = ledger
         self._session = session
         self._draw_prompts = draw_prompts
@@ -101,6 +102,7 @@ class ScoringThread:
     """Has all groups that have come scored in one call, then those that came meanwhile."""
 
     def __init__(self, ledger: GroupLedger, score_groups: ScoreFinishedGroups) -> None:
+        """Make the scorer of a ledger's groups; it does nothing before `run_until_closed`."""
         self._ledger = ledger
         self._score_groups = score_groups
 
@@ -159,6 +161,9 @@ class GroupScorer:
         scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
         filter_groups: FilterGroupsConfig,
     ) -> None:
+        """Make a function that scores finished groups with `scorer`, and marks those that
+        `filter_groups` leaves out.
+        """
         self._tokenizer = tokenizer
         self._scorer = scorer
         self._filter_groups = filter_groups
@@ -203,7 +208,7 @@ class RecentErrorBound:
     """A scorer whose share of failures counts over the last `count` samples: a call may have
     a single group.
 
-    `score`: as the scorer, without a bound on failures. Raises RewardError.
+    `score_samples`: as the scorer, without a bound on failures. Raises RewardErrorRateError.
     """
 
     def __init__(
@@ -213,14 +218,17 @@ class RecentErrorBound:
         max_error_rate: float,
         log_path: str,
     ) -> None:
+        """Bound the failures of `score_samples`, which has no bound of its own, to a share of
+        `max_error_rate` over the last `num_samples` samples. `log_path` is named in the error.
+        """
         self._score_samples = score_samples
         self._recent_results: deque[tuple[RewardSample, RewardResult]] = deque(maxlen=num_samples)
         self._max_error_rate = max_error_rate
         self._log_path = log_path
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Score the samples. Raise RewardError where too large a share of the last `num_samples`
-        samples has failed; nothing is checked before so many were scored.
+        """Score the samples. Raise RewardErrorRateError where too large a share of the last
+        `num_samples` samples has failed; nothing is checked before so many were scored.
         """
         results = self._score_samples(samples)
         self._recent_results.extend(zip(samples, results, strict=True))

@@ -2,7 +2,7 @@
 
 The update call carries one small tensor: a JSON order. The answer is a receipt, a file in the
 transfer directory: the error if there was one, the parts of tensors that stand in this rank, and
-their digests; `sglang.weights` puts those of all ranks together. Orders, by the key that
+their digests; `sglang_weight_verbs` joins those of all ranks. Orders, by the key that
 they begin with:
 
     manifest   read this bucket and load it: from its file, the device memory that `memory` names
@@ -91,8 +91,9 @@ _links = EngineRankLinks()
 
 
 def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
-    """Called by SGLang with the model of this rank. What goes wrong stands in the receipt: an
-    exception here would end the server, where the client can say what happened and leave
+    """Carry out the order in `named_tensors`, and write this rank's receipt into the transfer
+    directory. SGLang calls this function with the model of the rank. Errors are written into the
+    receipt: an exception would end the server, whereas the client can report the error and leave
     the engine STALE.
     """
     tensors = dict(named_tensors)
@@ -120,9 +121,9 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
 
 @cache
 def offset_random_seed() -> None:
-    """Give each group of ranks under DP attention random numbers of its own, once. SGLang gives all
-    the same: without seeds, samples of one prompt that fall to different groups would be
-    the same sample.
+    """Give each rank group under DP attention random numbers of its own, once for each process.
+    SGLang gives all groups the same: without seeds, samples of one prompt in different groups would
+    be the same sample.
     """
     if group := sglang_runtime.get_attention_dp_rank():
         torch.manual_seed(torch.initial_seed() + group)
@@ -131,6 +132,9 @@ def offset_random_seed() -> None:
 def _carry_out_order(
     order: Mapping[str, Any], model: Any, directory: Path, rank: int
 ) -> dict[str, Any]:
+    """Carry out an order of the kinds in the module's docstring, and return the fields of its
+    receipt. Raise any error.
+    """
     if "describe" in order:
         return {"error": None, "model": describe_model(model), "devices": list_device_ids()}
     if "receipts" in order:
@@ -161,9 +165,7 @@ def _carry_out_order(
         return _receive_exchanged_bucket(
             model, BucketManifest.parse_json(order["manifest"]), order["exchange"], rank
         )
-    manifest = BucketManifest.parse_json(
-        order["manifest" if "manifest" in order else "compare"]
-    )
+    manifest = BucketManifest.parse_json(order["manifest" if "manifest" in order else "compare"])
     if "memory" in order:
         pieces = open_lent_segments(msgspec.convert(order["memory"][rank], list[LentSegment]))
     else:
@@ -180,6 +182,9 @@ def _carry_out_order(
 def _receive_exchanged_bucket(
     model: Any, manifest: BucketManifest, order: Mapping[str, Any], rank: int
 ) -> dict[str, Any]:
+    """Receive this rank's messages of the exchange over the link, load them, and return the
+    receipt.
+    """
     exchange = msgspec.convert(order, BucketExchange)
     device = _get_model_device(model)
     found = receive_bucket(
@@ -194,6 +199,7 @@ def _receive_exchanged_bucket(
 
 
 def _get_model_device(model: Any) -> torch.device:
+    """Return the device of the model's parameters."""
     device: torch.device = next(model.parameters()).device
     return device
 
@@ -204,9 +210,9 @@ def load_bucket_into_model(
     tensor_by_key: Mapping[str, Tensor],
     held_spans: Mapping[str, TensorSpan] | None = None,
 ) -> None:
-    """SGLang loads whole tensors, and GPT-OSS's experts a layer at a time. Of parts of tensors, and
-    of one expert, those that stand in this rank are copied to where they belong.
-    `held_spans`: the parts that `tensor_by_key` has; None: all that was sent.
+    """Load a bucket into the model. SGLang loads whole tensors, and GPT-OSS's experts a layer at a
+    time; of parts of tensors and of single experts, the part that this rank holds is copied to its
+    place. `held_spans`: the spans that `tensor_by_key` has; None: the spans of the manifest.
     """
     spans = (
         {entry.key: entry.span for entry in manifest.tensors} if held_spans is None else held_spans
@@ -237,8 +243,8 @@ def load_bucket_into_model(
 def copy_tied_head(
     model: Any, parameters: Mapping[str, Tensor], tensor_names: Iterable[str]
 ) -> None:
-    """The embedding came: a head that the engine has of its own, where the two are one,
-    becomes a copy of it.
+    """Where the embedding is among the names, and the engine keeps a separate copy of a tied head,
+    copy the embedding to the head.
     """
     for name in tensor_names:
         if (head := find_tied_head(model, parameters, name)) is not None:
@@ -246,15 +252,18 @@ def copy_tied_head(
 
 
 def narrow_held_part(held_part: HeldTensorPart, span: TensorSpan) -> Tensor:
-    """Return the values of a part of the tensor of which `held_part` holds a part."""
+    """Return a view of the values of `span` of the whole tensor, which must lie inside the held
+    part.
+    """
     return narrow_to_span(held_part.values, held_part.span, span)
 
 
 def list_held_spans(
     model: Any, shapes: Mapping[str, Sequence[int]]
 ) -> dict[str, list[tuple[int, int, int]]]:
-    """Return, by name, the parts of tensors that stand in this rank. Raises ValueError where the
-    engine keeps a tensor in another form.
+    """Return for each tensor, by name, the (dim, start, number of entries) of its parts that this
+    rank holds; tensors that it does not hold are left out. Raise ValueError where the engine keeps
+    a tensor in another form.
     """
     parameters = dict(model.named_parameters())
     found: dict[str, list[tuple[int, int, int]]] = {}
@@ -272,8 +281,9 @@ def list_held_spans(
 
 
 def resolve_transfer_dir(directory_name: str | None) -> Path:
-    """The run's directory: the one that this server was started with, or one in it where the server
-    is older than the run. Raises ValueError for what is no plain name.
+    """Return the run's transfer directory: the directory that this server was started with, or
+    `directory_name` inside it where the server is older than the run. Raise ValueError where that
+    is no plain name, KeyError where the server has no such directory.
     """
     base = Path(os.environ[TRANSFER_DIR_VARIABLE])
     if directory_name is None:
@@ -284,7 +294,9 @@ def resolve_transfer_dir(directory_name: str | None) -> Path:
 
 
 def describe_model(model: Any) -> dict[str, Any]:
-    """Describes the model by the names of config.json, and the type of its weights."""
+    """Return the model's main settings by the names of config.json, the type of its weights, and
+    whether any layer is quantised.
+    """
     config = getattr(model, "config", None)
     found = {
         name: value
@@ -302,8 +314,9 @@ def describe_model(model: Any) -> dict[str, Any]:
 def make_bucket_receipt(
     model: Any, manifest: BucketManifest, num_bytes_read: int | None = None
 ) -> dict[str, Any]:
-    """The receipt of what stands in this rank for the tensors of a bucket. `num_bytes_read`: that
-    this rank took from the medium; None: the parts that it holds, each once.
+    """Digest the parts that this rank holds of the bucket's tensors, and return the receipt.
+    `num_bytes_read` is the number of bytes that this rank took from the medium; None counts the
+    parts that it holds, each once.
     """
     parameters = dict(model.named_parameters())
     parts: dict[str, list[tuple[int, int, int, str]]] = {}
@@ -351,7 +364,9 @@ def make_bucket_receipt(
 def compare_with_bucket(
     model: Any, manifest: BucketManifest, tensor_by_key: Mapping[str, Tensor]
 ) -> dict[str, bool]:
-    """Tells by key whether all that stands here of an entry equals the bytes of the bucket."""
+    """Return by entry key whether everything that this rank holds of the entry equals the bytes of
+    the bucket. Entries that it does not hold, or cannot compare, are left out.
+    """
     parameters = dict(model.named_parameters())
     equal: dict[str, bool] = {}
     for entry in manifest.tensors:
@@ -373,8 +388,8 @@ def compare_with_bucket(
 
 
 def _cast_as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
-    """Returns values in the type that was sent, where that is the same numbers: engines keep some
-    weights wider.
+    """Return the values in the type that was sent; engines keep some weights wider. Return NaNs
+    where the cast would change the numbers.
     """
     sent = values.detach().to(getattr(torch, entry.dtype))
     is_exact = sent.dtype == values.dtype or torch.equal(
@@ -384,12 +399,13 @@ def _cast_as_sent(values: Tensor, entry: TensorEntry) -> Tensor:
 
 
 def _view_as_bytes(values: Tensor) -> Tensor:
+    """Return the bytes of the values as uint8, so that NaNs compare equal."""
     return values.detach().contiguous().view(torch.uint8)
 
 
 def describe_missing_parameters(model: Any, received_names: set[str]) -> str | None:
-    """Names what the model holds and did not get; None: it got everything. `received_names`:
-    Hugging Face names.
+    """Return a message that names parameters of the model that never came whole; None: everything
+    came. `received_names` are Hugging Face names.
     """
     parameters = dict(model.named_parameters())
     absent = list_missing_parameters(model, parameters, received_names)
@@ -400,6 +416,9 @@ def describe_missing_parameters(model: Any, received_names: set[str]) -> str | N
 
 
 def _read_received_names(directory: Path, receipt_prefix: str, rank: int) -> set[str]:
+    """Return the tensor names in this rank's receipts with this prefix. Raise ValueError with the
+    error of a receipt that has one.
+    """
     names: set[str] = set()
     for path in directory.glob(f"{receipt_prefix}*.{rank}"):
         receipt = json.loads(path.read_text())

@@ -11,6 +11,9 @@ from pathlib import Path
 
 
 def main() -> None:
+    """Raise the limit of open files, and run sglang-router with the arguments of the file that the
+    command line names.
+    """
     arguments = Path(sys.argv[1]).read_text().splitlines()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # two connections a sample

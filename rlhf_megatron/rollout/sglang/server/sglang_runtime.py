@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 
 def get_tp_rank_and_size() -> tuple[int, int]:
-    """(rank, size) of this process inside its server."""
+    """Return the tensor-parallel (rank, size) of this process inside its server."""
     from sglang.srt.distributed.parallel_state import (
         get_tensor_model_parallel_rank,
         get_tensor_model_parallel_world_size,
@@ -18,8 +18,8 @@ def get_tp_rank_and_size() -> tuple[int, int]:
 
 
 def get_attention_dp_rank() -> int:
-    """Return the number of the group of ranks, under DP attention, whose requests this process
-    serves; 0 without it.
+    """Return the number of the rank group, under DP attention, whose requests this process serves;
+    0 without DP attention.
     """
     from sglang.srt.runtime_context import get_parallel
 
@@ -27,8 +27,8 @@ def get_attention_dp_rank() -> int:
 
 
 def count_layer_experts(num_layer_slots: int) -> int:
-    """Experts of a layer with `num_layer_slots` slots, without the copies that an expert
-    balancer adds.
+    """Return the number of experts of a layer with `num_layer_slots` slots, without the copies that
+    an expert balancer adds.
     """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 
@@ -37,8 +37,8 @@ def count_layer_experts(num_layer_slots: int) -> int:
 
 
 def list_expert_slots(layer_id: int, expert: int) -> Sequence[int]:
-    """Numbers, over all ranks, of the slots that hold an expert: one, or several where a
-    balancer copies it.
+    """Return the numbers, over all ranks, of the slots that hold an expert: one, or several where a
+    balancer copies the expert.
     """
     from sglang.srt.eplb.expert_location import get_global_expert_location_metadata
 

@@ -58,7 +58,7 @@ class SizeMismatchError(ValueError):
 
 @dataclass(frozen=True)
 class HeldTensorPart:
-    """A part of a tensor, and where in the whole it belongs."""
+    """The part of a tensor that this rank holds, and its place in the whole tensor."""
 
     values: Tensor  # a view of what stands in the model, without padding
     axis: int
@@ -68,19 +68,22 @@ class HeldTensorPart:
 
     @property
     def num_entries(self) -> int:
+        """Return the length of the part along its axis."""
         return self.values.shape[self.axis]
 
     @property
     def span(self) -> TensorSpan:
+        """Return the span of the whole tensor that the part covers."""
         return TensorSpan(self.axis, self.start, self.num_entries)
 
 
 def find_held_parts(
     model: Any, parameters: Mapping[str, Tensor], tensor_name: str, shape: tuple[int, ...]
 ) -> list[HeldTensorPart]:
-    """Parts of one tensor in this rank: none where the model has no such parameter or another rank
-    holds it, several where it is held twice. `parameters`: the model's, by name. Raises UnlikeError
-    and MisfitError.
+    """Return the parts of a tensor in this rank: none where the model has no such parameter or
+    another rank holds it, several where the rank holds it twice. `parameters` are the model's, by
+    name; `shape` is the whole tensor's. Raise IncomparableFormError where the engine keeps another
+    form, SizeMismatchError where the sizes do not fit.
     """
     if tensor_name in parameters:
         direct = _find_direct_part(model, parameters[tensor_name], tensor_name, shape)
@@ -116,7 +119,9 @@ def find_held_parts(
 def list_missing_parameters(
     model: Any, parameters: Mapping[str, Tensor], received_names: set[str]
 ) -> list[str]:
-    """Parameters that did not come whole. `received_names`: Hugging Face names."""
+    """Return the sorted names of the model's parameters that did not come whole. `received_names`
+    are Hugging Face names.
+    """
     return sorted(
         name
         for name, value in parameters.items()
@@ -127,6 +132,9 @@ def list_missing_parameters(
 def _find_direct_part(
     model: Any, parameter: Tensor, tensor_name: str, shape: tuple[int, ...]
 ) -> HeldTensorPart:
+    """Return the part that a parameter of the tensor's own name holds, sharded as its layer's class
+    says.
+    """
     prefix, _, leaf = tensor_name.rpartition(".")
     layer = model.get_submodule(prefix)
     _require_comparable(layer, parameter)
@@ -146,9 +154,9 @@ def _find_direct_part(
 
 
 def find_tied_head(model: Any, parameters: Mapping[str, Tensor], tensor_name: str) -> Tensor | None:
-    """The head that an engine has beside the embedding `tensor_name`, where config.json says that
-    they are one: SGLang's Qwen3-MoE does not tie them. None: there is none, or that
-    is no embedding.
+    """Return the head that an engine keeps beside the embedding `tensor_name`, although config.json
+    ties the two, as SGLang does for Qwen3-MoE. Return None where there is no such head, or the
+    tensor is not the embedding.
     """
     is_tied = getattr(getattr(model, "config", None), "tie_word_embeddings", False)
     return parameters.get(HEAD_NAME) if is_tied and tensor_name == EMBEDDING_NAME else None
@@ -157,6 +165,7 @@ def find_tied_head(model: Any, parameters: Mapping[str, Tensor], tensor_name: st
 def _find_untied_head_part(
     model: Any, parameters: Mapping[str, Tensor], tensor_name: str, shape: tuple[int, ...]
 ) -> Iterator[HeldTensorPart]:
+    """Yield the head's part as a derived part, where the tensor is the embedding of such a head."""
     head = find_tied_head(model, parameters, tensor_name)
     if head is not None:
         yield replace(_find_direct_part(model, head, HEAD_NAME, shape), is_derived=True)
@@ -165,8 +174,9 @@ def _find_untied_head_part(
 def _rebuild_derived_parts(
     model: Any, tensor_name: str, direct_part: HeldTensorPart
 ) -> Iterator[HeldTensorPart]:
-    """Put kv_b_proj of latent attention together again from the two matrices a head that SGLang
-    makes of it and computes with: the rows of keys, and those of values.
+    """For kv_b_proj of latent attention, yield the matrix rebuilt from the two matrices for each
+    head that SGLang computes from it: the rows of keys, and the rows of values. Yield nothing for
+    other tensors.
     """
     prefix, _, leaf = tensor_name.removesuffix(".weight").rpartition(".")
     if leaf != "kv_b_proj":
@@ -187,6 +197,9 @@ def _rebuild_derived_parts(
 def _find_fused_part(
     model: Any, parameter: Tensor, tensor_name: str, index: int, shape: tuple[int, ...]
 ) -> HeldTensorPart:
+    """Return the part of the Hugging Face tensor that is member number `index` of the fused
+    parameter `tensor_name`.
+    """
     layer = model.get_submodule(tensor_name.rpartition(".")[0])
     _require_comparable(layer, parameter)
     rank = getattr(layer, "tp_rank", 0)
@@ -224,8 +237,9 @@ def _find_expert_parts(
     scale_suffix: str | None,
     shape: tuple[int, ...],
 ) -> Iterator[HeldTensorPart]:
-    """`expert`: None for the shared expert, where the engine keeps it as one more. `scale_suffix`:
-    the end of its name.
+    """Yield the parts of one matrix of an expert in the fused expert parameters of this rank.
+    `expert` None is the shared expert, where the engine keeps it as one more expert. `scale_suffix`
+    is the end of the name of FP8 scales, or None.
     """
     for fused, members in EXPERT_MEMBERS.items():
         parameter = parameters.get(f"{prefix}.{fused}{scale_suffix or ''}")
@@ -259,6 +273,7 @@ def _find_expert_entry_parts(
     entry_kind: str,
     shape: tuple[int, ...],
 ) -> Iterator[HeldTensorPart]:
+    """Yield the parts of an expert's entry of a GPT-OSS tensor that this rank holds."""
     layer = model.get_submodule(prefix)
     for values in _iterate_expert_entries(model, parameters, prefix, expert, entry_kind):
         _require_comparable(layer, values)
@@ -275,6 +290,9 @@ def _find_expert_entry_parts(
 def _iterate_expert_entries(
     model: Any, parameters: Mapping[str, Tensor], prefix: str, expert: int, entry_kind: str
 ) -> Iterator[Tensor]:
+    """Yield this rank's entries of an expert in a GPT-OSS parameter, with the input dimension
+    first.
+    """
     fused = next(name for name, of_entry in EXPERT_ENTRY_NAMES.items() if of_entry == entry_kind)
     parameter = parameters.get(f"{prefix}.{fused}")
     if parameter is None:
@@ -285,15 +303,18 @@ def _iterate_expert_entries(
 
 
 def is_expert_entry(tensor_name: str) -> bool:
-    """Whether SGLang would load the tensor with those of all experts of its layer only."""
+    """Return whether the tensor is one expert's entry, which SGLang would load only together with
+    those of all experts of its layer.
+    """
     return _EXPERT_ENTRY_PATTERN.fullmatch(tensor_name) is not None
 
 
 def list_values_to_zero(
     model: Any, parameters: Mapping[str, Tensor], tensor_name: str
 ) -> list[Tensor]:
-    """Return what another rank adds already: an expert's last bias, where ranks share the
-    expert and add up.
+    """Return the values of this rank that must be zero, because the ranks of an expert add their
+    results and another rank has the bias: the expert's down_proj_bias. Empty for other tensors and
+    for the first rank.
     """
     entry = _EXPERT_ENTRY_PATTERN.fullmatch(tensor_name)
     if (
@@ -306,8 +327,8 @@ def list_values_to_zero(
 
 
 def _list_own_slots(layer: Any, expert: int | None) -> list[int]:
-    """Slots of this rank's parameters; none where other ranks hold the expert. `expert`: None for
-    the shared one.
+    """Return the slots of this rank's parameters that hold the expert; none where other ranks hold
+    it. `expert` None is the shared expert.
     """
     if expert is None:
         numbers: Iterable[int] = range(
@@ -320,11 +341,12 @@ def _list_own_slots(layer: Any, expert: int | None) -> list[int]:
 
 
 def _count_shared_experts(layer: Any) -> int:
+    """Return the number of shared experts that the layer keeps among the routed ones."""
     return int(layer.num_fused_shared_experts)
 
 
 def _has_up_first(layer: Any) -> bool:
-    """Some kernels want the rows of up before those of gate."""
+    """Return whether the layer's kernel stores the rows of up before those of gate."""
     method = layer.quant_method
     return bool(layer.use_flashinfer_trtllm_moe) != bool(
         getattr(method, "load_up_proj_weight_first", False)
@@ -334,7 +356,9 @@ def _has_up_first(layer: Any) -> bool:
 def _make_held_part(
     values: Tensor, axis: int, start: int, shape: tuple[int, ...]
 ) -> HeldTensorPart:
-    """`values` without what is padding, or belongs to no entry of the whole."""
+    """Return `values` as the part from `start` on along `axis` of a tensor of this shape, without
+    padding. Raise SizeMismatchError where the other dimensions differ.
+    """
     others = [size for i, size in enumerate(values.shape) if i != axis]
     if values.ndim != len(shape) or others != [size for i, size in enumerate(shape) if i != axis]:
         raise SizeMismatchError(
@@ -347,6 +371,9 @@ def _make_held_part(
 
 
 def _require_comparable(layer: nn.Module, parameter: Tensor) -> None:
+    """Raise IncomparableFormError where the layer quantises the parameter itself, or its type is no
+    plain one.
+    """
     if is_quantised_layer(layer) and not _keeps_fp8_blocks(layer):
         raise IncomparableFormError(
             f"the engine quantises it ({type(layer.quant_method).__name__})"
@@ -358,24 +385,29 @@ def _require_comparable(layer: nn.Module, parameter: Tensor) -> None:
 
 
 def is_quantised_layer(layer: nn.Module) -> bool:
+    """Return whether the layer keeps its weights in a quantised form."""
     method = getattr(layer, "quant_method", None)
     return method is not None and _UNQUANTISED_MARK not in type(method).__name__
 
 
 def _keeps_fp8_blocks(layer: nn.Module) -> bool:
-    """Tells whether it holds FP8 in blocks, as they come."""
+    """Return whether the layer keeps FP8 blocks as the checkpoint has them."""
     method = getattr(layer, "quant_method", None)
     is_given = getattr(getattr(method, "quant_config", None), "is_checkpoint_fp8_serialized", False)
     return bool(is_given and getattr(method, "block_quant", False))
 
 
 def _is_instance_by_name(layer: nn.Module, class_name: str) -> bool:
+    """Return whether the layer's class, or a base of it, has this name."""
     return any(base.__name__ == class_name for base in type(layer).__mro__)
 
 
 def _has_arrived_whole(
     model: Any, parameter_name: str, parameter: Tensor, received_names: set[str]
 ) -> bool:
+    """Return whether every Hugging Face tensor that this parameter is made of was received, as far
+    as this rank holds it. Parameters that a quantising engine makes itself count as received.
+    """
     if parameter_name in received_names or (
         parameter_name == HEAD_NAME
         and EMBEDDING_NAME in received_names
