@@ -1,12 +1,15 @@
-"""What the controller spends on every token: CPU time and memory, by part, with engines and ranks that cost nothing.
+"""What the controller spends on every token: CPU time and memory, by part, with engines and ranks
+that cost nothing.
 
     python -m benchmarks.bench_controller [--groups 64] [--samples 8] [--response 2048] [--ranks 64]
-    python -m benchmarks.bench_controller --large    # 8,192 tokens a response, 1,024 engines and ranks, in three sizes
+    python -m benchmarks.bench_controller --large    # 8,192 tokens a response, 1,024 engines and
+                                                     ranks, in three sizes
 
-A step of GRPO with a reference and four mini-batches goes through the run's own code: fleet and drivers, which ask
-servers that stand for SGLang, samples, journal, batch, rewards, the calls of log-probs with their messages, advantages,
-updates, metrics. The servers, what a rank does with a message, and text are made up and not counted; no model runs.
-Nothing is compared with a baseline: two commits are compared by running both in turns (`--repeats`, the least counts).
+A step of GRPO with a reference and four mini-batches goes through the run's own code: fleet and
+drivers, which ask servers that stand for SGLang, samples, journal, batch, rewards, the calls of
+log-probs with their messages, advantages, updates, metrics. The servers, what a rank does with a
+message, and text are made up and not counted; no model runs. Nothing is compared with a baseline:
+two commits are compared by running both in turns (`--repeats`, the least counts).
 """
 
 from __future__ import annotations
@@ -73,8 +76,9 @@ class Shape:
 
 
 class Meter:
-    """CPU seconds and bytes by part. A part that is entered inside of another one stops its clock. What other threads
-    do is counted apart: nothing waits for it."""
+    """CPU seconds and bytes by part. A part that is entered inside of another one stops its clock.
+    What other threads do is counted apart: nothing waits for it.
+    """
 
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()  # of the main thread
@@ -83,7 +87,8 @@ class Meter:
             str, int
         ] = {}  # of the process at the peak of the part, beyond what stood at first
         self.drivers_s = 0.0  # of other processes
-        # Of these seconds: between the last answer and the first micro-batch, without what is made up.
+        # Of these seconds: between the last answer and the first micro-batch, without
+        # what is made up.
         self.waited_s = 0.0
         self._stood = reset_peak()
         self._open: list[str] = []
@@ -146,10 +151,12 @@ MADE_UP = "made up"  # what is no part of the controller
 
 
 class Engines(EngineFleet):
-    """The run's fleet, clients and drivers before servers that stand for engines, which answer as stock SGLang does.
+    """The run's fleet, clients and drivers before servers that stand for engines, which answer as
+    stock SGLang does.
 
-    What the main thread does is a part of the stage that calls it; the loop that talks to drivers and the threads that
-    watch engines are counted beside it, drivers apart."""
+    What the main thread does is a part of the stage that calls it; the loop that talks to drivers
+    and the threads that watch engines are counted beside it, drivers apart.
+    """
 
     def __init__(self, shape: Shape, meter: Meter) -> None:
         self._servers = Servers(shape.num_engines, shape.response_length, is_sglang=True)
@@ -171,7 +178,9 @@ class Engines(EngineFleet):
             time.sleep(0.1)
 
     def generate(self, *args: Any) -> SampleGroups:
-        there, all_s, own_s = cpu_of(self._pids), time.process_time(), time.thread_time()
+        there = cpu_of(self._pids)
+        all_s = time.process_time()
+        own_s = time.thread_time()
         found = super().generate(*args)
         self._meter.answered()
         self._meter.drivers_s = cpu_of(self._pids) - there
@@ -274,7 +283,9 @@ def measure(shape: Shape, directory: Path) -> Meter:
         ],
     ).config
     meter = Meter()
-    engines, ranks, text = Engines(shape, meter), Ranks(shape.num_ranks, meter), Text()
+    engines = Engines(shape, meter)
+    ranks = Ranks(shape.num_ranks, meter)
+    text = Text()
     made_up: Any = text
     data = RunData(None, (), made_up, ())
     parts = replace(load_algorithm_setup(config), needs_reference=True)
@@ -338,15 +349,17 @@ WHOLE = Shape(2048, 8, 64, 8192, 1024, 1024)  # the step whose figures follow
 
 
 def of_large() -> dict[str, Any]:
-    """Three sizes of a large step, once each, the exponents from the smallest to the largest, and what the whole one
-    takes by the largest."""
+    """Three sizes of a large step, once each, the exponents from the smallest to the largest, and
+    what the whole one takes by the largest.
+    """
     sizes = []
     for shape in LARGE:
         with tempfile.TemporaryDirectory() as directory:
             meter = measure(shape, Path(directory))
         rows = {part: seconds for part, seconds in meter.seconds.items() if part != MADE_UP}
         histograms = rows.pop("distributions")
-        tokens, count = shape.num_tokens, {part: meter.bytes[part] for part in rows}
+        tokens = shape.num_tokens
+        count = {part: meter.bytes[part] for part in rows}
         rows |= meter.beside
         sizes.append(
             {
@@ -360,7 +373,9 @@ def of_large() -> dict[str, Any]:
             }
         )
         print("  ".join(f"{name} {value:.4g}" for name, value in sizes[-1].items()))
-    first, last, millions = sizes[0], sizes[-1], WHOLE.num_tokens / 1e6
+    first = sizes[0]
+    last = sizes[-1]
+    millions = WHOLE.num_tokens / 1e6
     growth = math.log(last["num_samples"] / first["num_samples"])
     exponents = {  # of the sum over tokens: 1 is linear, what every size has alike makes it less
         name: 1 + math.log(last[name] / first[name]) / growth

@@ -182,7 +182,8 @@ def _is_one_letter_away(name: str, other: str) -> bool:
     start = 0
     while start < min(len(name), len(other)) and name[start] == other[start]:
         start += 1
-    rest, other_rest = name[start:], other[start:]
+    rest = name[start:]
+    other_rest = other[start:]
     if len(rest) == len(other_rest):
         is_exchanged = rest[:2] == other_rest[:2][::-1] and rest[2:] == other_rest[2:]
         return rest[1:] == other_rest[1:] or is_exchanged

@@ -161,7 +161,9 @@ def _export(worker: Any) -> Weights:
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_parameters
 
     exported = {
-        rule.megatron_name: shard.clone() for rule, shard in worker.export_shards() if shard is not None
+        rule.megatron_name: shard.clone()
+        for rule, shard in worker.export_shards()
+        if shard is not None
     }
     return {
         name: p.detach().clone()

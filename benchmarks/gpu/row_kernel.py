@@ -11,6 +11,7 @@ memory can do.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -44,12 +45,8 @@ def run(is_quick: bool) -> CaseResult:
             ]
         for name, num_columns, dtype, bar_ms in tiles:
             what = f"statistics, {name}, {backend}"
-            recorder.attempt(
-                what,
-                lambda what=what, ops=ops, size=(num_rows, num_columns), dtype=dtype, bar_ms=bar_ms: (
-                    _statistics(recorder, what, ops, size, dtype, bar_ms)
-                ),
-            )
+            size = (num_rows, num_columns)
+            recorder.attempt(what, partial(_statistics, recorder, what, ops, size, dtype, bar_ms))
         recorder.attempt(
             f"gradient, {backend}",
             lambda ops=ops: _gradient(recorder, backend, ops, num_rows, narrow),  # noqa: B023

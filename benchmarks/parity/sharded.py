@@ -128,7 +128,9 @@ def _run_cut(
         norms += [update.grad_norm] if update else []
     # What a weight sync would send now; then the last stage's copy of a tied embedding.
     weights = {
-        rule.megatron_name: _copy(shard) for rule, shard in worker.export_shards() if shard is not None
+        rule.megatron_name: _copy(shard)
+        for rule, shard in worker.export_shards()
+        if shard is not None
     }
     after = subject.columns(worker, take_replica_shard(batch, plan), plan)
     weights = {

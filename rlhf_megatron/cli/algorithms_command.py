@@ -31,7 +31,8 @@ from rlhf_megatron.rewards.scorers import OWN_PROCESS, REWARDS
 OUR_NAME_BY_VERL_NAME = LOSSES | KL_TYPES
 """Names of verl -> ours."""
 
-LINE_WIDTH, TEXT_INDENT = 118, 24
+LINE_WIDTH = 118
+TEXT_INDENT = 24
 _PAPER_PATTERN = re.compile(
     r'(?:"([^"]+)"[\s,]*)?\(?arXiv\s+(\d{4}\.\d{4,5})|"([^"]+)"\s+\(([A-Z][a-z]+ \d{4})\)'
 )
@@ -132,7 +133,8 @@ def _describe_preset(settings: Mapping[str, Any]) -> str:
     """Return the settings of a rollout correction preset as "name=value, ...", without those that
     do nothing; "metrics only" if none is left.
     """
-    none, found = PRESETS["disabled"], []
+    none = PRESETS["disabled"]
+    found = []
     for name, value in settings.items():
         is_needed = name == "rollout_is_threshold" and settings["rollout_is"] is not None
         if (

@@ -54,7 +54,7 @@ _PLAIN_TYPES = {
 }  # what JSON keeps as it is; floats too, when they are finite
 _PLAIN_NODE_TYPES = _PLAIN_TYPES | {float}
 _CLASSES_BY_WIRE_NAME: dict[str, type] = {}
-_WIRE_FORMATS: dict[type, "WireFormat"] = {}
+_WIRE_FORMATS: dict[type, WireFormat] = {}
 
 SHORT_RUN_BYTES = (
     1 << 14

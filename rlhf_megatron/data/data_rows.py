@@ -309,7 +309,9 @@ def parse_prompt_row(
 
 
 def has_json_label(label: str, extra: str) -> bool:
-    """Return whether a row's label is the JSON of a list or an object."""
+    """Return whether a row's label is the JSON of a list or an object. It is JSON where `extra`
+    begins with the mark JSON_LABEL_KEY; a text that happens to be JSON does not count.
+    """
     return extra.startswith(f'{{"{JSON_LABEL_KEY}": true') and label[:1] in ("[", "{")
 
 

@@ -186,7 +186,9 @@ def _load_prompt_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, counts: RowOutcomeCounts
 ) -> tuple[SourceSamples, SamplesBySource]:
     """Return the training samples by source and the held-out samples by name, for rows of prompt
-    and answer. Prompts are in the template, the shots and the chat that RL would use.
+    and answer. Prompts are in the template, the shots and the chat that RL would use. Prompts of
+    any length are kept, and of `counts` only num_bad is set. Samples have the weights of
+    `sft.weight_key`.
     """
     sets = load_prompt_sets(
         replace(data, max_prompt_length=ANY_LENGTH), tokenizer, must_encode_labels=True

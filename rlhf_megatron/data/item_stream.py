@@ -110,11 +110,16 @@ class ItemSource(Protocol):
     """Items that share a weight. The repr of `items` tells which they are."""
 
     @property
-    def name(self) -> str: ...
+    def name(self) -> str:
+        """The name of the source, as the configuration has it."""
+
     @property
-    def weight(self) -> float: ...
+    def weight(self) -> float:
+        """The share of the source's items in the stream, before normalisation."""
+
     @property
-    def items(self) -> Sized: ...
+    def items(self) -> Sized:
+        """The items, in their own order."""
 
 
 SourceType = TypeVar("SourceType", bound=ItemSource)

@@ -110,7 +110,9 @@ class TrainJob:
         fetch_data_splits(config.data, partial(print, flush=True))
 
     def _check_job_matches_command(self, job: str) -> None:
-        """Raise ValueError if the configuration's job is another one than the command runs."""
+        """Raise ValueError if the configuration's job is another one than the command runs. `job`
+        is the one of the configuration.
+        """
         if job != self.command:
             raise ValueError(
                 f"job ({job}) is not what the command {self.command} runs; use `rlhf-megatron"

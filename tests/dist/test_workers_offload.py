@@ -143,7 +143,9 @@ def parts_of(worker: Any) -> dict[str, list[Tensor]]:
     """By walking through Megatron's objects, without what the worker says of itself."""
     chunks = worker.backend.chunks
     parameters = [parameter for chunk in chunks for parameter in chunk.module.parameters()]
-    adams = [part.optimizer for part in worker.backend.optimizer.megatron_optimizer.chained_optimizers]
+    adams = [
+        part.optimizer for part in worker.backend.optimizer.megatron_optimizer.chained_optimizers
+    ]
     mains = [main for adam in adams for group in adam.param_groups for main in group["params"]]
     held = storages_of(parameters)
     states = [value for adam in adams for state in adam.state.values() for value in state.values()]
@@ -213,7 +215,11 @@ def away_and_back(
         worker.offload((part,))
         found["steps"].append(sizes(held))
     found["empty"] = (worker.memory_report().held_bytes, worker.memory_report().copied_bytes)
-    mine = {id(piece) for copy in worker.offloadable_memory._host_copies.values() for piece in copy._pieces}
+    mine = {
+        id(piece)
+        for copy in worker.offloadable_memory._host_copies.values()
+        for piece in copy._pieces
+    }
     host_copies = storages_of(
         t for t in gc.get_objects() if isinstance(t, Tensor) and id(t) in mine
     )

@@ -1,4 +1,6 @@
-"""Trainer and engines take turns: in what order memory changes hands, and that a run is the same as without."""
+"""Trainer and engines take turns: in what order memory changes hands, and that a run is the
+same as without.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,7 @@ from rlhf_megatron.ranks.workers.rank_reports import MemoryReport
 from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS, InferenceEngine
 from rlhf_megatron.runtime.role_proxies import RoleProxies
 
-# --- the order ------------------------------------------------------------------------------------------------------
+# --- the order ------------------------------------------------------------------------------------
 
 
 class Hosts:
@@ -70,7 +72,9 @@ class Fleet:
 def make(
     roles: Sequence[str] = ("actor",), layouts: Sequence[str] = ("actor",)
 ) -> tuple[ColocatedDeviceTurns, list[str], Hosts]:
-    """And what was asked of hosts and engines; weights that are sent again stand there as "stream"."""
+    """And what was asked of hosts and engines; weights that are sent again stand
+    there as "stream".
+    """
     log: list[str] = []
     hosts = Hosts(log, layouts)
     workers = RoleProxies(hosts)
@@ -105,7 +109,9 @@ def test_a_step() -> None:
 
 
 def test_without_a_new_policy_the_engines_get_the_same_weights_again() -> None:
-    """After a checkpoint, or a step that trained the critic only. The critic leaves before the stream, all of it."""
+    """After a checkpoint, or a step that trained the critic only. The critic leaves before the
+    stream, all of it.
+    """
     turns, log, _ = make(roles=("actor", "critic"))
     turns.give_devices_to_trainer()
     assert log == [*TO_TRAINER, "critic.onload gradients optimizer parameters"]
@@ -119,7 +125,9 @@ def test_without_a_new_policy_the_engines_get_the_same_weights_again() -> None:
 
 
 def test_weights_for_an_engine_that_was_started_again_while_others_generate() -> None:
-    """The engines' own weights stay, and the trainer's parameters are not copied again when they leave."""
+    """The engines' own weights stay, and the trainer's parameters are not copied again
+    when they leave.
+    """
     turns, log, _ = make(roles=("actor", "critic"))
     turns.prepare_weight_stream()
     assert log == ["engines release kv_cache", "actor.onload parameters read-only"]
@@ -145,7 +153,9 @@ class Scorers:
 
 
 def test_servers_of_a_reward_model_have_the_devices_between_engines_and_trainer() -> None:
-    """Where a group is generated after some were scored, weights come from the trainer, whose turn it is before."""
+    """Where a group is generated after some were scored, weights come from the trainer, whose
+    turn it is before.
+    """
     turns, log, _ = make()
     turns._scorers = Scorers(log)  # type: ignore[assignment]
     turns.give_devices_to_scorers()
@@ -167,14 +177,19 @@ def test_after_an_error_on_the_way_the_trainer_can_still_come_back_to_save(faili
         turns.give_devices_to_trainer()
     hosts.fails_at = failing
     with pytest.raises(RuntimeError, match="a rank has failed"):
-        turns.prepare_weight_stream() if failing == "actor.offload" else turns.give_devices_to_trainer()
+        if failing == "actor.offload":
+            turns.prepare_weight_stream()
+        else:
+            turns.give_devices_to_trainer()
     log.clear()
     turns.give_devices_to_trainer()
     assert log == TO_TRAINER
 
 
 def test_memory_is_the_most_that_a_rank_holds() -> None:
-    """By hand. Two ranks with two models each: 100 + 30 and 90 + 50 bytes; a process of a GPU says what it holds."""
+    """By hand. Two ranks with two models each: 100 + 30 and 90 + 50 bytes; a process of a GPU says
+    what it holds.
+    """
     on_cpu = [
         [MemoryReport(100, 60, 0, 0, 7), MemoryReport(30, 1, 0, 0, 7)],
         [MemoryReport(90, 80, 0, 0, 9), MemoryReport(50, 0, 0, 0, 9)],
@@ -209,7 +224,7 @@ def test_metrics_of_the_turns_since_the_last_time() -> None:
     assert turns.take_metrics() == {"timing_s/turns": 0.0}
 
 
-# --- rules ----------------------------------------------------------------------------------------------------------
+# --- rules ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -217,7 +232,10 @@ def test_metrics_of_the_turns_since_the_last_time() -> None:
     [
         (
             ["trainer.nnodes=2"],
-            "rollout.colocated (true) needs an engine on each machine with ranks, 0 to 1, and no other",
+            (
+                "rollout.colocated (true) needs an engine on each machine with ranks, 0 to 1,"
+                " and no other"
+            ),
         ),
         (
             ["rollout.engine=sglang", "rollout.weight_transport=process_group"],
@@ -248,7 +266,7 @@ def test_what_cannot_take_turns_is_refused(
     assert len(found) == len(without) + 1, "one rule is broken"
 
 
-# --- whole runs -----------------------------------------------------------------------------------------------------
+# --- whole runs -----------------------------------------------------------------------------------
 
 COLOCATED = {"rollout.colocated": True}
 BITWISE = {"trainer.deterministic": True, "trainer.save_hf": True}
@@ -301,7 +319,9 @@ def bare(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.dist
 def test_the_trainer_holds_nothing_while_the_engines_generate(tmp_path: Path) -> None:
-    """One process. The last evaluation comes after a checkpoint, when the trainer has the devices."""
+    """One process. The last evaluation comes after a checkpoint,
+    when the trainer has the devices.
+    """
     run = train(
         write_config(tmp_path),
         ONE_RANK | COLOCATED | {"trainer.save_freq": 2, "warmup.test_freq": 1},
@@ -316,7 +336,9 @@ def test_the_trainer_holds_nothing_while_the_engines_generate(tmp_path: Path) ->
 @pytest.mark.dist
 @pytest.mark.long
 def test_a_colocated_run_is_bit_for_bit_one_that_is_not(tmp_path: Path) -> None:
-    """Two tp ranks, a reference, checkpoints, evaluations in the warm-up, between steps and after the last one."""
+    """Two tp ranks, a reference, checkpoints, evaluations in the warm-up, between steps and
+    after the last one.
+    """
     often = {
         "trainer.save_freq": 2,
         "trainer.test_samples": 8,
@@ -337,7 +359,8 @@ def check_memory(run: Finished) -> None:
             name: row[f"memory/{name}_device_bytes"] for name in ("training", "sync", "generation")
         }
         engine = {name: row[f"memory/{name}_engine_bytes"] for name in held}
-        # In float32 gradients and two moments are as large as the parameters each; step counts are a few bytes.
+        # In float32 gradients and two moments are as large as the parameters each; step counts
+        # are a few bytes.
         assert (
             held["generation"] == 0 and 4 * held["sync"] <= held["training"] < 4.01 * held["sync"]
         )
@@ -425,7 +448,8 @@ def test_a_disturbed_colocated_run_ends_as_one_that_is_apart_and_was_left_alone(
 @pytest.mark.dist
 @pytest.mark.long
 def test_stock_sglang_takes_the_orders_of_each_turn(tmp_path: Path) -> None:
-    """On a CPU it keeps its memory: what is shown is that it serves the weights of each sync after its turns.
+    """On a CPU it keeps its memory: what is shown is that it serves the weights of each sync
+    after its turns.
 
     A checkpoint after step 2: the same version is sent twice.
     """

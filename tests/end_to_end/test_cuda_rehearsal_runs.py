@@ -1,4 +1,6 @@
-"""Whole runs on device cuda without a GPU: their comparison can fail, branches are those of the sources, one run."""
+"""Whole runs on device cuda without a GPU: their comparison can fail, branches are those of the
+sources, one run.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,10 @@ def test_runs_are_compared_by_figures_and_samples(tmp_path: Path) -> None:
 
 def test_branches_are_found_where_sources_ask_for_a_device() -> None:
     found = device_branches()
-    assert {"device.py:synchronize_device", "ranks/kernels/matrix_products.py:choose_operand_dtype"} <= found
+    assert {
+        "device.py:synchronize_device",
+        "ranks/kernels/matrix_products.py:choose_operand_dtype",
+    } <= found
     assert {
         "ranks/models/rms_norm_layer.py:apply_rms_norm",
         "rollout/local/local_server.py:_build_service",
@@ -93,18 +98,19 @@ def test_a_run_on_device_cuda_has_the_figures_of_the_cpu(tmp_path: Path) -> None
 def test_nothing_forks_in_a_process_that_may_have_a_device() -> None:
     """CUDA works in no child that is forked off a process in which it has begun."""
     forks = re.compile(
-        r"os\.fork\b|import multiprocessing|from multiprocessing|start_processes|ProcessPoolExecutor"
+        r"os\.fork\b|import multiprocessing|from"
+        r" multiprocessing|start_processes|ProcessPoolExecutor"
     )
     sources = [
         path for path in (ROOT / "rlhf_megatron").rglob("*.py") if forks.search(path.read_text())
     ]
-    assert (
-        {path.relative_to(ROOT / "rlhf_megatron").as_posix() for path in sources}
-        == {
-            "weights/conversion/group_processes.py",  # a command that copies files on the CPU
-            "rewards/sandbox/guardian.py",  # an interpreter of its own without torch, as the harness below it
-            "rewards/sandbox/harness.py",
-            "rewards/service/worker_template.py",  # an interpreter of its own, which imports rewards and nothing else
-            "runtime/torchrun/forked_ranks.py",  # where `can_fork` finds no device and none is asked for
-        }
-    )
+    assert {path.relative_to(ROOT / "rlhf_megatron").as_posix() for path in sources} == {
+        "weights/conversion/group_processes.py",  # a command that copies files on the CPU
+        # an interpreter of its own without torch, as the harness below it
+        "rewards/sandbox/guardian.py",
+        "rewards/sandbox/harness.py",
+        # an interpreter of its own, which imports rewards and nothing else
+        "rewards/service/worker_template.py",
+        # where `can_fork` finds no device and none is asked for
+        "runtime/torchrun/forked_ranks.py",
+    }

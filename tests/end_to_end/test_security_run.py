@@ -37,7 +37,7 @@ TIMEOUT_S = 300.0
 def role(pid: int) -> str:
     command = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
     for name, words in (
-        ("engine", "local.server"),
+        ("engine", "local.local_server"),
         ("agent", "torchrun.agent"),
         ("controller", "controller"),
     ):
@@ -180,7 +180,7 @@ def test_secrets_stand_in_no_file_and_no_command_line(observed: Observed) -> Non
         assert not [
             token for where, token in tokens.items() if where != path and token.encode() in content
         ], path
-    assert any("local.server" in command for command in observed.commands)
+    assert any("local.local_server" in command for command in observed.commands)
     for command in observed.commands:
         assert "PLANTED" not in command and not any(token in command for token in tokens.values())
 

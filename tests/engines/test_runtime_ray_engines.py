@@ -126,7 +126,7 @@ def test_no_server_outlives_a_driver_that_is_killed(start) -> None:
     driver = start()
     server = driver.hear()["pids"]["engine0"]
     actor = parent_of(server)
-    assert "rollout.local.server" in name_of(server)
+    assert "rollout.local.local_server" in name_of(server)
     assert name_of(actor).startswith("ray::"), (
         "the server is a child of an actor, not of the driver"
     )

@@ -263,7 +263,7 @@ def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None
     """
     rig.damage.plan()
     sync = rig.syncing(transport)
-    groups = rig.group._host._roles["host"]._groups._groups  # type: ignore[union-attr, attr-defined]
+    groups = rig.group._host._roles["host"]._engine_groups._groups  # type: ignore[union-attr, attr-defined]
     used = []
     for _ in range(2):
         metrics = rig.sync(sync)
@@ -350,9 +350,11 @@ def test_a_port_that_is_refused(
 ) -> None:
     rig.damage.plan()
     sync = rig.syncing(transport)
-    rig.group._host._roles["host"]._groups.close()  # type: ignore[union-attr, attr-defined]
+    rig.group._host._roles["host"]._engine_groups.close()  # type: ignore[union-attr, attr-defined]
     with monkeypatch.context() as patched, caplog.at_level(logging.WARNING):
-        patched.setattr(process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1")
+        patched.setattr(
+            process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1"
+        )
         rig.sync(sync)
     assert sync.fleet.live_engines == () and "cannot listen on 192.0.2.1" in caplog.text
     rig.sync(sync)

@@ -1,7 +1,9 @@
-"""What one rank must do right on a device, as functions: they raise AssertionError and return what they measured.
+"""What one rank must do right on a device, as functions: they raise AssertionError and return what
+they measured.
 
-`check(device, dtype)` is called by the tests of this directory (with CUDA in bfloat16, and on the CPU, so that every
-line runs without a GPU too) and by benchmarks/gpu_check.py where pytest is missing. This file does not import pytest.
+`check(device, dtype)` is called by the tests of this directory (with CUDA in bfloat16, and on the
+CPU, so that every line runs without a GPU too) and by benchmarks/gpu_check.py where pytest is
+missing. This file does not import pytest.
 """
 
 from __future__ import annotations
@@ -59,9 +61,10 @@ class Bounds:
     attention: float  # relative L2 error of outputs and gradients
 
 
-# bfloat16 keeps 8 bits: a rounding is up to 2^-9 = 0.2 %, and a log-prob passes some dozens of them. Its bounds are
-# three to five times what the CPU shows (largest 0.04, median 0.009, gradient norm 0.5 %, attention 0.4 %), and within
-# those at which a run stops (config.schema.CheckConfig). A wrong mask, position or weight is far beyond.
+# bfloat16 keeps 8 bits: a rounding is up to 2^-9 = 0.2 %, and a log-prob passes some dozens of
+# them. Its bounds are three to five times what the CPU shows (largest 0.04, median 0.009, gradient
+# norm 0.5 %, attention 0.4 %), and within those at which a run stops (config.schema.CheckConfig). A
+# wrong mask, position or weight is far beyond.
 BOUNDS = {
     torch.float32: Bounds(1e-4, 1e-5, 1e-4, 1e-8, 1e-4, 1e-5),
     torch.bfloat16: Bounds(0.2, 2e-2, 0.15, 1e-3, 0.02, 0.015),
@@ -77,11 +80,14 @@ def need(*packages: str) -> None:
 def check_training_step(
     device: torch.device, dtype: torch.dtype, num_samples: int = 8, **megatron: bool
 ) -> Figures:
-    """Log-probs, loss and gradient norm of an actor against the plain model; then supervised steps that learn."""
+    """Log-probs, loss and gradient norm of an actor against the plain model; then supervised
+    steps that learn.
+    """
     need("megatron")
     from rlhf_megatron.data.batch import select_samples
 
-    bounds, batch = BOUNDS[dtype], select_samples(make_batch(), range(num_samples))
+    bounds = BOUNDS[dtype]
+    batch = select_samples(make_batch(), range(num_samples))
     weights = {name: tensor.requires_grad_() for name, tensor in rounded_weights(dtype).items()}
     expected = reference_log_probs(weights, batch)
     batch = replace(batch, old_log_probs=with_noise(expected.detach(), batch.response_mask))
@@ -98,10 +104,8 @@ def check_training_step(
         supervised = [actor.update(shard, plan, 1.0, "sft").sums["actor/loss"] for _ in range(5)]
     figures["loss_error"] = abs(update.sums["actor/loss"] - loss.item())
     figures["grad_norm_error"] = abs(update.grad_norm - grad_norm) / grad_norm
-    figures["supervised_loss_first"], figures["supervised_loss_last"] = (
-        supervised[0],
-        supervised[-1],
-    )
+    figures["supervised_loss_first"] = supervised[0]
+    figures["supervised_loss_last"] = supervised[-1]
     assert math.isfinite(update.sums["actor/loss"]) and not update.is_skipped
     assert figures["loss_error"] <= bounds.log_prob_p50, figures
     assert figures["grad_norm_error"] <= bounds.grad_norm, figures
@@ -112,7 +116,9 @@ def check_training_step(
 def check_experts(
     device: torch.device, dtype: torch.dtype, impl: str = "local", **megatron: bool
 ) -> Figures:
-    """Log-probs and gradient norm of a model with experts under these settings, against its experts one by one."""
+    """Log-probs and gradient norm of a model with experts under these settings, against its
+    experts one by one.
+    """
     is_te = impl != "local" or "moe_permute_fusion" in megatron
     need("megatron", *(["transformer_engine"] if is_te and device.type == "cuda" else []))
     if "moe_permute_fusion" in megatron and device.type != "cuda":
@@ -123,7 +129,9 @@ def check_experts(
         "num_experts_per_tok": 2,
         "moe_intermediate_size": 64,
     }
-    hf_config, batch, found = {**CONFIG, **experts, "norm_topk_prob": True}, make_batch(), []
+    hf_config = {**CONFIG, **experts, "norm_topk_prob": True}
+    batch = make_batch()
+    found = []
     for settings in ({}, megatron):
         with one_rank_actor(device, dtype, hf_config, transformer_impl=impl, **settings) as (
             actor,
@@ -142,7 +150,8 @@ def check_experts(
 def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
     """Values, loss and gradient norm of a critic against the plain model; then steps that learn."""
     need("megatron")
-    bounds, weights = BOUNDS[dtype], rounded_critic_weights(dtype)
+    bounds = BOUNDS[dtype]
+    weights = rounded_critic_weights(dtype)
     leaves = {name: tensor.requires_grad_() for name, tensor in weights.items()}
     expected = reference_values(leaves, make_batch())
     batch = make_value_batch(expected.detach())
@@ -176,8 +185,9 @@ def check_critic_step(device: torch.device, dtype: torch.dtype) -> Figures:
 def check_attention(
     device: torch.device, dtype: torch.dtype, has_sinks: bool = False, window: int | None = None
 ) -> Figures:
-    """PackedAttention against scaled_dot_product_attention in float64, document by document, forward and backward; with
-    sinks, against their formula."""
+    """PackedAttention against scaled_dot_product_attention in float64, document by document,
+    forward and backward; with sinks, against their formula.
+    """
     need("megatron")
     from rlhf_megatron.ranks.models import packed_attention
     from rlhf_megatron.ranks.models.flash_attention import choose_flash_kernel
@@ -202,19 +212,15 @@ def check_attention(
         window_attn_skip_freq=None,
     )
     core = packed_attention.PackedAttention(config).to(device)
-    exact, names = (
-        [tensor.double().requires_grad_() for tensor in (q, k, v)],
-        ["output", "grad_q", "grad_k", "grad_v"],
-    )
+    exact = [tensor.double().requires_grad_() for tensor in (q, k, v)]
+    names = ["output", "grad_q", "grad_k", "grad_v"]
     sinks = None
     if core.softmax_offset is not None:
         core.softmax_offset.data = torch.randn(4, generator=generator).to(device, dtype)
         sinks = core.softmax_offset.detach().cpu().double().requires_grad_()
-        leaves, exact, names = (
-            [*leaves, core.softmax_offset],
-            [*exact, sinks],
-            [*names, "grad_sinks"],
-        )
+        leaves = [*leaves, core.softmax_offset]
+        exact = [*exact, sinks]
+        names = [*names, "grad_sinks"]
     out = core(*leaves[:3], packed_seq_params=documents)
     grads = torch.autograd.grad((out * weight.to(device)).sum(), leaves)
     expected = attention_by_document(*exact[:3], lengths, sinks, window)
@@ -237,7 +243,9 @@ def check_attention(
 def check_offload(
     device: torch.device, dtype: torch.dtype, use_distributed_optimizer: bool = False
 ) -> Figures:
-    """Weights and moments go to host memory and come back bit for bit; the device's memory falls meanwhile."""
+    """Weights and moments go to host memory and come back bit for bit; the device's memory
+    falls meanwhile.
+    """
     need("megatron")
     from rlhf_megatron.device import measure_device_memory
 
@@ -272,8 +280,10 @@ def check_offload(
 
 
 def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
-    """The actor's weights to a local engine on the same device, which opens their memory (on a CPU it reads files):
-    digests are equal, log-probs of what it samples too."""
+    """The actor's weights to a local engine on the same device, which opens their memory (on a CPU
+    it reads files):
+    digests are equal, log-probs of what it samples too.
+    """
     need("megatron", "transformers", "aiohttp")
     from rlhf_megatron.device import get_shareable_device_id
     from rlhf_megatron.rollout.engine_interface import GenerateRequest, SamplingParams
@@ -327,7 +337,9 @@ def check_sync(device: torch.device, dtype: torch.dtype) -> Figures:
 
 
 def check_groups_of_one(device: torch.device, dtype: torch.dtype) -> Figures:
-    """Sums in groups of one rank take next to no memory of a GPU: NCCL's buffers would be half a gigabyte each."""
+    """Sums in groups of one rank take next to no memory of a GPU: NCCL's buffers would be half a
+    gigabyte each.
+    """
     need("megatron")
     from rlhf_megatron.device import measure_device_memory
 
@@ -365,7 +377,9 @@ CHECKS: dict[str, Callable[[torch.device, torch.dtype], Figures]] = {
 def one_rank_actor(
     device: torch.device, dtype: torch.dtype, hf_config: dict[str, Any] = CONFIG, **megatron: Any
 ) -> Iterator[tuple[Any, Any]]:
-    """(actor, world) with seeded weights; the world ends with the block. `megatron`: of its MegatronConfig."""
+    """(actor, world) with seeded weights; the world ends with the block. `megatron`: of
+    its MegatronConfig.
+    """
     from rlhf_megatron.config.schema import ActorConfig, MegatronConfig, OptimConfig
     from rlhf_megatron.ranks.parallel.world import create_world, destroy_world
     from rlhf_megatron.ranks.workers.actor import ActorModel
@@ -380,7 +394,8 @@ def one_rank_actor(
         config = ActorConfig(
             megatron=MegatronConfig(**megatron), optim=optim, log_prob_chunk_size=256
         )
-        source, phases = make_random_source(hf_config, 1), {"rl": TrainingPhase(optim, 100)}
+        source = make_random_source(hf_config, 1)
+        phases = {"rl": TrainingPhase(optim, 100)}
         backend = MegatronBackend(hf_config, source, world, dtype, config.megatron)
         yield ActorModel(backend, config, phases), world
     finally:
@@ -401,9 +416,11 @@ def one_rank_critic(device: torch.device, dtype: torch.dtype) -> Iterator[Any]:
 
     world = create_world(ParallelLayout(1), device)
     try:
-        optim, std = OptimConfig(lr=LR), CONFIG["initializer_range"]
+        optim = OptimConfig(lr=LR)
+        std = CONFIG["initializer_range"]
         config = CriticConfig(optim=optim, cliprange_value=VALUE_CLIP, value_head_init_std=std)
-        source, phases = make_random_source(CONFIG, 1), {"rl": TrainingPhase(optim, 100)}
+        source = make_random_source(CONFIG, 1)
+        phases = {"rl": TrainingPhase(optim, 100)}
         first = add_value_head(source, std, 1)
         backend = MegatronBackend(CONFIG, first, world, dtype, MegatronConfig(), "value")
         yield CriticModel(backend, config, phases, seed=1)

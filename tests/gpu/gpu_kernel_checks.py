@@ -1,4 +1,5 @@
-"""What the kernels must do right on a device, as functions like those of gpu_checks.py: head, loss, GAE, main_grad.
+"""What the kernels must do right on a device, as functions like those of gpu_checks.py: head, loss,
+GAE, main_grad.
 
 Every check compares with float64 on the host, of the same (rounded) inputs.
 """
@@ -158,11 +159,14 @@ def check_head(
     sizes: tuple[int, int, int, int] = (300, 256, 5003, 13),
     chunk_size: int = 1024,
 ) -> Figures:
-    """A backend of the head with everything that it takes, against float64. `sizes`: of `HeadProblem.make`."""
+    """A backend of the head with everything that it takes, against float64. `sizes`:
+    of `HeadProblem.make`.
+    """
     if backend == "triton":
         need_triton(device)
     problem = HeadProblem.make(*sizes, dtype)
-    found, exact = run_head(problem, device, backend, stash, chunk_size), exact_head(problem)
+    found = run_head(problem, device, backend, stash, chunk_size)
+    exact = exact_head(problem)
     names = ("log_prob", "entropy", "sum_squares", "grad_hidden", "grad_weight")
     figures = {
         f"{name}_error": max_error(value, truth) if index < 3 else relative_error(value, truth)
@@ -171,7 +175,8 @@ def check_head(
     assert float(found[4][problem.vocab_size :].abs().max()) == 0, (
         "the padding of the vocabulary has a gradient"
     )
-    # Logits up to 40 with float32 sums, whatever the inputs; each logit's gradient is rounded to the inputs' type.
+    # Logits up to 40 with float32 sums, whatever the inputs; each logit's gradient is rounded to
+    # the inputs' type.
     backward = 1e-5 if dtype == torch.float32 else 6e-3
     assert (
         max(figures["log_prob_error"], figures["entropy_error"], figures["sum_squares_error"])
@@ -204,10 +209,8 @@ def check_large_vocabulary(
     log_p_RV = z_RV.log_softmax(-1)
     log_probs_R = log_p_RV.gather(1, problem.targets_R[some, None])[:, 0]
     entropies_R = -(log_p_RV.exp() * log_p_RV).sum(1)
-    of_log_probs_R1, of_entropies_R1 = (
-        problem.grad_log_probs_R[some, None],
-        problem.grad_entropies_R[some, None],
-    )
+    of_log_probs_R1 = problem.grad_log_probs_R[some, None]
+    of_entropies_R1 = problem.grad_entropies_R[some, None]
     one_hot_RV = torch.zeros_like(log_p_RV).scatter_(1, problem.targets_R[some, None], 1.0)
     p_RV = log_p_RV.exp()
     grad_RV = of_log_probs_R1 * (one_hot_RV - p_RV) - of_entropies_R1 * p_RV * (
@@ -225,7 +228,9 @@ def check_large_vocabulary(
 
 
 def check_self_check(device: torch.device, dtype: torch.dtype) -> Figures:
-    """What a run does in its first calls: the backend that it chooses passes, with the default stash."""
+    """What a run does in its first calls: the backend that it chooses passes, with the
+    default stash.
+    """
     from rlhf_megatron.config.schema import KernelsConfig
     from rlhf_megatron.ranks.kernels.head_self_check import check_log_prob_backend
     from rlhf_megatron.ranks.workers.head_backend import choose_head_backend
@@ -254,7 +259,8 @@ def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
     from rlhf_megatron.algorithms.losses.total_token_loss import RegularizerParams
     from rlhf_megatron.ranks.kernels.policy_row_loss import PolicyRowLoss
 
-    params, regularizers = PPOClipParams(), RegularizerParams(0.1, "k3", 0.03)
+    params = PPOClipParams()
+    regularizers = RegularizerParams(0.1, "k3", 0.03)
     generator = torch.Generator().manual_seed(0)
     normal_7R = torch.randn(7, 5000, generator=generator)
     log_probs_R = normal_7R[0] - 2.0
@@ -284,7 +290,8 @@ def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
         assert inputs.entropies_T is not None
         return torch.autograd.grad(value, [inputs.log_probs_T, inputs.entropies_T])
 
-    here, there = read(torch.device("cpu"), torch.float64), read(device, torch.float32)
+    here = read(torch.device("cpu"), torch.float64)
+    there = read(device, torch.float32)
     terms = eager_policy(here, params, regularizers)
     expected = (terms.token_loss_T * weights_R.double()).sum()
     fused = PolicyRowLoss("ppo_clip", ppo_clip, params, regularizers, use_triton=True)
@@ -309,11 +316,14 @@ def check_policy_loss(device: torch.device, dtype: torch.dtype) -> Figures:
 def check_main_grad(
     device: torch.device, dtype: torch.dtype, is_tied: bool = True, **megatron: bool
 ) -> Figures:
-    """The head's gradient in megatron's buffers after a supervised pass, under its data parallelism, by float32."""
+    """The head's gradient in megatron's buffers after a supervised pass, under its data
+    parallelism, by float32.
+    """
     need("megatron")
     from rlhf_megatron.ranks.models.output_heads import get_head_weight
 
-    hf_config, batch = CONFIG if is_tied else UNTIED, make_batch()
+    hf_config = CONFIG if is_tied else UNTIED
+    batch = make_batch()
     weights = {
         name: x.requires_grad_() for name, x in rounded_weights(dtype, hf_config=hf_config).items()
     }
@@ -340,16 +350,20 @@ def check_main_grad(
 
 
 def check_grouped_experts(device: torch.device, dtype: torch.dtype) -> Figures:
-    """Grouped products of experts and their gradients, against float64; some experts have few tokens or none."""
+    """Grouped products of experts and their gradients, against float64; some experts have few
+    tokens or none.
+    """
     from rlhf_megatron.ranks.models.grouped_experts import apply_grouped_linear, pad_expert_groups
 
-    counts, columns = (33, 0, 5, 90), (64, 96)
+    counts = (33, 0, 5, 90)
+    columns = (64, 96)
     generator = torch.Generator().manual_seed(2)
 
     def draw(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=generator).to(device, dtype).requires_grad_()
 
-    tokens, weights = draw(sum(counts), columns[0]), [draw(columns[1], columns[0]) for _ in counts]
+    tokens = draw(sum(counts), columns[0])
+    weights = [draw(columns[1], columns[0]) for _ in counts]
     places, ends = pad_expert_groups(torch.tensor(counts, device=device), sum(counts))
     rows = tokens.new_zeros(sum(counts) + 16 * len(counts), columns[0]).index_copy(
         0, places, tokens
@@ -371,7 +385,9 @@ def check_grouped_experts(device: torch.device, dtype: torch.dtype) -> Figures:
 
 
 def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
-    """With torch's deterministic algorithms, as `trainer.deterministic` asks for them, two runs give the same bits."""
+    """With torch's deterministic algorithms, as `trainer.deterministic` asks for them, two runs
+    give the same bits.
+    """
     need("megatron")
     batch = make_batch()
 
@@ -384,7 +400,8 @@ def check_deterministic(device: torch.device, dtype: torch.dtype) -> Figures:
             return [*weights, actor.log_probs(shard, plan, 1.0, with_entropy=True).log_probs]
 
     with deterministic():
-        first, second = run(), run()
+        first = run()
+        second = run()
     num_different = sum(int((a != b).sum()) for a, b in zip(first, second, strict=True))
     assert num_different == 0, f"{num_different} numbers differ"
     return {"num_numbers": sum(tensor.numel() for tensor in first)}

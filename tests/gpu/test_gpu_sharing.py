@@ -24,7 +24,8 @@ import msgspec, sys
 from rlhf_megatron.device import SharedDeviceMemory, open_shared_memory
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 for line in sys.stdin:
-    print(format_digest(digest_tensor(open_shared_memory(msgspec.json.decode(line, type=SharedDeviceMemory)))), flush=True)
+    print(format_digest(digest_tensor(open_shared_memory(msgspec.json.decode(line, \
+type=SharedDeviceMemory)))), flush=True)
 """
 MEMBER = """
 import sys, torch, torch.distributed as dist

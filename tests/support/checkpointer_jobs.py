@@ -85,7 +85,9 @@ def train(group: InlineWorkerGroup) -> None:
 
 def weights(role: Any) -> dict[str, Tensor]:
     return {
-        rule.megatron_name: tensor.clone() for rule, tensor in role.export_shards() if tensor is not None
+        rule.megatron_name: tensor.clone()
+        for rule, tensor in role.export_shards()
+        if tensor is not None
     }
 
 

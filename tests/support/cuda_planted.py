@@ -38,7 +38,9 @@ def with_mistake(name: str) -> list[str]:
 
 def without_marks(layout: str, family: str) -> list[str]:
     """Whole matrices keep the marks of Transformer Engine."""
-    with mock.patch("rlhf_megatron.ranks.models.megatron_model_builder.unmark_replicated_parameters"):
+    with mock.patch(
+        "rlhf_megatron.ranks.models.megatron_model_builder.unmark_replicated_parameters"
+    ):
         return names.compare(layout, family, "vocabulary")
 
 

@@ -262,15 +262,17 @@ def _import_everything() -> None:
     for name in (
         *(
             "cli.main",
-            "cli.train",
-            "job",
-            "scheduler.run",
-            "proof.replay",
-            "proof.preflight",
-            "runtime.inline",
+            "cli.train_command",
+            "jobs.train_job",
+            "controller.scheduler.training_run",
+            "controller.scheduler.run_replay",
+            "controller.preflight",
+            "runtime.inline_worker_group",
         ),
-        *("runtime.roles", "runtime.stopping", "rollout.local.server", "rollout.local.generator"),
-        *("rollout.local.model", "rollout.local.weights", "rollout.fleet.process"),
+        *("runtime.rank_roles", "runtime.stop_signals"),
+        *("rollout.local.local_server", "rollout.local.batch_generator"),
+        *("rollout.local.local_model", "rollout.local.weight_receiver"),
+        "rollout.fleet.server_process",
     ):
         importlib.import_module(f"rlhf_megatron.{name}")
     for name in ("matplotlib.pyplot", "transformers.models.qwen3.modeling_qwen3"):

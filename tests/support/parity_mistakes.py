@@ -233,7 +233,9 @@ def gate_and_up_swapped(patch: pytest.MonkeyPatch) -> None:
     from rlhf_megatron.weights.families import expert_layers
 
     patch.setattr(expert_layers, "concatenate_tensors", lambda gate, up: torch.cat([up, gate]))
-    patch.setattr(expert_layers, "split_into_halves", lambda matrix: tuple(reversed(matrix.chunk(2))))
+    patch.setattr(
+        expert_layers, "split_into_halves", lambda matrix: tuple(reversed(matrix.chunk(2)))
+    )
 
 
 def expert_bias_dropped(patch: pytest.MonkeyPatch) -> None:
@@ -352,9 +354,15 @@ def gate_and_up_taken_as_halves(patch: pytest.MonkeyPatch) -> None:
     """
     from rlhf_megatron.weights.families import gpt_oss
 
-    patch.setattr(gpt_oss, "_separate_gate_and_up", lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T)
     patch.setattr(
-        gpt_oss, "_interleave_gate_and_up", lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,)
+        gpt_oss,
+        "_separate_gate_and_up",
+        lambda gate_up: gate_up if gate_up.dim() == 1 else gate_up.T,
+    )
+    patch.setattr(
+        gpt_oss,
+        "_interleave_gate_and_up",
+        lambda gate_up: (gate_up if gate_up.dim() == 1 else gate_up.T,),
     )
 
 

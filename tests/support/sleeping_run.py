@@ -210,7 +210,9 @@ class SleepingStages:
 
     def make_requests(self, prompts: PromptBatch) -> list[GenerateRequest]:
         longest = SamplingParams(10**6)
-        return build_generate_requests(prompts, self.plan.group_size, longest, 1, self.policy_version)
+        return build_generate_requests(
+            prompts, self.plan.group_size, longest, 1, self.policy_version
+        )
 
     def generate_rollout(self, step: int, prompts: PromptBatch) -> RolloutBatch:
         def on_groups(first: int, groups: Sequence[Sequence[GeneratedSample]]) -> None:
@@ -237,7 +239,9 @@ class SleepingStages:
         time.sleep(self.plan.advantages_s)
         return batch
 
-    def update_models(self, step: int, batch: AnnotatedBatch) -> tuple[AnnotatedBatch, dict[str, float]]:
+    def update_models(
+        self, step: int, batch: AnnotatedBatch
+    ) -> tuple[AnnotatedBatch, dict[str, float]]:
         time.sleep(self.plan.compute_update_seconds(batch.num_tokens))
         return batch, {}
 

@@ -159,7 +159,9 @@ def shards(
         for own, rule in zip(worker.backend.table, table, strict=True)
     }
     weights = {
-        rule.megatron_name: shard.clone() for rule, shard in worker.export_shards() if shard is not None
+        rule.megatron_name: shard.clone()
+        for rule, shard in worker.export_shards()
+        if shard is not None
     }
     parameters = collect_named_parameters(worker.backend.model.chunks)
     grads = {id(parameter): parameter.main_grad.clone() for parameter in parameters.values()}

@@ -1,5 +1,6 @@
-"""Where the package does something else on a GPU than on a CPU: functions, found by reading the sources. Each is run by
-the rehearsal on device cuda, or is excused here."""
+"""Where the package does something else on a GPU than on a CPU: functions, found by reading the
+sources. Each is run by the rehearsal on device cuda, or is excused here.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +10,10 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "rlhf_megatron"
 KINDS = ("cuda", "cpu")
-ATTRIBUTES, CALLS = ("is_available", "is_cuda", "device_count"), ("has_accelerator", "count_devices")
-# Text and arithmetic about devices, or a setting of another program: nothing is computed on one there.
+ATTRIBUTES = ("is_available", "is_cuda", "device_count")
+CALLS = ("has_accelerator", "count_devices")
+# Text and arithmetic about devices, or a setting of another program: nothing is
+# computed on one there.
 APART = (
     "cli/",
     "jobs/from_verl/",
@@ -34,8 +37,12 @@ _NO_PACKAGE = (
 _NO_TRACE = "runs in autograd's own thread, which no tracer follows: its figures are compared"
 _STOCK = "stock SGLang on GPUs: the case `servers` comes here, where 8.6 GB of it are installed"
 EXCUSED: dict[str, str] = {
-    "weights/quantised_weights.py:quantise_to_fp8": "takes more numbers at once on a GPU, by the same formula",
-    "jobs/generation/model_source.py:_make_engine_overrides": "chooses stock SGLang where it sees a GPU, for files without a configuration",
+    "weights/quantised_weights.py:quantise_to_fp8": (
+        "takes more numbers at once on a GPU, by the same formula"
+    ),
+    "jobs/generation/model_source.py:_make_engine_overrides": (
+        "chooses stock SGLang where it sees a GPU, for files without a configuration"
+    ),
     "ranks/models/layer_specs.py:_make_grouped_experts_spec": _NO_PACKAGE,
     "ranks/models/fused_kernel_choice.py:choose_adam_kernel": _NO_PACKAGE,
     "device.py:choose_distributed_backend": _STOCK,
@@ -44,7 +51,9 @@ EXCUSED: dict[str, str] = {
     "rollout/sglang/attached_engines.py:_find_settings_problems": _STOCK,
     "rollout/sglang/sglang_environment.py:runs_on_cpu": _STOCK,
     "rollout/transports/tensor_transport.py:SGLangTensorTransport.deliver_bucket": _STOCK,
-    "runtime/ray/ray_driver.py:_count_devices": "Ray counts devices by itself, and finds none of the null library's",
+    "runtime/ray/ray_driver.py:_count_devices": (
+        "Ray counts devices by itself, and finds none of the null library's"
+    ),
 }
 
 
@@ -59,7 +68,9 @@ def device_branches() -> set[str]:
 
 
 def listed(folder: Path) -> Path:
-    """Writes the list that a rehearsal of numbers reads, and forgets what an earlier one has seen."""
+    """Writes the list that a rehearsal of numbers reads,
+    and forgets what an earlier one has seen.
+    """
     path = folder / "branches"
     path.write_text("\n".join(sorted(device_branches())))
     path.with_suffix(".seen").unlink(missing_ok=True)
@@ -67,7 +78,9 @@ def listed(folder: Path) -> Path:
 
 
 def not_seen(path: Path) -> list[str]:
-    """The functions of the list that no process has called on device cuda and that are not excused."""
+    """The functions of the list that no process has called on device cuda and that
+    are not excused.
+    """
     return sorted(set(path.read_text().splitlines()) - seen(path) - EXCUSED.keys())
 
 
@@ -88,7 +101,9 @@ def _asking(tree: ast.AST, inside: str) -> Iterator[str]:
 
 
 def _asks(node: ast.AST) -> bool:
-    """Whether a comparison with a kind, or a question for devices, stands in a node that is no function."""
+    """Whether a comparison with a kind, or a question for devices, stands in a node that
+    is no function.
+    """
     if isinstance(node, ast.Compare):
         return any(
             isinstance(part, ast.Constant) and part.value in KINDS

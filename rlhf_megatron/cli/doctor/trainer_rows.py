@@ -496,7 +496,9 @@ def _make_deterministic_row(path_settings: TrainerPathSettings) -> DoctorRow:
 def _make_choice_row(
     path_name: str, choice: KernelChoice, taken_text: str, is_live: bool
 ) -> DoctorRow:
-    """Return the row on a choice of kernel, with the choice's reason and fix."""
+    """Return the row on a choice of kernel, with the choice's reason and fix. `is_live`: the fast
+    kernel is the one that is taken; the state of the row is live or not live.
+    """
     state: PathState = "live" if is_live else "not live"
     return DoctorRow("trainer", path_name, state, taken_text, choice.why_not, choice.fix)
 

@@ -87,7 +87,9 @@ def _find_useless_sharing_settings(
     loaded: LoadedConfig, section: str, megatron: MegatronConfig, num_ranks: int
 ) -> Iterator[ConfigProblem]:
     """Yield a problem for each setting that shards an optimizer or overlaps gradient reduction in a
-    pool where each parameter is on one rank only, so that nothing is shared.
+    pool where each parameter is on one rank only, so that nothing is shared. Context-parallel
+    size counts as data-parallel size does. A setting that an older layer wrote than the layout
+    did is passed over.
     """
     c = loaded.config
     if (

@@ -265,7 +265,7 @@ def count_optimizer_steps_per_step(verl_settings: VerlSettings, role: str) -> in
 
 def count_actor_replicas(verl_settings: VerlSettings) -> int | None:
     """Return the data-parallel size of the actor; None where ranks or parallel sizes are not valid
-    numbers.
+    numbers. A number of ranks that the sizes do not divide is rounded down, to 1 at least.
     """
     ranks = [verl_settings.peek_value(key) for key in ("trainer.nnodes", "trainer.n_gpus_per_node")]
     sizes = [verl_settings.peek_value(f"actor.megatron.{name}") for name in SIZES]

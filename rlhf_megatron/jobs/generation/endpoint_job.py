@@ -261,7 +261,7 @@ class EndpointJob:
 
 async def fetch_model_name(url: str, api_key: str | None, timeout_s: float) -> str:
     """Return the name of the first model that the server lists. Raise ValueError if it lists none
-    or does not answer.
+    or does not answer. `url` ends in /v1.
     """
     headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
     try:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from rlhf_megatron.controller.sync.weight_sync import WeightSync
 from rlhf_megatron.ranks.resharding.weight_sender import SendReport, SingleRankWorld
+from rlhf_megatron.rollout.engine_interface import WeightTransport
 from rlhf_megatron.rollout.transports.process_group_transport import EngineProcessGroups
 from rlhf_megatron.rollout.transports.weight_delivery import deliver_weights
 from rlhf_megatron.weights.conversion.stored_model import StoredModel
@@ -37,9 +38,12 @@ class FileWeightSender(SingleRankWorld):
         self._source = source
         self._table = make_weight_table(hf_config)
 
-    def send_weights(self, *, dtype: str, **delivery_options: Any) -> Future[list[SendReport]]:
-        """Send all tensors as `dtype`, in this thread, and return a future that is done.
-        `delivery_options` are those of `deliver_weights`. Raise ValueError for a broken tensor.
+    def send_weights(
+        self, *, dtype: str, transport: WeightTransport, **delivery_options: Any
+    ) -> Future[list[SendReport]]:
+        """Send all tensors as `dtype`, in this thread, and return a future that is done. The other
+        arguments of `HostWorker.send_weights` are those of `deliver_weights`. Raise ValueError for
+        a broken tensor.
         """
         sent: Future[list[SendReport]] = Future()
         with closing(EngineProcessGroups()) as groups:
@@ -50,6 +54,7 @@ class FileWeightSender(SingleRankWorld):
                         self,
                         groups,
                         engine_dtype=dtype,
+                        transport_kind=transport,
                         **delivery_options,
                     )
                 ]

@@ -261,7 +261,8 @@ def _make_schedule_tensor(optimizer: MegatronStepOptimizer, world: World) -> Ten
 
 def _compare_tied_embeddings(chunks: Sequence[nn.Module], world: World) -> list[ReplicaDifference]:
     """Compare the embedding of the first stage with the copy on the last stage, and return a
-    difference on the group's first rank; [] elsewhere.
+    difference on the group's first rank; [] elsewhere. All ranks of the pipeline group must call
+    this function.
     """
     if world.layout.pp == 1:
         return []

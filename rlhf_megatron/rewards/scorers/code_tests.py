@@ -71,7 +71,7 @@ class CodeParams:
     @property
     def needs_s(self) -> float:
         """Return the least `reward.timeout_s`, in seconds, with which the limit of a test can be
-        reached; 0 with a sandbox server.
+        reached; 0 with a sandbox server. The value is `test_timeout_s`, the limit of one test.
         """
         return 0.0 if self.server else self.test_timeout_s
 
@@ -183,7 +183,8 @@ def _make_stdin_case(test_input: Any, expected: Any) -> CodeTestCase:
 
 def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
     """Return a test that calls the function: a text has one JSON argument a line, and a JSON
-    result; a list has the arguments. Raise ValueError for other input.
+    result; a list has the arguments. Raise ValueError for other input. Where the inputs are a
+    list, an expected value that is alone in a list may also be the result itself (APPS).
     """
     if isinstance(test_input, str):
         return CodeTestCase(

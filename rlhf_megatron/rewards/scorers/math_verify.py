@@ -83,7 +83,8 @@ def _has_large_power(text: str) -> bool:
     Nested powers are evaluated from the inside out.
     """
     while match := _find_innermost_power(text):
-        base, exponent = match.group(1), match.group(2) or match.group(3)
+        base = match.group(1)
+        exponent = match.group(2) or match.group(3)
         if len(exponent) >= len(SHRUNK) and base.strip("0") not in ("", "1"):
             return True
         digits = int(exponent) * log10(

@@ -59,7 +59,8 @@ def compute_word_f1(answer: str, right_answer: str) -> float:
     """Return the harmonic mean of precision and recall of the words. Both texts must be normalised
     already.
     """
-    words, wanted = answer.split(), right_answer.split()
+    words = answer.split()
+    wanted = right_answer.split()
     num_same = sum((Counter(words) & Counter(wanted)).values())
     return 2 * num_same / (len(words) + len(wanted)) if num_same else 0.0
 

@@ -240,7 +240,9 @@ def _check_single_value(key: str, value: object, option: ServerOption, version: 
 
 
 def _is_readable_as(value: object, type_name: str) -> bool:
-    """Return whether the value can be read as a number of this type ("int" or "float")."""
+    """Return whether the value can be read as a number of this type ("int" or "float"). A bool is
+    readable as neither number, and a float is not readable as an int.
+    """
     if isinstance(value, bool) or not isinstance(value, (int, float, str)):
         return False
     try:

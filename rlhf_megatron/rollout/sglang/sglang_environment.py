@@ -161,7 +161,9 @@ def assign_gpus(
 
 
 def count_engine_gpus_per_machine(arguments: Mapping[str, object]) -> int:
-    """Return the number of GPUs that one server takes on one machine."""
+    """Return the number of GPUs that one server takes on one machine. The count is tp-size / nnodes
+    x gpu-id-step: GPUs that the step skips count, too.
+    """
     ranks = _read_whole_number(arguments, "tp-size") // _read_whole_number(arguments, "nnodes")
     return ranks * _read_whole_number(arguments, "gpu-id-step")
 

@@ -43,7 +43,11 @@ from torch.distributed.run import parse_args, run  # noqa: E402
 
 from rlhf_megatron.rollout.socket_limits import find_interface_towards  # noqa: E402
 from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory  # noqa: E402
-from rlhf_megatron.runtime.message_channel import SECRET_ENV, SECRET_FILE_ENV, generate_secret  # noqa: E402
+from rlhf_megatron.runtime.message_channel import (  # noqa: E402
+    SECRET_ENV,
+    SECRET_FILE_ENV,
+    generate_secret,
+)
 from rlhf_megatron.runtime.process_control import (  # noqa: E402
     AGENT_ENV,
     AGENTS_PARENT_ENV,
@@ -51,7 +55,10 @@ from rlhf_megatron.runtime.process_control import (  # noqa: E402
     find_children_with_variable,
 )
 from rlhf_megatron.runtime.stop_signals import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
-from rlhf_megatron.runtime.torchrun.node_watch import OtherNodesWatcher, format_early_exit  # noqa: E402
+from rlhf_megatron.runtime.torchrun.node_watch import (  # noqa: E402
+    OtherNodesWatcher,
+    format_early_exit,
+)
 from rlhf_megatron.runtime.torchrun.torchrun_stores import bind_torchrun_stores  # noqa: E402
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, get_startup_exit_code  # noqa: E402
 

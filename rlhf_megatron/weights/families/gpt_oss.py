@@ -125,7 +125,9 @@ def _separate_gate_and_up(gate_up: Tensor) -> Tensor:
 
 
 def _interleave_gate_and_up(gate_up: Tensor) -> tuple[Tensor, ...]:
-    """Return, in a tuple of one, the inverse of `_separate_gate_and_up`; it also takes a shard."""
+    """Return, in a tuple of one, the inverse of `_separate_gate_and_up`; it also takes a shard. A
+    matrix [2 width, hidden] comes back as [hidden, 2 width]; a bias keeps its shape.
+    """
     rows = torch.stack(gate_up.chunk(2), 1).flatten(0, 1)
     return (rows if rows.dim() == 1 else rows.T.contiguous(),)
 

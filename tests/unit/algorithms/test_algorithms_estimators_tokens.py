@@ -1,4 +1,6 @@
-"""Estimators of single tokens: by hand, and against plain padded loops over generated ragged batches."""
+"""Estimators of single tokens: by hand, and against plain padded loops over generated
+ragged batches.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,8 @@ from rlhf_megatron.algorithms.advantages import optimal_token_baseline as otb
 from rlhf_megatron.algorithms.advantages.optimal_token_baseline import OptimalTokenBaselineParams
 from rlhf_megatron.algorithms.advantages.reinforce_plus_plus import ReinforcePlusPlusParams
 
-OTB, TIR = "optimal_token_baseline", "tir_optimal_token_baseline"
+OTB = "optimal_token_baseline"
+TIR = "tir_optimal_token_baseline"
 NO_TAIL_RULE = OptimalTokenBaselineParams(handle_zero_tail=False)
 
 
@@ -26,9 +29,12 @@ def inputs_of(
     groups: list[int] | None = None,
     **columns: Any,
 ) -> AdvantageInputs:
-    """`masks`: the response mask of each sample. Unless `columns` say more: pi is 1/2, and so the engine's."""
+    """`masks`: the response mask of each sample. Unless `columns` say more: pi is 1/2, and
+    so the engine's.
+    """
     flat = [entry for mask in masks for entry in mask]
-    count, num_tokens = len(masks), len(flat)
+    count = len(masks)
+    num_tokens = len(flat)
     half = [math.log(0.5)] * num_tokens
     greedy = columns.pop("greedy", None)
     return AdvantageInputs(
@@ -59,7 +65,8 @@ def advantages(name: str, inputs: AdvantageInputs, params: Any = None) -> list[f
 def test_reinforce_plus_plus_by_hand() -> None:
     # gamma 1/2: to go 8, 16 and, past a tool's token with a reward of its own, 1 + 4 / 2 = 3, 4.
     inputs = inputs_of([[0, 1, 1], [0, 1, 0, 1]], [9, 0, 16, 9, 1, 50, 4])
-    # 8, 16, 3, 4: mean 7.75, squares 0.0625 + 68.0625 + 22.5625 + 14.0625 = 104.75, unbiased variance 104.75 / 3
+    # 8, 16, 3, 4: mean 7.75, squares 0.0625 + 68.0625 + 22.5625 + 14.0625 = 104.75, unbiased
+    # variance 104.75 / 3
     scale = (104.75 / 3 + 1e-8) ** -0.5
     expected = [0, 0.25, 8.25, 0, -4.75, 0, -3.75]
     found = advantages("reinforce_plus_plus", inputs, ReinforcePlusPlusParams(gamma=0.5))
@@ -94,7 +101,8 @@ def test_reinforce_plus_plus_does_not_notice_a_shift_of_the_scores_nor_their_sca
 
 
 def test_remax_by_hand() -> None:
-    # To go 7, 4 less the greedy 3; a tool's token is none. No baseline for the second, no statistic for the third.
+    # To go 7, 4 less the greedy 3; a tool's token is none. No baseline for the second, no statistic
+    # for the third.
     inputs = inputs_of(
         [[0, 1, 0, 1], [0, 1], [0, 1], [0, 1]],
         [9, 3, 50, 4, 0, 5, 0, math.nan, 0, -2],
@@ -114,7 +122,8 @@ def test_remax_does_not_notice_a_shift_of_all_scores() -> None:
 
 def test_otb_by_hand() -> None:
     # pi = 1/2 and sum of squares 1/2: w = 1 - 1 + 1/2 = 1/2 on each token of the first sample.
-    # Second: pi = 1/4, squares 1/4: w = 1 - 1/2 + 1/4 = 3/4. W: 1/2, 1 and 3/4, 3/2. To go 10, 4 and 2, 2.
+    # Second: pi = 1/4, squares 1/4: w = 1 - 1/2 + 1/4 = 3/4. W: 1/2, 1 and 3/4, 3/2. To go
+    # 10, 4 and 2, 2.
     inputs = inputs_of(
         [[0, 1, 1], [0, 1, 1]],
         [9, 6, 4, 9, 0, 2],
@@ -142,9 +151,11 @@ def test_otb_behind_the_second_longest_sample() -> None:
 
 
 def test_otb_positions_with_a_tool_s_tokens() -> None:
-    # First sample: tokens at positions 0, 3 (two of a tool between); second: 0, 1. To go 4, 4 and 0, 0; W 1/2, 1.
+    # First sample: tokens at positions 0, 3 (two of a tool between); second: 0, 1. To go 4, 4 and
+    # 0, 0; W 1/2, 1.
     inputs = inputs_of([[0, 1, 0, 0, 1], [0, 1, 1]], [0, 0, 9, 9, 4, 0, 0, 0])
-    # All positions: 0 has both (baseline 2), 1 only the second sample, 3 is behind the second longest (span 2).
+    # All positions: 0 has both (baseline 2), 1 only the second sample, 3 is behind the second
+    # longest (span 2).
     assert advantages(OTB, inputs) == [0, 2, 0, 0, 4, 0, -2, 0]
     assert advantages(OTB, inputs, NO_TAIL_RULE) == [0, 2, 0, 0, 0, 0, -2, 0]
     # Without the tool's tokens both have positions 0 and 1.
@@ -173,7 +184,9 @@ def test_otb_without_company_is_nothing() -> None:
 
 
 def test_otb_where_every_token_was_certain() -> None:
-    """All weights 0: a plain mean, not the return itself. Squares rounded below pi^2 make no negative weight."""
+    """All weights 0: a plain mean, not the return itself. Squares rounded below pi^2 make no
+    negative weight.
+    """
     certain = inputs_of([[1, 1], [1, 1]], [0, 4, 0, 0], log_probs=[0.0] * 4, sum_squares=[1.0] * 4)
     rounded = inputs_of(
         [[1, 1], [1, 1]], [0, 4, 0, 0], log_probs=[0.0] * 4, sum_squares=[1 - 1e-6, 1.0] * 2
@@ -183,8 +196,11 @@ def test_otb_where_every_token_was_certain() -> None:
 
 
 def test_otb_weights_of_tiny_energy_count() -> None:
-    """Probabilities of 1 - 1e-5 and 1 - 2e-5 of two words: w = 2e-10 and 8e-10, far below the epsilon of others."""
-    first, second = math.log1p(-1e-5), math.log1p(-2e-5)
+    """Probabilities of 1 - 1e-5 and 1 - 2e-5 of two words: w = 2e-10 and 8e-10, far below the
+    epsilon of others.
+    """
+    first = math.log1p(-1e-5)
+    second = math.log1p(-2e-5)
     squares = [(1 - 1e-5) ** 2 + 1e-10, (1 - 2e-5) ** 2 + 4e-10]
     inputs = replace(
         inputs_of([[1], [1]], [5.0, 0.0]),
@@ -224,7 +240,8 @@ def padded_loop(
     """The formula over rows of equal length, position by position, in Python floats."""
     assert inputs.token_rewards_T is not None and inputs.log_probs_T is not None
     assert inputs.sum_squares_T is not None and inputs.rollout_log_probs_T is not None
-    offsets, valid = inputs.offsets.tolist(), inputs.is_valid_B.tolist()
+    offsets = inputs.offsets.tolist()
+    valid = inputs.is_valid_B.tolist()
     width = int(inputs.offsets.diff().max()) if valid else 0
     rows = []  # of each sample: (place or None, to go, W) at each position
     for i in range(len(valid)):
@@ -267,7 +284,8 @@ def padded_loop(
 @st.composite
 def batches(draw: st.DrawFn) -> AdvantageInputs:
     masks = draw(st.lists(st.lists(st.integers(0, 1), max_size=6), max_size=6))
-    count, num_tokens = len(masks), sum(map(len, masks))
+    count = len(masks)
+    num_tokens = sum(map(len, masks))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     probs = torch.rand(num_tokens, generator=generator) * 0.9 + 0.05
     squares = probs.square() + torch.rand(num_tokens, generator=generator) * (1 - probs).square()
@@ -321,8 +339,9 @@ def test_otb_of_some_groups_at_a_time_is_that_of_all_bit_for_bit(
 
 
 def padded(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, list[list[int]]]:
-    """(rewards [B, W] float64 and mask [B, W] of rows with a column for each response token of a valid sample; the
-    places of these in the packed columns)."""
+    """(rewards [B, W] float64 and mask [B, W] of rows with a column for each response token of a
+    valid sample; the places of these in the packed columns).
+    """
     assert inputs.token_rewards_T is not None
     spans = zip(
         inputs.offsets.tolist(),
@@ -335,10 +354,8 @@ def padded(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, list[li
         for a, b, is_valid in spans
     ]
     width = max(map(len, places), default=0)
-    rewards, mask = (
-        torch.zeros(len(places), width, dtype=torch.float64),
-        torch.zeros(len(places), width),
-    )
+    rewards = torch.zeros(len(places), width, dtype=torch.float64)
+    mask = torch.zeros(len(places), width)
     for i, of_sample in enumerate(places):
         rewards[i, : len(of_sample)] = inputs.token_rewards_T[of_sample].double()
         mask[i, : len(of_sample)] = 1
@@ -347,7 +364,8 @@ def padded(inputs: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor, list[li
 
 def rewards_to_go(rewards: torch.Tensor, mask: torch.Tensor, gamma: float) -> torch.Tensor:
     """G_t = r_t + gamma G_{t+1}, column by column from the last on."""
-    found, behind = torch.zeros_like(rewards), torch.zeros(len(rewards), dtype=torch.float64)
+    found = torch.zeros_like(rewards)
+    behind = torch.zeros(len(rewards), dtype=torch.float64)
     for t in reversed(range(rewards.shape[1])):
         behind = (rewards[:, t] + gamma * behind) * mask[:, t]
         found[:, t] = behind
@@ -374,7 +392,8 @@ def test_reinforce_plus_plus_equals_a_padded_loop(
     )
     inputs = replace(inputs, token_rewards_T=rewards)
     table, mask, places = padded(inputs)
-    to_go, count = rewards_to_go(table, mask, gamma), float(mask.sum())
+    to_go = rewards_to_go(table, mask, gamma)
+    count = float(mask.sum())
     if count > 1:
         centered = (to_go - (to_go * mask).sum() / count) * mask
         to_go = centered / (centered.square().sum() / (count - 1) + 1e-8).sqrt()

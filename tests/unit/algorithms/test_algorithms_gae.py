@@ -1,4 +1,6 @@
-"""Generalized advantage estimation: by hand, and against a plain loop over generated ragged batches."""
+"""Generalized advantage estimation: by hand, and against a plain loop over generated
+ragged batches.
+"""
 
 import math
 import sys
@@ -44,28 +46,30 @@ def plain_loop(
 ) -> tuple[list[float], list[float]]:
     """(advantages, returns), token by token from the back, in Python floats; nothing whitened."""
     assert inputs.token_rewards_T is not None and inputs.values_T is not None
-    rewards, values = inputs.token_rewards_T.tolist(), inputs.values_T.tolist()
-    mask, valid, offsets = (
-        inputs.response_mask_T.tolist(),
-        inputs.is_valid_B.tolist(),
-        inputs.offsets.tolist(),
-    )
+    rewards = inputs.token_rewards_T.tolist()
+    values = inputs.values_T.tolist()
+    mask = inputs.response_mask_T.tolist()
+    valid = inputs.is_valid_B.tolist()
+    offsets = inputs.offsets.tolist()
     advantages = [0.0] * len(values)
     returns = [
         value if is_response else 0.0 for value, is_response in zip(values, mask, strict=True)
     ]
     for i in range(len(valid)):
-        next_value, advantage = 0.0, 0.0
+        next_value = 0.0
+        advantage = 0.0
         for t in range(offsets[i + 1] - 1, offsets[i] - 1, -1):
             if mask[t] and valid[i]:
                 advantage = rewards[t] + gamma * next_value - values[t] + gamma * lam * advantage
                 next_value = values[t]
-                advantages[t], returns[t] = advantage, advantage + values[t]
+                advantages[t] = advantage
+                returns[t] = advantage + values[t]
     return advantages, returns
 
 
 def test_by_hand() -> None:
-    # A prompt token, then three response tokens: values 1, 2, 4; rewards 0, 0, 10; gamma = lam = 1/2.
+    # A prompt token, then three response tokens: values 1, 2, 4; rewards 0, 0, 10;
+    # gamma = lam = 1/2.
     outputs = gae(
         inputs_of([4], [0, 1, 1, 1], [9, 0, 0, 10], [7, 1, 2, 4]), GAEParams(0.5, 0.5, whiten=False)
     )
@@ -76,7 +80,9 @@ def test_by_hand() -> None:
 
 
 def test_a_tool_s_tokens_carry_value_and_advantage_through() -> None:
-    """Two tool tokens in the middle, with a wild value and a reward: the result is that without them."""
+    """Two tool tokens in the middle, with a wild value and a reward: the result is
+    that without them.
+    """
     params = GAEParams(0.5, 0.5, whiten=False)
     outputs = gae(
         inputs_of([6], [0, 1, 1, 0, 0, 1], [9, 0, 0, 50, 50, 10], [7, 1, 2, 99, -99, 4]), params
@@ -95,7 +101,9 @@ def test_lambda_one_is_the_reward_to_go_and_lambda_zero_one_step() -> None:
 
 
 def test_masked_samples_train_nothing_and_are_in_no_statistic() -> None:
-    """Advantage 0 and return = value on their tokens, whatever they were rewarded; the others do not notice."""
+    """Advantage 0 and return = value on their tokens, whatever they were rewarded; the others
+    do not notice.
+    """
     kept = inputs_of([2, 2], [0, 1, 1, 1], [0, 1, 2, 4], [9, 1, 2, 3])
     bad = [math.nan, math.inf, -math.inf]
     both = inputs_of(
@@ -106,7 +114,8 @@ def test_masked_samples_train_nothing_and_are_in_no_statistic() -> None:
         [True, False, True],
     )
     for params in (PLAIN, GAEParams()):
-        alone, among = gae(kept, params), gae(both, params)
+        alone = gae(kept, params)
+        among = gae(both, params)
         assert alone.returns_T is not None and among.returns_T is not None
         assert among.advantages_T[2:5].tolist() == [0, 0, 0] and among.returns_T[2:5].tolist() == [
             50,
@@ -146,7 +155,9 @@ def test_equal_advantages_are_whitened_to_nothing_large() -> None:
 
 
 def test_moments_do_not_depend_on_the_parts() -> None:
-    """Far from 0, where the sum of squares less the square of the sum has no digit left; in one part and in many."""
+    """Far from 0, where the sum of squares less the square of the sum has no digit left; in one
+    part and in many.
+    """
     generator = torch.Generator().manual_seed(0)
     column = torch.randn(1000, generator=generator, dtype=torch.float64) * 1e-3 + 1e6
     exact = [value - 1e6 for value in column.tolist()]
@@ -221,7 +232,9 @@ def test_whitening_of_any_ragged_batch_equals_the_formula(inputs: AdvantageInput
 
 
 def check(outputs: AdvantageOutputs, advantages: list[float], returns: list[float]) -> None:
-    """Equal but for the last bits of float32, and for what float64 loses against sums of at most 17 x 4 x 2."""
+    """Equal but for the last bits of float32, and for what float64 loses against sums of at
+    most 17 x 4 x 2.
+    """
     assert outputs.returns_T is not None
     for found, expected in ((outputs.advantages_T, advantages), (outputs.returns_T, returns)):
         torch.testing.assert_close(
@@ -231,7 +244,9 @@ def check(outputs: AdvantageOutputs, advantages: list[float], returns: list[floa
 
 @pytest.mark.parametrize("lam", [0.0, 0.95, 1.0])
 def test_a_long_batch_is_exact_too(lam: float) -> None:
-    """260 000 tokens in several parts, one sample of 70 000 among short and empty ones, tools, invalid samples."""
+    """260 000 tokens in several parts, one sample of 70 000 among short and empty ones, tools,
+    invalid samples.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = [*torch.randint(0, 900, (280,), generator=generator).tolist(), 70_000, 1, 0]
     lengths.append(260_000 - sum(lengths))
@@ -265,9 +280,11 @@ def test_parts_change_nothing(inputs: AdvantageInputs, part: int) -> None:
 def test_nothing_crosses_from_one_sample_to_another() -> None:
     generator = torch.Generator().manual_seed(1)
     lengths = [5, 1, 9, 3]
-    rewards, values = torch.randn(18, generator=generator), torch.randn(18, generator=generator)
+    rewards = torch.randn(18, generator=generator)
+    values = torch.randn(18, generator=generator)
     whole = gae(inputs_of(lengths, [1] * 18, rewards, values), PLAIN)
-    rewards[6:15], values[6:15] = math.nan, math.inf
+    rewards[6:15] = math.nan
+    values[6:15] = math.inf
     broken = gae(inputs_of(lengths, [1] * 18, rewards, values), PLAIN)
     others = [*range(6), *range(15, 18)]
     assert torch.equal(whole.advantages_T[others], broken.advantages_T[others])

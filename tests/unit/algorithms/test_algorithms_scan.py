@@ -1,4 +1,6 @@
-"""Discounted sums within segments: by hand, and against the recurrence, entry by entry, over generated segments."""
+"""Discounted sums within segments: by hand, and against the recurrence, entry by entry, over
+generated segments.
+"""
 
 import math
 
@@ -24,7 +26,9 @@ def discounted(terms: list[float] | Tensor, lengths: list[int], decay: float) ->
 
 
 def recurrence(terms: Tensor, lengths: list[int], decay: float) -> Tensor:
-    sums, column, end = [0.0] * len(terms), terms.tolist(), len(terms)
+    sums = [0.0] * len(terms)
+    column = terms.tolist()
+    end = len(terms)
     for length in reversed(lengths):
         carried = 0.0
         for t in range(end - 1, end - length - 1, -1):
@@ -47,8 +51,11 @@ def test_by_hand() -> None:
 @settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_any_segments_equal_the_recurrence(data: st.DataObject) -> None:
-    """Rows and groups are made so small that segments have several rows, of several groups, in all proportions."""
-    row, group = data.draw(st.integers(1, 9)), data.draw(st.integers(1, 40))
+    """Rows and groups are made so small that segments have several rows, of several groups, in
+    all proportions.
+    """
+    row = data.draw(st.integers(1, 9))
+    group = data.draw(st.integers(1, 40))
     lengths = data.draw(st.lists(st.integers(0, 30), max_size=8))
     decay = data.draw(st.sampled_from(DECAYS) | st.floats(0, 1))
     floats = st.floats(-1e4, 1e4, width=32)

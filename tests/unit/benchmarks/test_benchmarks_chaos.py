@@ -1,4 +1,6 @@
-"""The harness itself: runs that differ are told apart, the matrix covers every point, processes are known by role."""
+"""The harness itself: runs that differ are told apart, the matrix covers every point, processes are
+known by role.
+"""
 
 from __future__ import annotations
 

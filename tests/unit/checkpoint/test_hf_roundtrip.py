@@ -1,4 +1,6 @@
-"""Hugging Face directories: read, refused when broken, loaded at every layout and written back bit for bit."""
+"""Hugging Face directories: read, refused when broken, loaded at every layout and written
+back bit for bit.
+"""
 
 import json
 import logging
@@ -50,7 +52,9 @@ def write_model(
 
 
 class Stage(nn.Module):
-    """The module tree of one GPTModel chunk on one rank: names, shapes and layer numbers without the arithmetic."""
+    """The module tree of one GPTModel chunk on one rank: names, shapes and layer numbers without
+    the arithmetic.
+    """
 
     def __init__(self, rules: list[WeightRule], tp_size: int, tied_copy: torch.Size | None) -> None:
         super().__init__()
@@ -112,7 +116,9 @@ def test_hf_to_every_layout_and_back_is_bitwise(
         for column in zip(*per_rank, strict=True):
             rule = column[0][0]
             for hf, tensor in zip(
-                rule.hf_tensors, rule.to_hf(join_shards(rule.split, [t for _, t in column])), strict=True
+                rule.hf_tensors,
+                rule.to_hf(join_shards(rule.split, [t for _, t in column])),
+                strict=True,
             ):
                 assert hf.name not in exported
                 exported[hf.name] = tensor.to(torch.bfloat16)
@@ -234,7 +240,10 @@ class TestBrokenDirectories:
         (model / INDEX).write_text(json.dumps(index))
         self.refused(
             model,
-            r"model.norm.weight \(24,\) is missing; tensor lm_head.weight \(21, 24\) is missing. Fetch",
+            (
+                r"model.norm.weight \(24,\) is missing; tensor lm_head.weight \(21, 24\) is"
+                r" missing. Fetch"
+            ),
         )
 
     def test_tensor_that_the_index_promises(self, model: Path) -> None:

@@ -61,8 +61,10 @@ def test_check(run_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
         f"configuration {run_file}: 3 problem(s)",
         "  unknown key actor.ppo_epoch (2). Did you mean actor.ppo_epochs? [command line]",
         "  trainer.seed (x) must be a whole number; write digits only, such as 8. [command line]",
-        f"  model.path ({run_file.parent / 'gone'}) is not a directory; correct it, or make or fetch the model first."
-        f" [{run_file}:2]",
+        (
+            f"  model.path ({run_file.parent / 'gone'}) is not a directory; correct it, or make or"
+            f" fetch the model first. [{run_file}:2]"
+        ),
     ]
 
 
@@ -78,7 +80,9 @@ def test_show_prints_the_values_even_when_a_rule_is_broken(
 def test_other_ranks_of_a_node_do_not_repeat_the_message(
     run_file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """They leave it to the node's first rank, and wait until that ends them: torchrun kills all when one has left."""
+    """They leave it to the node's first rank, and wait until that ends them: torchrun kills all
+    when one has left.
+    """
     waits: list[float] = []
     monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setattr(time, "sleep", waits.append)

@@ -1,4 +1,6 @@
-"""`rlhf-megatron doctor`: on this machine, beside broken packages, for runs that ask for what is not there."""
+"""`rlhf-megatron doctor`: on this machine, beside broken packages, for runs that ask for
+what is not there.
+"""
 
 from __future__ import annotations
 
@@ -118,9 +120,12 @@ def test_this_machine_and_a_run_that_asks_for_more(run_file: Path) -> None:
 @needs_no_cuda
 def test_broken_packages_are_reported_and_end_nothing(tmp_path: Path) -> None:
     files = {
-        "flash_attn/__init__.py": "raise OSError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105Error\\nmore')",
+        "flash_attn/__init__.py": (
+            "raise OSError('flash_attn_2_cuda.so: undefined symbol: _ZN3c105Error\\nmore')"
+        ),
         "flash_attn_interface.py": "import os\nos._exit(3)",
-        "apex/__init__.py": "raise SyntaxError('of Python 2')",  # PyPI's: no optimizers, no multi_tensor_apply
+        # PyPI's: no optimizers, no multi_tensor_apply
+        "apex/__init__.py": "raise SyntaxError('of Python 2')",
         "apex/models.py": "",
     }
     for name, text in files.items():
@@ -146,7 +151,9 @@ def test_broken_packages_are_reported_and_end_nothing(tmp_path: Path) -> None:
 @pytest.mark.long
 @needs_no_cuda
 def test_a_package_that_breaks_megatron_core_is_named(tmp_path: Path) -> None:
-    """megatron-core expects ImportError of Transformer Engine and nothing else; a version mismatch is another error."""
+    """megatron-core expects ImportError of Transformer Engine and nothing else; a version mismatch
+    is another error.
+    """
     engine = tmp_path / "transformer_engine"
     (engine / "pytorch").mkdir(parents=True)
     (engine / "__init__.py").write_text(

@@ -36,7 +36,9 @@ NO_DEBUG = {name: value for name, value in ALIKE.items() if name != "NCCL_DEBUG"
 
 
 def reports(**of_last: Any) -> list[RankReport]:
-    """Three nodes of two ranks. `of_last`: what the first rank of the last node reports in another way."""
+    """Three nodes of two ranks. `of_last`: what the first rank of the last node reports
+    in another way.
+    """
     ranks = [
         RankReport(
             RankFacts(

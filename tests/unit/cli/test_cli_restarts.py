@@ -37,20 +37,23 @@ if end == "wait":
     time.sleep(60)
 os.kill(os.getpid(), -end) if end < 0 else sys.exit(end)
 """
-CHECKPOINT_2, CHECKPOINT_4 = {"checkpoints/step_000002": 0}, {"checkpoints/step_000004": 0}
-GROUPS_3, MORE_GROUPS_3 = {"journal/step_000003.groups": 10}, {"journal/step_000003.groups": 20}
-FINISHED_70, FINISHED_71 = (
-    {"journal/group_00000070.samples": 10},
-    {"journal/group_00000071.samples": 5},
-)
-TRAIN_3, UNFINISHED = {"journal/step_000003.train": 5}, {"checkpoints/.step_000009.partial": 0}
+CHECKPOINT_2 = {"checkpoints/step_000002": 0}
+CHECKPOINT_4 = {"checkpoints/step_000004": 0}
+GROUPS_3 = {"journal/step_000003.groups": 10}
+MORE_GROUPS_3 = {"journal/step_000003.groups": 20}
+FINISHED_70 = {"journal/group_00000070.samples": 10}
+FINISHED_71 = {"journal/group_00000071.samples": 5}
+TRAIN_3 = {"journal/step_000003.train": 5}
+UNFINISHED = {"checkpoints/.step_000009.partial": 0}
 
 Start = Callable[..., subprocess.Popen[str]]
 
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """start(number of restarts, plan, more words): the supervisor over attempts that do as the plan says."""
+    """start(number of restarts, plan, more words): the supervisor over attempts that do as
+    the plan says.
+    """
     config = write_config(tmp_path)
     (tmp_path / "attempt.py").write_text(ATTEMPT)
 
@@ -88,7 +91,8 @@ def attempts(directory: Path) -> list[list[str]]:
 @pytest.mark.parametrize(
     ("plan", "code", "num_attempts", "said"),
     [
-        # Each attempt is further than all before: a checkpoint, groups, more of them, a later stage, a checkpoint.
+        # Each attempt is further than all before: a checkpoint, groups, more of them, a later
+        # stage, a checkpoint.
         (
             [
                 [CHECKPOINT_2, 1],
@@ -102,7 +106,8 @@ def attempts(directory: Path) -> list[list[str]]:
             6,
             "ended with exit code 134 in step 5; the run is started again (5 of 5)",
         ),
-        # Of a schedule that generates ahead: a group is finished, then a later one; the same again is no progress.
+        # Of a schedule that generates ahead: a group is finished, then a later one; the same again
+        # is no progress.
         (
             [[CHECKPOINT_2, 1], [FINISHED_70, 1], [FINISHED_71, 1], [FINISHED_70, 3], [{}, 0]],
             0,
@@ -190,7 +195,10 @@ def test_the_next_attempt_waits_for_what_the_last_has_left(start: Start, tmp_pat
     """A process that holds run.lock for two seconds more."""
     lock = tmp_path / "runs" / "tiny" / "run.lock"
     lock.parent.mkdir(parents=True)
-    hold = f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(1, flush=True)"
+    hold = (
+        f"import fcntl, time; f = open({str(lock)!r}, 'w'); fcntl.flock(f, fcntl.LOCK_EX);"
+        " print(1, flush=True)"
+    )
     holder = subprocess.Popen(
         [sys.executable, "-c", f"{hold}; time.sleep(2)"], stdout=subprocess.PIPE
     )

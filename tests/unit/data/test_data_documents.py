@@ -1,4 +1,6 @@
-"""Rows as documents of a supervised job: what trains, weights, limits, pairs, and the order in which they are drawn."""
+"""Rows as documents of a supervised job: what trains, weights, limits, pairs, and the order in
+which they are drawn.
+"""
 
 from __future__ import annotations
 
@@ -132,7 +134,10 @@ def test_conversations(tmp_path: Path) -> None:
         and sets.held_out_sources[0].name == "chats"
     )
     shown = list(format_sample_lines(sets.sources, tokenizer, 1, ("[", "]")))
-    own = "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a helpful assistant.<|im_end|>\n"
+    own = (
+        "<|im_start|>system\nYou are Qwen, created by Alibaba Cloud. You are a"
+        " helpful assistant.<|im_end|>\n"
+    )
     assert (
         shown[1]
         == own + "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n[Hello!<|im_end|>]"
@@ -174,7 +179,9 @@ def test_bad_conversations(row: dict[str, Any], problem: str, tmp_path: Path) ->
 
 
 def test_pairs(digits: Tokenizer, tmp_path: Path) -> None:
-    """The chosen document stands in front of the rejected one; whole conversations bring their prompt."""
+    """The chosen document stands in front of the rejected one; whole conversations
+    bring their prompt.
+    """
     data = DataConfig(train_files=(write(tmp_path / "pairs.jsonl", PAIRS[:1]),))
     sets = load_documents(data, SFTConfig(loss_mode="dpo"), digits, is_pairs=True)
     one = [[((3, 12, 3, 15, 4, 1), ((4, 6),)), ((3, 12, 3, 15, 5, 1), ((4, 6),))]]
@@ -203,7 +210,9 @@ PARTS = [{"type": "text", "text": "1"}, {"type": "text", "text": "+1="}]
 
 
 def test_pairs_of_conversations_are_written_by_the_chat_template(tmp_path: Path) -> None:
-    """With calls of tools in the prompt and as an answer; a prompt beside them may be a text, in parts or whole."""
+    """With calls of tools in the prompt and as an answer; a prompt beside them may be a text, in
+    parts or whole.
+    """
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen3"))
     asked = [{"role": "user", "content": PARTS}, CALL, {"role": "tool", "content": "2"}]
     rows = [
@@ -314,7 +323,8 @@ def test_bad_pairs(row: dict[str, Any], problem: str, digits: Tokenizer, tmp_pat
 
 def test_the_digest_tells_what_trains() -> None:
     """It names the data in a checkpoint: other tokens, spans, weights or order are other data."""
-    one, two = TokenDocument((3, 4, 5), ((1, 3),)), TokenDocument((3, 4), ((1, 2),))
+    one = TokenDocument((3, 4, 5), ((1, 3),))
+    two = TokenDocument((3, 4), ((1, 2),))
     digest = repr(InMemorySampleSet([DocumentSample((one,), "a"), DocumentSample((two,), "a")]))
     others = [
         [DocumentSample((two,), "a"), DocumentSample((one,), "a")],
@@ -332,7 +342,9 @@ def test_the_digest_tells_what_trains() -> None:
 
 
 def test_the_order_depends_on_the_step_alone(digits: Tokenizer, tmp_path: Path) -> None:
-    """Two sources with shares 3 and 1: every step of 4 has 3 and 1; an epoch of the small one has each row once."""
+    """Two sources with shares 3 and 1: every step of 4 has 3 and 1; an epoch of the small one has
+    each row once.
+    """
     first = write(tmp_path / "a.jsonl", [{"prompt": f"{i}=", "answer": "1"} for i in range(10)])
     second = write(tmp_path / "b.jsonl", [{"prompt": f"{i}+", "answer": "1"} for i in range(3)])
     sources = (

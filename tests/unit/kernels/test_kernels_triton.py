@@ -268,7 +268,9 @@ def special(device: str) -> dict[str, Any]:
         running[0] = MIN_LOGIT
         logits_RC = randn(4, 9, seed=5).double().to(device)
         columns_R = torch.arange(4, device=device)
-        candidate.update_statistics(logits_RC.clone(), None, columns_R, RowStatistics(*running.unbind()))
+        candidate.update_statistics(
+            logits_RC.clone(), None, columns_R, RowStatistics(*running.unbind())
+        )
         rows = RowGradientInputs(
             running[0] + running[1].log(), None, running[2], running[3], running[4]
         )

@@ -233,7 +233,11 @@ def test_compiles_for_hopper_with_wide_loads_and_no_spills(
     _, sizes = compiler._choose_launch_sizes(torch.empty(4, num_columns, device="meta"))
     num_warps = sizes.pop("num_warps")
     del sizes["enable_fp_fusion"]
-    kernel = compiler._update_statistics_kernel if name.startswith("update") else compiler._logit_gradient_kernel
+    kernel = (
+        compiler._update_statistics_kernel
+        if name.startswith("update")
+        else compiler._logit_gradient_kernel
+    )
     types = {"softcap": "fp32", **({"tile": "*fp16"} if "stash" in name else {})}
     found = compiled(kernel, {**sizes, **dict.fromkeys(WITHOUT[name])}, num_warps, types)
     words = sizes["BLOCK"] // (32 * num_warps) * (2 if "stash" in name else 4) // 16
@@ -254,9 +258,12 @@ def test_other_sizes_are_the_same_kernels(compiler: Any) -> None:
         for columns in [*range(1, 200), *range(200, 9000, 99), 18992, 65536, 151936]
     ]
     constants = {
-        tuple(compiler._choose_launch_sizes(torch.empty(shape, device="meta"))[1].items()) for shape in shapes
+        tuple(compiler._choose_launch_sizes(torch.empty(shape, device="meta"))[1].items())
+        for shape in shapes
     }
     assert len(constants) == 15
     for rows, columns in ((1, 151936), (8192, 8192), (77, 5)):
-        (programs,), sizes = compiler._choose_launch_sizes(torch.empty(rows, columns, device="meta"))
+        (programs,), sizes = compiler._choose_launch_sizes(
+            torch.empty(rows, columns, device="meta")
+        )
         assert (programs - 1) * sizes["NUM_ROWS"] < rows <= programs * sizes["NUM_ROWS"]

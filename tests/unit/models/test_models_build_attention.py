@@ -68,11 +68,23 @@ def test_equals_attention_written_out(lengths: list[int], num_groups: int) -> No
 
 def test_equal_lengths_that_lie_together_are_not_moved() -> None:
     together = documents([2, 2, 5, 3, 3, 3]).length_groups
-    assert together.document_runs == (DocumentRun(0, 4, 2), DocumentRun(4, 9, 5), DocumentRun(9, 18, 3))
+    assert together.document_runs == (
+        DocumentRun(0, 4, 2),
+        DocumentRun(4, 9, 5),
+        DocumentRun(9, 18, 3),
+    )
     assert together.query_order is None and together.key_order is None
     mixed = documents([2, 3, 2]).length_groups
     assert mixed.document_runs == (DocumentRun(0, 4, 2), DocumentRun(4, 7, 3))
-    assert mixed.query_order is not None and mixed.query_order.tokens.tolist() == [0, 1, 5, 6, 2, 3, 4]
+    assert mixed.query_order is not None and mixed.query_order.tokens.tolist() == [
+        0,
+        1,
+        5,
+        6,
+        2,
+        3,
+        4,
+    ]
     assert mixed.query_order.inverse.tolist() == [0, 1, 4, 5, 6, 2, 3]
 
 

@@ -228,7 +228,11 @@ def test_layers_of_stages() -> None:
         return ParallelLayout(pp, pp=pp, **ends).split_layers_into_chunks(num_layers)
 
     assert stage_depths(8, 4) == (2, 2, 2, 2) and stage_depths(5, 1) == (5,)
-    assert stage_depths(94, 8, num_first_stage_layers=11, num_last_stage_layers=11) == (11, *[12] * 6, 11)
+    assert stage_depths(94, 8, num_first_stage_layers=11, num_last_stage_layers=11) == (
+        11,
+        *[12] * 6,
+        11,
+    )
     assert stage_depths(61, 4, num_last_stage_layers=13) == (16, 16, 16, 13)
     assert (
         stage_depths(4, 2, num_first_stage_layers=3)

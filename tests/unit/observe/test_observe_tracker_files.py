@@ -324,7 +324,8 @@ sys.path.insert(0, sys.argv[2])
 from scheduler_samples import train_batch
 from rlhf_megatron.controller.observe.run_facts import RunFacts
 from rlhf_megatron.controller.observe.tracker import RunTracker
-tracker = RunTracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, RunFacts(decode_tokens=str, \
+tracker = RunTracker(Path(sys.argv[1]), ("jsonl", "tensorboard"), 10**6, \
+RunFacts(decode_tokens=str, \
 settings={"a": 1}))
 for step in range(1, 10**6):
     with tracker.track_step(step):

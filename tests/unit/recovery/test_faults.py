@@ -1,4 +1,6 @@
-"""Named points: a fault acts where, when and for whom it was planned, once over all processes of its directory."""
+"""Named points: a fault acts where, when and for whom it was planned, once over all processes of
+its directory.
+"""
 
 import signal
 import subprocess
@@ -52,7 +54,8 @@ def test_a_full_disk_is_an_oserror(tmp_path: Path) -> None:
 def test_a_killed_process_is_gone_and_its_mark_is_there(tmp_path: Path) -> None:
     code = (
         "import pathlib, sys\nfrom rlhf_megatron import faults\n"
-        f"faults.install_fault_plan('kill@loop.step_ends', 'controller', pathlib.Path({str(tmp_path)!r}))\n"
+        "faults.install_fault_plan('kill@loop.step_ends', 'controller',"
+        f" pathlib.Path({str(tmp_path)!r}))\n"
         "faults.reach_fault_point('loop.step_ends')\nsys.exit(0)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == -signal.SIGKILL

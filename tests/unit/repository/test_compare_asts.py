@@ -10,6 +10,8 @@ import pytest
 
 from tools.compare_asts import main
 
+pytestmark = pytest.mark.long  # 140 small repositories; the tool is for one occasion
+
 HEADERS = {
     "moves": "old\tnew\n",
     "renames": "old path\told name\tnew name\n",

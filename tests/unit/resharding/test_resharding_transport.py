@@ -133,7 +133,8 @@ def test_directory_of_a_killed_run_is_removed_by_the_next(tmp_path: Path) -> Non
     code = (
         "import sys, time; from rlhf_megatron.rollout.transports.transfer_dir"
         " import make_transfer_directory\n"
-        "made = make_transfer_directory(sys.argv[1], 1); print(made.path, flush=True); time.sleep(60)"
+        "made = make_transfer_directory(sys.argv[1], 1); print(made.path,"
+        " flush=True); time.sleep(60)"
     )
     process = subprocess.Popen(
         [sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True

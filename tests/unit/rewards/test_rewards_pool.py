@@ -455,7 +455,8 @@ with make_reward_scorer(config(timeout_s=600.0), Path({str(tmp_path / "log")!r})
     pool = scorer._worker_pool
     [result] = scorer([sample("pid")])
     def tell():
-        while len(pool.workers) < 2 or not all(worker.task_numbers for worker in pool.workers.values()):
+        while len(pool.workers) < 2 or not all(worker.task_numbers for worker in \
+pool.workers.values()):
             time.sleep(0.02)
         print(pool.template_process.pid, *pool.workers, flush=True)
     threading.Thread(target=tell).start()

@@ -604,7 +604,9 @@ class Server:
         stand for what others lend.
         """
         by_device = {str(start): piece for start, piece in pieces}
-        self.patch.setattr(bucket_buffers, "open_shared_memory", lambda memory: by_device[memory.device_id])
+        self.patch.setattr(
+            bucket_buffers, "open_shared_memory", lambda memory: by_device[memory.device_id]
+        )
         nothing = (b"", 0, 0, b"", 0, b"", False)
         lent = [
             LentSegment(start, SharedDeviceMemory(str(start), 0, piece.numel(), *nothing))

@@ -157,4 +157,10 @@ def test_columns_that_updates_tell_come_back_in_the_order_of_the_batch() -> None
         UpdateResult({"loss": 1.0}, 2.0, 0.1, is_skipped=False, old_log_probs=own) for own in told
     ]
     total = join_replica_results("actor.update", results, plans, offsets)
-    assert total.sums == {"loss": 2.0} and total.old_log_probs.log_probs.tolist() == [10, 11, 20, 30, 31]
+    assert total.sums == {"loss": 2.0} and total.old_log_probs.log_probs.tolist() == [
+        10,
+        11,
+        20,
+        30,
+        31,
+    ]

@@ -28,7 +28,9 @@ from rlhf_megatron.runtime.ray.ray_reward_pool import RayRewardPool, RewardPoolA
 from rlhf_megatron.runtime.server_keepers import RemoteProcessLostError
 
 PROGRAM = SUPPORT / "ray_rewards_program.py"
-NUM_MACHINES = "__import__('rlhf_megatron.rewards.reward_endpoint').rewards.reward_endpoint._num_machines"
+NUM_MACHINES = (
+    "__import__('rlhf_megatron.rewards.reward_endpoint').rewards.reward_endpoint._num_machines"
+)
 
 
 @dataclass

@@ -49,7 +49,9 @@ class Calls:
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
 
-    def scatter_call(self, method: str, batch: TokenBatch, **arguments: Any) -> Future[TokenLogProbs]:
+    def scatter_call(
+        self, method: str, batch: TokenBatch, **arguments: Any
+    ) -> Future[TokenLogProbs]:
         self.asked.append({"method": method, **arguments})
         ones = torch.ones(batch.num_tokens)
         future: Future[TokenLogProbs] = Future()

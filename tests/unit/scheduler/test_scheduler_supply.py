@@ -173,7 +173,8 @@ def test_a_held_session_ends_only_what_still_runs(is_aborted: bool) -> None:
     def choose(running: list[int]) -> int:
         others.append(
             threading.Thread(
-                target=session.abort_keys if is_aborted else session.poll_finished, args=([7],) * is_aborted
+                target=session.abort_keys if is_aborted else session.poll_finished,
+                args=([7],) * is_aborted,
             )
         )
         others[0].start()

@@ -184,7 +184,11 @@ def test_a_known_group_that_is_too_old_is_dropped() -> None:
     """Its tokens are of version 3, the policy that trains next is 5, the bound 1."""
     found = ResumedGroups(2, (finished(0, 3), finished(1, 4)))
     bench = Bench(
-        "one_step_off", session=HeldSession(is_free=True), version=5, steps_done=2, resumed_groups=found
+        "one_step_off",
+        session=HeldSession(is_free=True),
+        version=5,
+        steps_done=2,
+        resumed_groups=found,
     )
     with bench.supply:
         assert bench.take(3) == [1, 2]

@@ -135,6 +135,8 @@ def test_one_step_off() -> None:
     )
     found = values(result)
     assert found["schedule.name"] == "one_step_off" and found["rollout.num_engines"] == 1
-    assert found[f"{CORRECTION}.preset"] == "disabled" and result.is_complete and not result.problems
+    assert (
+        found[f"{CORRECTION}.preset"] == "disabled" and result.is_complete and not result.problems
+    )
     whole = translated(BASE, "rollout.nnodes=0", "rollout.n_gpus_per_node=8")
     assert "schedule.name" not in whole.values and values(whole)["rollout.colocated"] is True

@@ -157,13 +157,17 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
         mock.patch.object(MoEAlltoAllTokenDispatcher, "preprocess", before_exchange),
         mock.patch("rlhf_megatron.ranks.workers.trained_model.check_parameters_finite"),
         mock.patch("rlhf_megatron.ranks.workers.head_backend.try_triton_kernel", return_value=""),
-        mock.patch("rlhf_megatron.ranks.kernels.policy_row_loss.try_triton_kernel", return_value=""),
+        mock.patch(
+            "rlhf_megatron.ranks.kernels.policy_row_loss.try_triton_kernel", return_value=""
+        ),
         mock.patch(
             "rlhf_megatron.ranks.kernels.policy_row_loss._describe_kernel_problem", return_value=""
         ),
     ]
     if not loads_weights:
-        patches.append(mock.patch("rlhf_megatron.ranks.workers.megatron_backend.load_weights_on_rank"))
+        patches.append(
+            mock.patch("rlhf_megatron.ranks.workers.megatron_backend.load_weights_on_rank")
+        )
     return [*patches, _evenly_selected(hf_config)]
 
 

@@ -75,7 +75,9 @@ class WandbLogger(RunLogger):
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]
     ) -> None:
-        """Log the metrics over the axis "step", or "warmup/step" for a warm-up."""
+        """Log the metrics over the axis "step", or "warmup/step" for a warm-up. `run_seconds` is
+        not used.
+        """
         self._log_values("warmup/step" if row_kind == "warmup" else "step", step, metrics)
 
     def log_batch(self, step: int, batch_view: BatchView) -> None:

@@ -301,6 +301,7 @@ class BackgroundSupply:
     def _await_running_groups(self) -> None:
         """Wait until no group is being generated. Return early where no engine serves or the run is
         to stop. Raise the error of a thread. The deadline of the sync stage also ends the wait.
+        The watchdog of the sync stage ends a wait that takes too long, with HostTimeoutError.
         """
         ledger = self.ledger
         while self.is_serving() and not self._is_stop_requested():
