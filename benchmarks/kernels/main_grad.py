@@ -62,7 +62,7 @@ def peak_of(way: str, shape: Shape) -> float:
     if way == "sink":
         sink = MainGrad(problem.weight_VH, torch.ones_like(problem.weight_VH, requires_grad=False))
     before = reset_peak_memory()
-    run_head(fused(sink=sink), problem)
+    run_head(fused(weight_grad_sink=sink), problem)
     return peak_memory() - before
 
 
@@ -73,7 +73,7 @@ def error_of_two_passes(shape: Shape) -> float:
     assert expected is not None
     sink = MainGrad(problem.weight_VH, torch.zeros_like(problem.weight_VH, requires_grad=False))
     for _ in range(2):
-        run_head(fused(sink=sink), problem)
+        run_head(fused(weight_grad_sink=sink), problem)
     return relative_error(sink.main_grad_VH, 2 * expected)
 
 

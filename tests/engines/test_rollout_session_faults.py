@@ -218,7 +218,7 @@ def test_a_long_sync_ends_no_request_and_an_engine_that_hangs_does(
         poller.wait(lambda: len(poller.results) == len(work) + len(more))
         assert 6 <= time.monotonic() - start < 100
         kill(rig, 0, signal.SIGCONT)
-        poller.wait(lambda: len(rig.fleet.live_engines) == 2, session.mend)
+        poller.wait(lambda: len(rig.fleet.live_engines) == 2, session.mend_engines)
         poller.end()
     counters = rig.fleet.take_counters()
     assert counters["rollout/engine_failures"] == 1 and counters["rollout/requests_reissued"] >= 1

@@ -26,7 +26,7 @@ def waits_of_an_update(
     shard, plan = share(world, batch, token_budget=40)
     for _ in range(2):  # the head compares itself with its reference at first
         actor.update(shard, plan, reference.TEMPERATURE)
-    packed, row_loss, _ = actor._work(shard, plan, reference.TEMPERATURE, "policy")
+    packed, row_loss, _ = actor._prepare_update(shard, plan, reference.TEMPERATURE, "policy")
     with DeviceWaits() as waits:
         actor._run_training_pass(packed, row_loss)
     return len(packed.micro_batches), waits.found

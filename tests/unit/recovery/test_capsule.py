@@ -376,15 +376,15 @@ def test_a_mini_batch_is_skipped_kept_and_run_again(dist_pool: DistPool, tmp_pat
     assert 5 in bad["samples"] and len(facts["micro_batches"]) > 1
     again = result.replays["as it was"]
     mended = result.replays["mended"]
-    assert again.is_reproduced and again.found["first"] == "[dp0 pp0 tp0] loss"
-    assert again.found["micro_batches"] == facts["micro_batches"], (
+    assert again.is_reproduced and again.pass_facts["first"] == "[dp0 pp0 tp0] loss"
+    assert again.pass_facts["micro_batches"] == facts["micro_batches"], (
         "the same losses, to the last bit"
     )
-    assert again.lines[-1].startswith("reproduced: ") and again.lines[0].startswith(
+    assert again.report_lines[-1].startswith("reproduced: ") and again.report_lines[0].startswith(
         "capsule of step 1, actor,"
     )
-    assert not mended.is_reproduced and mended.lines[-1].startswith("not reproduced: ")
-    assert math.isfinite(mended.found["grad_norm"])
+    assert not mended.is_reproduced and mended.report_lines[-1].startswith("not reproduced: ")
+    assert math.isfinite(mended.pass_facts["grad_norm"])
 
 
 @pytest.mark.dist
@@ -430,16 +430,16 @@ def test_a_capsule_has_the_correction(
     assert (weights is not None and weights.unique().numel() > 2) == (loss == "ppo_clip")
     again = result.replays["as it was"]
     mended = result.replays["mended"]
-    assert again.is_reproduced and again.found["micro_batches"] == facts["micro_batches"], (
+    assert again.is_reproduced and again.pass_facts["micro_batches"] == facts["micro_batches"], (
         "to the last bit"
     )
     assert not mended.is_reproduced
     (plain,) = dist_pool.run(
         skipped_updates, config=CONFIG, run_dir=tmp_path / "plain", timeout_s=300
     )
-    assert plain.replays["mended"].found["micro_batches"] != mended.found["micro_batches"], (
-        "nothing was corrected"
-    )
+    assert (
+        plain.replays["mended"].pass_facts["micro_batches"] != mended.pass_facts["micro_batches"]
+    ), "nothing was corrected"
 
 
 @pytest.mark.dist
@@ -453,8 +453,8 @@ def test_a_step_with_log_probs_that_are_not_finite_is_left_out(
         "step 7 is not trained on: not finite: old_log_probs (55 tokens of sample 0 '0'"
     )
     again = result.replays["it"]
-    assert again.is_reproduced and again.found["columns"] == {"old_log_probs": True}
-    assert again.found["first"] == "[dp0 pp0 tp0] output of decoder.layers.1.mlp.linear_fc2"
+    assert again.is_reproduced and again.pass_facts["columns"] == {"old_log_probs": True}
+    assert again.pass_facts["first"] == "[dp0 pp0 tp0] output of decoder.layers.1.mlp.linear_fc2"
     facts = facts_of(tmp_path / "capsules" / "step_000007_actor")
     assert facts["columns"][0]["name"] == "old_log_probs" and facts["kind"] == "batch"
 
