@@ -146,8 +146,9 @@ class RestartSupervisor:
 
     def run_command(self, command: Sequence[str]) -> int:
         """Run the command once and return its exit code, or 128 + n if signal n has ended it. Where
-        MASTER_ADDR lists several addresses, replace the list by the address of node 0; without one,
-        return the code of a stop or of wrong usage.
+        MASTER_ADDR lists several addresses, replace the list by the address of node 0, in the
+        environment and in the command. Where no address of node 0 is found, do not run the command,
+        and return the code of a stop or of wrong usage.
         """
         environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
         given = os.environ.get("MASTER_ADDR", "")

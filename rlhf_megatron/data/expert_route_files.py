@@ -281,7 +281,9 @@ def group_paths_by_address(handles: Iterable[str]) -> dict[str, list[str]]:
 
 
 def _is_file_intact(path: str) -> bool:
-    """Return whether a file can be read and its ids have the digest in its name."""
+    """Return whether a file of expert ids can be loaded and, where its name ends in a digest, its
+    ids have that digest.
+    """
     try:
         ids: ExpertIds = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):

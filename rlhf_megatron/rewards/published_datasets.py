@@ -112,7 +112,8 @@ PUBLISHED_DATASETS = {
 
 def fetch_dataset(published: PublishedDataset) -> Path:
     """Return a directory with a copy of the data set's repository, downloaded from the hub or from
-    its cache. Raise ValueError where that fails.
+    its cache. Raise ValueError where that fails. Of the repository, only the files that
+    `published.files` names are downloaded.
     """
     return Path(
         download_from_hub(

@@ -144,7 +144,7 @@ class ServingFront:
 
     async def handle_health(self, request: web.Request) -> web.Response:
         """Answer with the status, the version and the number of engines: status 200 if an engine
-        serves, else 503.
+        serves and the server is neither stopping nor ended, else 503.
         """
         live, count = self.backend.engine_counts
         is_well = live > 0 and not self.is_stopping and not self.backend.end_future.done()

@@ -204,11 +204,16 @@ class PlacedProcess(Protocol):
     """The place where a process runs; see `ProcessLocation`."""
 
     @property
-    def address(self) -> str: ...
+    def address(self) -> str:
+        """The address of the machine, as the cluster reaches it."""
+
     @property
-    def machine(self) -> str: ...
+    def machine(self) -> str:
+        """The id of the machine, as `process_control.read_machine_id` makes it."""
+
     @property
-    def devices(self) -> tuple[str, ...]: ...
+    def devices(self) -> tuple[str, ...]:
+        """The devices that Ray gave to the process, as CUDA_VISIBLE_DEVICES names them."""
 
 
 @dataclass(frozen=True)
