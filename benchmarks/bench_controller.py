@@ -83,9 +83,8 @@ class Meter:
     def __init__(self) -> None:
         self.seconds: Counter[str] = Counter()  # of the main thread
         self.beside: Counter[str] = Counter()  # of others
-        self.bytes: dict[
-            str, int
-        ] = {}  # of the process at the peak of the part, beyond what stood at first
+        # of the process at the peak of the part, beyond what stood at first
+        self.bytes: dict[str, int] = {}
         self.drivers_s = 0.0  # of other processes
         # Of these seconds: between the last answer and the first micro-batch, without
         # what is made up.
@@ -170,9 +169,8 @@ class Engines(EngineFleet):
         ]
         engines = [SGLangEngine(address, Path("/nowhere")) for address in addresses]
         for engine in engines:
-            engine._limits = ServerLimits(
-                VOCABULARY, is_deterministic=False
-            )  # which a run asks for once
+            # which a run asks for once
+            engine._limits = ServerLimits(VOCABULARY, is_deterministic=False)
         super().__init__(engines, 3600.0, 0, driver_pool=drivers)
         while not drivers.are_all_ready:
             time.sleep(0.1)
@@ -342,9 +340,8 @@ def peak() -> int:
     return int(found[1]) * 1024
 
 
-LARGE = tuple(
-    Shape(num_groups, 8, 64, 8192, 1024, 1024) for num_groups in (64, 256, 1024)
-)  # is it linear?
+# is it linear?
+LARGE = tuple(Shape(num_groups, 8, 64, 8192, 1024, 1024) for num_groups in (64, 256, 1024))
 WHOLE = Shape(2048, 8, 64, 8192, 1024, 1024)  # the step whose figures follow
 
 
@@ -419,9 +416,8 @@ def main() -> None:
     )
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ctypes.CDLL(None).mallopt(
-        -3, 1 << 17
-    )  # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
+    # M_MMAP_THRESHOLD: columns are given back at once, as large ones are
+    ctypes.CDLL(None).mallopt(-3, 1 << 17)
     shape = Shape(
         args.groups, args.samples, Shape.prompt_length, args.response, args.ranks, args.engines
     )

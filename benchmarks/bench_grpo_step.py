@@ -74,16 +74,10 @@ TORCHRUN = [
     "--nproc-per-node",
     "2",
 ]
-TRL = {
-    "trl_1": ([], 1),
-    "trl_2": ([], 2),
-    "trl_dp2": (TORCHRUN, 1),
-}  # launcher, threads of a process
-ALIKE = {  # TRL's runs of as many processes
-    "ours_1": ("trl_1", "trl_2"),
-    "ours_dp2": ("trl_dp2",),
-    "ours_dp2_shared": ("trl_dp2",),
-}
+# launcher, threads of a process
+TRL = {"trl_1": ([], 1), "trl_2": ([], 2), "trl_dp2": (TORCHRUN, 1)}
+# TRL's runs of as many processes
+ALIKE = {"ours_1": ("trl_1", "trl_2"), "ours_dp2": ("trl_dp2",), "ours_dp2_shared": ("trl_dp2",)}
 STAGES = {
     "generate": ("generate",),
     "log_probs": ("annotate",),
@@ -199,9 +193,8 @@ def run_ours(name: str, folder: Path, num_steps: int, shape: Shape) -> Steps:
             f"data.{part}_files": f"[{folder / 'prompts.jsonl'}]" for part in ("train", "val")
         }
         reward = folder / "reward.py"
-        reward.write_text(
-            "def score(response):\n    return float(len(response) % 2)\n"
-        )  # as TRL's: all groups differ
+        # as TRL's: all groups differ
+        reward.write_text("def score(response):\n    return float(len(response) % 2)\n")
         overrides |= {"reward.name": "function", "reward.params": f"{{path: '{reward}:score'}}"}
     command = [sys.executable, "-m", "rlhf_megatron", "train", "configs/quickstart.yaml"]
     _run(

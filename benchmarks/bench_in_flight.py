@@ -201,9 +201,8 @@ def measure(servers: Servers, args: argparse.Namespace) -> dict[str, float]:
     pids = drivers.pids if drivers is not None else []
     while drivers is not None and not drivers.are_all_ready:
         time.sleep(0.1)
-    requests = requests_of(
-        num_groups, args.samples, args.response
-    )  # a run has its prompts, in flight or not
+    # a run has its prompts, in flight or not
+    requests = requests_of(num_groups, args.samples, args.response)
     with fleet.open_session() as session:
         threads = threading.active_count()
         stood = resident()

@@ -25,9 +25,8 @@ from benchmarks.common import ROOT, significant, write_result
 MODELS = ("deepseek_v3", "kimi_k2")
 FILES = 163  # of the generated index
 GB = 10**9
-_NO_ROOM = (
-    "are missing on the disk"  # which a dry run ends with on a machine that has no terabyte free
-)
+# which a dry run ends with on a machine that has no terabyte free
+_NO_ROOM = "are missing on the disk"
 
 
 def write_index(model: str, directory: Path) -> Path:

@@ -31,12 +31,8 @@ SIZES_MIB = (1, 8, 64, 512)
 ARENA_MIB = 512
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 LAYER = [576 * 576, 192 * 576, 192 * 576, 576 * 576, 1536 * 576, 1536 * 576, 576 * 1536, 576, 576]
-COLUMNS = (
-    (576, 1536),
-    (896, 4864),
-    (4096, 4096),
-    (4096, 14336),
-)  # down and output projections of models
+# down and output projections of models
+COLUMNS = (576, 1536), (896, 4864), (4096, 4096), (4096, 14336)
 RANKS = (2, 8)
 PROJECTIONS = {
     "q": (0, 1),

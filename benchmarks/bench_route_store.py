@@ -109,10 +109,8 @@ def main() -> None:
         store.close()
     ray.shutdown()
     rows = {name: spread(values) for name, values in seconds.items()}
-    shares = {
-        "store": num_fetched / gigabytes / 1e9,
-        "Ray": 1.0,
-    }  # an object of Ray moves as a whole
+    # an object of Ray moves as a whole
+    shares = {"store": num_fetched / gigabytes / 1e9, "Ray": 1.0}
     for name, row in rows.items():
         print(f"{row['median']:8.3f} s a GB  {name}")
     print("of a sample's bytes a stage of another machine fetches:", shares)

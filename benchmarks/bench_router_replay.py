@@ -52,10 +52,8 @@ HF_CONFIG: dict[str, Any] = {
 PROMPT_TOKENS = 12
 RESPONSE_TOKENS = 48
 GROUP = 4
-BUDGETS = (
-    600,
-    1000,
-)  # tokens of a micro-batch: of the pass that records, of the one that is compared
+# tokens of a micro-batch: of the pass that records, of the one that is compared
+BUDGETS = 600, 1000
 
 
 def sampled(

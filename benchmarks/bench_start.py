@@ -62,9 +62,8 @@ def measure(tree: Path, out: Path) -> tuple[float, float]:
         raise SystemExit(f"the run in {tree} ended before its first row:\n{''.join(said)}")
     wall = time.perf_counter() - began
     family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-    cpu = sum(
-        sum(member.cpu_times()[:4]) for member in family
-    )  # user, system, and both of children that have ended
+    # user, system, and both of children that have ended
+    cpu = sum(sum(member.cpu_times()[:4]) for member in family)
     process.send_signal(signal.SIGTERM)
     process.communicate()
     return wall, cpu

@@ -26,11 +26,8 @@ from rlhf_megatron.config.rollout_correction_rules import (
 from rlhf_megatron.config.schema import RolloutCorrectionConfig
 from rlhf_megatron.data.batch import TrainBatch
 
-SCALES = (
-    1e-4,
-    0.02,
-    0.5,
-)  # of log r, a sample in turn: so every filter keeps some tokens and rejects others
+# of log r, a sample in turn: so every filter keeps some tokens and rejects others
+SCALES = 1e-4, 0.02, 0.5
 BOUNDS: Mapping[str, str] = {
     "token_k1": "0.7_1.6",
     "token_k2": "0.05",

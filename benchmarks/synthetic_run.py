@@ -22,11 +22,8 @@ from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.show import render_config_yaml
 from rlhf_megatron.controller.observe.run_dir import write_json_atomically
 
-SOURCES = {
-    "addition": (0.5, 0.45),
-    "percentages": (0.3, 0.3),
-    "chain_sum": (0.2, 0.12),
-}  # weight, accuracy at first
+# weight, accuracy at first
+SOURCES = {"addition": (0.5, 0.45), "percentages": (0.3, 0.3), "chain_sum": (0.2, 0.12)}
 STAGES = {
     "next": 0.01,
     "generate": 5.2,

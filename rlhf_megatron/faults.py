@@ -69,10 +69,8 @@ POINTS = {
 MARK = "mark"
 _ITEM = re.compile(r"(?P<action>\w+)@(?P<point>[\w.]+)(?::(?P<arguments>.*))?", re.DOTALL)
 
-EXTRA_ACTIONS = (
-    "kill_engine",
-    "stop_engine",
-)  # made by the controller (`define_fault_action`) when its engines run
+# made by the controller (`define_fault_action`) when its engines run
+EXTRA_ACTIONS = "kill_engine", "stop_engine"
 
 
 @dataclass(frozen=True)

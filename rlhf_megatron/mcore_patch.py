@@ -49,9 +49,8 @@ class MegatronPatch:
     reason: str
     apply_patch: Callable[[], None]
     affected_versions: str = "0.16.1 to 0.19.x"  # that need it: "FIRST to LAST", or one alone
-    is_needed: Callable[[], bool] | None = (
-        None  # looks whether the defect is there; None: nothing to look at
-    )
+    # looks whether the defect is there; None: nothing to look at
+    is_needed: Callable[[], bool] | None = None
 
     def covers_version(self, version: str) -> bool:
         """Return whether a version of megatron-core lies in `affected_versions`; "0.19.x" covers

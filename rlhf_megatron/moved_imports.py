@@ -43,9 +43,8 @@ class MovedImport:
     path: Path
     line: int
     former: str  # dotted
-    current_names: tuple[
-        CurrentName, ...
-    ]  # several where a package had the name of several modules
+    # several where a package had the name of several modules
+    current_names: tuple[CurrentName, ...]
 
     def __str__(self) -> str:
         current = " or ".join(map(str, self.current_names))

@@ -8,9 +8,8 @@ import signal
 import threading
 import time
 
-STOPPED_EXIT_CODE = (
-    75  # of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
-)
+# of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
+STOPPED_EXIT_CODE = 75
 
 
 def get_startup_exit_code(signal_number: int) -> int:

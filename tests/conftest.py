@@ -15,9 +15,8 @@ from triton_interpreter import TritonInterpreter
 
 from rlhf_megatron.ranks.kernels.triton_support import query_interpreter_support
 
-if (
-    not torch.cuda.is_available()
-):  # which begins in no process that is forked off one where it was looked for
+# which begins in no process that is forked off one where it was looked for
+if not torch.cuda.is_available():
     warm.install()
 
 

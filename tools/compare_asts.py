@@ -446,9 +446,8 @@ class Scope:
 
     kind: str  # "module", "class", "function", "lambda" or "comprehension"
     qualified_name: str  # of the function or class, "" of the module
-    kinds: dict[str, str] = field(
-        default_factory=dict
-    )  # name: "parameter", "definition", "variable", "import"
+    # name: "parameter", "definition", "variable", "import"
+    kinds: dict[str, str] = field(default_factory=dict)
     imported_names: list[ImportedName] = field(default_factory=list)
     global_names: set[str] = field(default_factory=set)
     nonlocal_names: set[str] = field(default_factory=set)

@@ -25,10 +25,8 @@ BucketKind = Literal[
     "drop_bucket", "half_bucket", "swap_names", "swap_rows", "flip_byte", "old_bucket"
 ]
 BUCKET_KINDS: tuple[str, ...] = get_args(BucketKind)
-UPDATE_PATHS = {
-    "local": "/update_weights",
-    "sglang": "/update_weights_from_tensor",
-}  # by kind of engine
+# by kind of engine
+UPDATE_PATHS = {"local": "/update_weights", "sglang": "/update_weights_from_tensor"}
 
 
 def read_manifest(kind: str, body: bytes) -> BucketManifest | None:
@@ -47,9 +45,8 @@ def write_manifest(kind: str, body: bytes, manifest: BucketManifest) -> bytes:
         return manifest.encode_json().encode()
     request = json.loads(body)
     text = json.dumps({**_read_order(body), "manifest": manifest.encode_json()}).encode()
-    pairs = [
-        ("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    ]  # SGLang's wire format is a pickle
+    # SGLang's wire format is a pickle
+    pairs = [("order", torch.frombuffer(bytearray(text), dtype=torch.uint8))]
     payload = base64.b64encode(pickle.dumps(pairs)).decode()
     request["serialized_named_tensors"] = [payload] * len(request["serialized_named_tensors"])
     return json.dumps(request).encode()

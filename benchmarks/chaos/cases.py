@@ -41,10 +41,8 @@ _NTH = {
     "ckpt.after_commit": 2,
     "evaluate.before": LAST_EVALUATION,
 }
-REFERENCE_SETTINGS = (
-    "trainer.deterministic",
-    "rollout.num_engines",
-)  # that the undisturbed run must have as well
+# that the undisturbed run must have as well
+REFERENCE_SETTINGS = "trainer.deterministic", "rollout.num_engines"
 ENGINE_POINTS = (
     "rollout.mid_generate",
     "sync.after_begin",
@@ -69,15 +67,13 @@ class Case:
     layout: str
     plan: str
     from_outside: FromOutside | None = None
-    first_exit: tuple[int, ...] | None = (
-        None  # allowed codes of the disturbed launch; None: any but 0
-    )
+    # allowed codes of the disturbed launch; None: any but 0
+    first_exit: tuple[int, ...] | None = None
     said: tuple[str, ...] = ()  # by the console or the hang report of the disturbed launch
     settings: dict[str, Any] = field(default_factory=dict)
     is_bitwise: bool = True  # False: not in deterministic mode, compared by state
-    has_checkpoint: bool = (
-        True  # False: the fault comes before the first one, and the run starts anew
-    )
+    # False: the fault comes before the first one, and the run starts anew
+    has_checkpoint: bool = True
 
     @property
     def may_repeat(self) -> int:
@@ -128,9 +124,8 @@ def kills() -> Iterator[Case]:
         yield Case(f"inline/kill/{point}", "inline", plan, first_exit=codes, settings=settings)
     for point in POINTS:
         for who in who_passes(point):
-            codes = {"rank1": (FAILED,), "driver0": (0,)}.get(
-                who
-            )  # rank 0 hands on the controller's code
+            # rank 0 hands on the controller's code
+            codes = {"rank1": (FAILED,), "driver0": (0,)}.get(who)
             plan = f"kill@{point}:who={who},{when(point)}"
             settings = needed_by(point)
             yield Case(f"tp2/kill_{who}/{point}", "tp2", plan, first_exit=codes, settings=settings)

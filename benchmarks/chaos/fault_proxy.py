@@ -116,9 +116,8 @@ class FaultProxy:
         self._timeout = aiohttp.ClientTimeout(total=timeout_s)
         self.num_buckets = 0  # that came by
         self._version: int | None = None  # of the buckets that pass
-        self._kept: tuple[int, KeptBucket] | None = (
-            None  # number, and a bucket to come again as an old one
-        )
+        # number, and a bucket to come again as an old one
+        self._kept: tuple[int, KeptBucket] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(
             target=self._loop.run_forever, name="fault-proxy", daemon=True

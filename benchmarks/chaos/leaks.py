@@ -61,9 +61,8 @@ def listening_ports(pids: Iterable[int] | None) -> set[int]:
 class FileCounts:
     """Open file descriptors of each process over its life."""
 
-    _counts: dict[tuple[str, int], list[tuple[float, int]]] = field(
-        default_factory=dict
-    )  # (role, pid) -> time, count
+    # (role, pid) -> time, count
+    _counts: dict[tuple[str, int], list[tuple[float, int]]] = field(default_factory=dict)
 
     def add(self, processes: Sequence[Process], seconds: float) -> None:
         for process in processes:

@@ -33,17 +33,14 @@ class Outcome:
 
     name: str
     plan: str
-    fired: list[str] = field(
-        default_factory=list
-    )  # of each fault of the plan that happened: who did what and when
-    exit_codes: list[int | None] = field(
-        default_factory=list
-    )  # of each launch; None: past its deadline
+    # of each fault of the plan that happened: who did what and when
+    fired: list[str] = field(default_factory=list)
+    # of each launch; None: past its deadline
+    exit_codes: list[int | None] = field(default_factory=list)
     restarts: int = 0
     seconds: float = 0.0
-    resumed_from: list[int | None] = field(
-        default_factory=list
-    )  # step, of each launch that has a run directory
+    # step, of each launch that has a run directory
+    resumed_from: list[int | None] = field(default_factory=list)
     num_repeated: int = 0  # samples of training that were generated more than once
     seconds_to_end: float | None = None  # from the fault to the end of the disturbed launch
     is_equal: bool = False  # bit for bit, or by state where the case says so

@@ -138,12 +138,8 @@ def clean_environment() -> dict[str, str]:
         if not name.startswith(_LAUNCHER_PREFIXES) and name not in _LAUNCHER_NAMES
     }
     fixed = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    return {
-        **kept,
-        **fixed,
-        "PYTHONPATH": str(ROOT),
-        "RLHF_MEGATRON_FORKS": "0",
-    }  # a fork has no command line of its own
+    # a fork has no command line of its own
+    return {**kept, **fixed, "PYTHONPATH": str(ROOT), "RLHF_MEGATRON_FORKS": "0"}
 
 
 def _read_process(entry: Path, marker: str) -> Process | None:

@@ -39,9 +39,8 @@ from rlhf_megatron.runtime.rank_roles import RoleBuilder
 from rlhf_megatron.runtime.role_proxies import RoleProxies
 
 SHAKE = 0.05  # standard deviation of what is added to every weight before a sync
-SGLANG_CPU = (
-    ROOT / "configs" / "quickstart_sglang.yaml"
-)  # has the arguments for a machine without a GPU
+# has the arguments for a machine without a GPU
+SGLANG_CPU = ROOT / "configs" / "quickstart_sglang.yaml"
 
 
 @dataclass(frozen=True)

@@ -90,10 +90,8 @@ def settings(directory: Path) -> dict[str, Any]:
 def write_task(directory: Path, seed: int = 1) -> Path:
     """Prompts and configuration under `directory`. Returns the configuration's path."""
     directory.mkdir(parents=True, exist_ok=True)
-    for name, count in (
-        ("train", 20),
-        ("val", 12),
-    ):  # 20 prompts, 8 a step: an epoch ends inside a step
+    # 20 prompts, 8 a step: an epoch ends inside a step
+    for name, count in (("train", 20), ("val", 12)):
         draw = random.Random(f"{name}{seed}")
         rows = [
             {"prompt": f"{draw.randrange(100):02d}+{draw.randrange(100):02d}=", "answer": "0"}

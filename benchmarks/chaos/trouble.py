@@ -19,9 +19,8 @@ from pathlib import Path
 
 from benchmarks.chaos.program import Launch, Process
 
-LARGEST_FILE = (
-    2 << 20
-)  # bytes, with a full disk: more than a weight bucket, less than a rank's part of a checkpoint
+# bytes, with a full disk: more than a weight bucket, less than a rank's part of a checkpoint
+LARGEST_FILE = 2 << 20
 PAUSE_S = 2.0
 OUTAGE_S = 3.0
 FULL_DISK_S = 20.0

@@ -14,11 +14,8 @@ from benchmarks.chaos.compare import Row, rows_of, samples_of
 from benchmarks.chaos.task import SOAK_GROUP_SIZE, SOAK_PROMPTS
 
 LAST_STEPS = 20  # whose mean reward is held against the target
-COUNTERS = (
-    "rollout/engine_restarts",
-    "rollout/engine_failures",
-    "rollout/requests_reissued",
-)  # of each step
+# of each step
+COUNTERS = "rollout/engine_restarts", "rollout/engine_failures", "rollout/requests_reissued"
 
 
 def expected_prompts(config: Path, num_steps: int) -> list[Counter[str]]:

@@ -45,9 +45,8 @@ class Baseline:
         self.outputs = self.function(inputs.hidden_TH, inputs.weight_VH, inputs.targets_T)
 
     def forward_only(self) -> None:
-        inputs = (
-            self.inputs
-        )  # detached: some form gradients in their forward pass where an input asks for them
+        # detached: some form gradients in their forward pass where an input asks for them
+        inputs = self.inputs
         with torch.no_grad():
             self.function(inputs.hidden_TH.detach(), inputs.weight_VH.detach(), inputs.targets_T)
 

@@ -141,10 +141,8 @@ def simulate_ranks(
     shards = inputs.weight_VH.detach().split(-(-shape.vocab // num_ranks))
     found: list[list[Tensor]] = []
     with group.in_place_of_torch(), torch.no_grad():
-        for is_complete in (
-            False,
-            True,
-        ):  # in the first round each has only what those before it have sent
+        # in the first round each has only what those before it have sent
+        for is_complete in (False, True):
             for rank, shard_VH in enumerate(shards):
                 group.current = rank
                 outputs = compute_linear_log_probs(

@@ -38,9 +38,8 @@ class Figure:
 @dataclass(frozen=True)
 class CaseResult:
     figures: tuple[Figure, ...]
-    details: dict[
-        str, Any
-    ]  # shapes, seconds of each repetition, versions of baselines: what the result file keeps
+    # shapes, seconds of each repetition, versions of baselines: what the result file keeps
+    details: dict[str, Any]
 
 
 @dataclass(frozen=True)

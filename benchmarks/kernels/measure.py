@@ -29,9 +29,8 @@ LEAST_ROUNDS = 3
 REPEATS_VARIABLE = "BENCH_KERNELS_REPEATS"  # set by the runner's --repeats
 CHILD_TIMEOUT_S = 300.0
 
-Parts = Mapping[
-    str, float
-]  # CPU seconds of each part of one run: {"forward": 1.2, "backward": 2.5}
+# CPU seconds of each part of one run: {"forward": 1.2, "backward": 2.5}
+Parts = Mapping[str, float]
 
 
 def most_rounds() -> int:

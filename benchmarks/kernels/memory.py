@@ -38,9 +38,8 @@ HEADS: dict[str, Head] = {
 
 def extra_bytes(name: str, shape: Shape) -> float:
     """In this process, which must be a fresh one."""
-    run_head(
-        HEADS[name], make_problem(WARM_UP)
-    )  # loads and initialises what is loaded on first use
+    # loads and initialises what is loaded on first use
+    run_head(HEADS[name], make_problem(WARM_UP))
     problem = make_problem(shape)
     before = reset_peak_memory()
     run_head(HEADS[name], problem)

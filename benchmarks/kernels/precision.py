@@ -61,9 +61,8 @@ class Sample:
 
 
 Outputs = tuple[Tensor, Tensor]  # log-probs and entropies
-Compute = Callable[
-    [Sample, Problem], Outputs
-]  # the second: the sample's problem with leaves of its own
+# the second: the sample's problem with leaves of its own
+Compute = Callable[[Sample, Problem], Outputs]
 
 
 def ours(sample: Sample, problem: Problem) -> Outputs:

@@ -24,9 +24,8 @@ AGAIN = "recompute"
 def run(is_quick: bool) -> CaseResult:
     shape = QUICK_SHAPE if is_quick else SHAPE
     problem = make_problem(shape)
-    stash_bytes = (
-        2 * 2 * shape.num_tokens * shape.vocab
-    )  # more than the logits need: what is beside them fits too
+    # more than the logits need: what is beside them fits too
+    stash_bytes = 2 * 2 * shape.num_tokens * shape.vocab
     heads = {STASH: fused(stash_bytes=stash_bytes), AGAIN: fused()}
     with_stash, without = (run_head(head, problem) for head in heads.values())
     turns = take_turns(

@@ -33,9 +33,8 @@ _COMMON: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "attention_dropout": 0.0,
 }
-_QWEN2 = {
-    key: value for key, value in _COMMON.items() if key != "head_dim"
-}  # it has hidden_size / heads
+# it has hidden_size / heads
+_QWEN2 = {key: value for key, value in _COMMON.items() if key != "head_dim"}
 # Within 128 positions all three bands: of the eight waves one is kept, two are blended, five
 # are stretched.
 _LLAMA3_ROPE = {

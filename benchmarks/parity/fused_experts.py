@@ -13,9 +13,8 @@ from torch import Tensor
 MATRICES = ("gate_proj", "up_proj", "down_proj")
 ON_DISK = {"mixtral": ("block_sparse_moe", ("w1", "w3", "w2"))}  # Mixtral's own names
 _ONE = re.compile(r"(.*layers\.\d+\.)(mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
-_ENTRY = re.compile(
-    r"(.*layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)"
-)  # GPT-OSS
+# GPT-OSS
+_ENTRY = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
 _ENTRIES = re.compile(r"(.*layers\.\d+\.mlp\.experts\.)((?:gate_up|down)_proj(?:_bias)?)")
 _FUSED = re.compile(r"(.*layers\.\d+\.)mlp\.experts\.(gate_up_proj|down_proj)")
 

@@ -52,9 +52,8 @@ class Axes:
     vpp: int = 1
     sequence_parallel: bool = False
     distributed: bool = False  # distributed optimizer
-    overlap: bool = (
-        False  # of the gradient reduction; with `distributed` also of the parameter gather
-    )
+    # of the gradient reduction; with `distributed` also of the parameter gather
+    overlap: bool = False
     on_host: bool = False  # the optimizer's state
     in_few_bits: bool = False  # the same; not in LAYOUTS, since moments are rounded
     recompute: str | None = None  # a key of RECOMPUTE

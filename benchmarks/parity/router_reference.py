@@ -95,9 +95,8 @@ class Routers:
     def _picked(self, number: int, logits: Tensor) -> Tensor:
         bias = getattr(self.gates[number], "e_score_correction_bias", 0.0)
         scores = self._scores(logits) + bias
-        if (
-            self.num_groups > 1
-        ):  # DeepSeek-V3 (2412.19437): of the groups whose best two experts are best together
+        # DeepSeek-V3 (2412.19437): of the groups whose best two experts are best together
+        if self.num_groups > 1:
             groups = scores.unflatten(-1, (self.num_groups, -1))
             kept = groups.topk(2, -1).values.sum(-1).topk(self.topk_group, -1).indices
             is_kept = torch.zeros(groups.shape[:-1], dtype=torch.bool).scatter(-1, kept, True)

@@ -43,9 +43,8 @@ class RankResult:
     before: TokenLogProbs | CriticValues | None
     after: TokenLogProbs | CriticValues | None
     plan: ReplicaPlan
-    gradients: dict[
-        str, Tensor
-    ]  # of the first optimizer step, reduced, before clipping; of one copy of the model
+    # of the first optimizer step, reduced, before clipping; of one copy of the model
+    gradients: dict[str, Tensor]
     weights: dict[str, Tensor]
     grad_norms: list[float]
     routes: list[Tensor]  # rows of `routes`, before the first optimizer step
@@ -104,9 +103,8 @@ def _run_cut(
     from rlhf_megatron.ranks.checkpoint.model_weights import collect_named_weights
 
     worker = make_worker()
-    if (
-        subject.megatron.overlap_grad_reduce and world.is_first_stage
-    ):  # Megatron has one bucket on the others
+    # Megatron has one bucket on the others
+    if subject.megatron.overlap_grad_reduce and world.is_first_stage:
         (buffer,) = worker.backend.model.chunks[0].buffers
         assert len(buffer.buckets) > 1, "overlap needs several buckets"
     gradients = _watch_gradients(worker, world)

@@ -34,9 +34,8 @@ def pairs(answers: Path) -> None:
     rows = []
     for line in answers.read_text().splitlines():
         given = json.loads(line)
-        row = asked[
-            given["index"]
-        ]  # what the file of answers has as "prompt" is in the chat template already
+        # what the file of answers has as "prompt" is in the chat template already
+        row = asked[given["index"]]
         for wrong in sorted({text.strip() for text in given["responses"]} - {row["answer"], ""}):
             rows.append({"prompt": row["prompt"], "chosen": row["answer"], "rejected": wrong})
     random.Random(1).shuffle(rows)

@@ -60,9 +60,8 @@ def make_token_rewards(
     scores_S = rewards_B[has_tokens_B].double()
     rewards_T = torch.zeros(response_mask_T.numel(), device=rewards_B.device)
     if kl_T is not None:
-        for start in range(
-            0, rewards_T.numel(), BLOCK_TOKENS
-        ):  # memory that stays in a cache is several times faster
+        # memory that stays in a cache is several times faster
+        for start in range(0, rewards_T.numel(), BLOCK_TOKENS):
             block = slice(start, start + BLOCK_TOKENS)
             costs_T = kl_T[block].double().mul_(kl_coef).masked_fill_(~trains_T[block], 0.0)
             torch.sub(rewards_T[block], costs_T, out=rewards_T[block])

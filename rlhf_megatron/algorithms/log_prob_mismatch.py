@@ -161,9 +161,8 @@ def compute_percentiles(
     rest = (column_N if may_reorder else column_N.clone()).cpu().numpy()
     num_below = 0
     found = {}
-    for rank in sorted(
-        set(ranks)
-    ):  # one at a time, each in what is above the one before: numpy's fast way
+    # one at a time, each in what is above the one before: numpy's fast way
+    for rank in sorted(set(ranks)):
         place = rank - num_below
         if place == len(rest) - 1:
             found[rank] = float(rest.max())
@@ -181,9 +180,8 @@ class DifferenceHistogram:
     where one is not a number.
     """
 
-    counts: tuple[
-        int, ...
-    ]  # one a bin between HISTOGRAM_EDGES: [edge i, edge i + 1); the last bin is open to the right
+    # one a bin between HISTOGRAM_EDGES: [edge i, edge i + 1); the last bin is open to the right
+    counts: tuple[int, ...]
     num_tokens: int
     mean: float
     p99: float  # nearest rank

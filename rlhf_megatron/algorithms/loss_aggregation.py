@@ -41,9 +41,8 @@ class AggregationInputs:
     offsets: Tensor  # [B + 1] int64; sequence i owns tokens offsets[i] : offsets[i + 1]
     num_response_tokens: int  # N, over all replicas, at least 1
     num_sequences: int  # S, likewise
-    scale_factor: (
-        float | None
-    )  # actor.loss_scale_factor in tokens, for one that needs "scale_factor"
+    # actor.loss_scale_factor in tokens, for one that needs "scale_factor"
+    scale_factor: float | None
 
 
 Aggregation = Callable[[AggregationInputs], Tensor]  # [T] float64 weights, 0 where the mask is

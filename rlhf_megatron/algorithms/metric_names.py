@@ -13,9 +13,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Literal, cast
 
-BetterDirection = Literal[
-    "", "higher", "lower"
-]  # the direction in which a run is better off, where there is one
+# the direction in which a run is better off, where there is one
+BetterDirection = Literal["", "higher", "lower"]
 Reduction = Literal[
     "mean", "sum", "max", "min", "std", "quantile", "share", "ratio", "last", "count", "verdict"
 ]

@@ -80,6 +80,5 @@ def compute_resampling_weights(rewards_V: Tensor, params: ResamplingParams) -> T
         return ((rewards_V == high) | (rewards_V == low)).to(torch.float64)
     if params.reweight_method == "max_random":
         return torch.where(rewards_V == high, 0.4, 0.1).to(torch.float64)
-    return (rewards_V.abs() / rewards_V.abs().max()).pow(
-        params.weight_pow
-    )  # as a share: no power overflows
+    # as a share: no power overflows
+    return (rewards_V.abs() / rewards_V.abs().max()).pow(params.weight_pow)

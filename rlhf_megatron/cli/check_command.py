@@ -43,9 +43,8 @@ def run_check_command(args: argparse.Namespace) -> int:
     Hide GPUs from this process, and turn SIGTERM into an exit that cleans up. Raise ConfigError for
     problems that `config check` finds, ValueError for options or a model that cannot be checked.
     """
-    os.environ["CUDA_VISIBLE_DEVICES"] = (
-        ""  # before torch is imported: shapes and processes, no GPU
-    )
+    # before torch is imported: shapes and processes, no GPU
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     signal.signal(signal.SIGTERM, _exit_on_signal)  # through `finally`, so that no process is left
     if args.max_processes < 1:
         raise ValueError(f"--max-processes is {args.max_processes}; it must be at least 1.")

@@ -21,9 +21,8 @@ from rlhf_megatron.cli.commands import COMMANDS, add_traceback_option
 from rlhf_megatron.config.errors import ConfigError
 
 USAGE_ERROR = 2
-_FIRST_RANK_GRACE_S = (
-    60.0  # for the checks of a node's first rank, which the other ranks leave to it
-)
+# for the checks of a node's first rank, which the other ranks leave to it
+_FIRST_RANK_GRACE_S = 60.0
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -78,9 +77,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         if hasattr(args, "traceback"):
             raise
-        if (
-            os.environ.get("LOCAL_RANK", "0") != "0"
-        ):  # the first rank of the node finds the same, and ends this one
+        # the first rank of the node finds the same, and ends this one
+        if os.environ.get("LOCAL_RANK", "0") != "0":
             time.sleep(_FIRST_RANK_GRACE_S)
             return USAGE_ERROR
         _print_error_lines(

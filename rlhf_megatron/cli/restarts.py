@@ -41,17 +41,15 @@ FINAL_EXIT_CODES = {
 MAX_IDLE_ATTEMPTS = 2
 CONNECT_TIMEOUT_S = 3.0
 ADDRESS_POLL_S = 1.0
-LOCK_RELEASE_TIMEOUT_S = (
-    30.0  # for what an attempt has left to end: its controller, where the agent was killed
-)
+# for what an attempt has left to end: its controller, where the agent was killed
+LOCK_RELEASE_TIMEOUT_S = 30.0
 _CHECKPOINT_PATTERN = re.compile(r"step_(\d+)")
 _JOURNAL_RECORD_PATTERN = re.compile(r"step_(\d+)\.(groups|scored|train)")
 _JOURNAL_STAGES = ("groups", "scored", "train")
 _JOURNAL_GROUP_PATTERN = re.compile(r"group_(\d+)\.samples")  # of a schedule that generates ahead
 
-RunProgress = tuple[
-    int, int, int
-]  # step, stage in it (-1: nothing yet), bytes, or groups of the run so far
+# step, stage in it (-1: nothing yet), bytes, or groups of the run so far
+RunProgress = tuple[int, int, int]
 
 
 @dataclass(frozen=True)

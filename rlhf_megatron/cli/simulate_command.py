@@ -99,9 +99,8 @@ def _read_or_plan_durations(config: RunConfig, args: argparse.Namespace) -> RunD
     path: Path | None = args.durations
     if path is not None:
         return read_recorded_durations(path) if path.is_dir() else read_durations(path)
-    from rlhf_megatron.planning.simulator.planned_durations import (
-        plan_durations,  # with torch, which the others do without
-    )
+    # with torch, which the others do without
+    from rlhf_megatron.planning.simulator.planned_durations import plan_durations
 
     return plan_durations(config, args.gpu, args.median)
 

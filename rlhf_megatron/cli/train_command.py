@@ -41,13 +41,10 @@ def _start_training(job_name: str, args: argparse.Namespace, options: dict[str, 
     Outside of torchrun, first install handlers for signals that arrive before the run has begun.
     `options` are the arguments that only some jobs have.
     """
-    if (
-        "TORCHELASTIC_RUN_ID" not in os.environ
-    ):  # a rank waits where Python cannot run: a signal must end it at once
-        for number in (
-            signal.SIGTERM,
-            signal.SIGUSR1,
-        ):  # until the launcher or the controller takes them
+    # a rank waits where Python cannot run: a signal must end it at once
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        # until the launcher or the controller takes them
+        for number in (signal.SIGTERM, signal.SIGUSR1):
             signal.signal(number, _exit_on_early_signal)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [number])
     from rlhf_megatron import api

@@ -60,9 +60,8 @@ def set_missing_variables(
     wanted = choose_communicator_variables(rollout, environment)
     if trainer.deterministic:
         wanted |= DETERMINISM
-    if (
-        trainer.runtime != "ray" and trainer.device != "cpu"
-    ):  # Ray's driver is no rank; its GPUs may be of another kind
+    # Ray's driver is no rank; its GPUs may be of another kind
+    if trainer.runtime != "ray" and trainer.device != "cpu":
         wanted |= choose_queue_variables(megatron_configs, read_local_gpu_names())
     for name, value in wanted.items():
         environment.setdefault(name, value)

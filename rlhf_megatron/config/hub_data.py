@@ -89,9 +89,8 @@ def find_local_split_files(split: DatasetSplit) -> list[str]:
             repository, repo_type="dataset", revision=revision or None, local_files_only=True
         )
     except LocalEntryNotFoundError as error:
-        found = getattr(
-            error, "snapshot_path", ""
-        )  # newer versions know that the repository has more files
+        # newer versions know that the repository has more files
+        found = getattr(error, "snapshot_path", "")
         if not found:
             return []
     folder = Path(found)

@@ -21,10 +21,8 @@ from rlhf_megatron.config.errors import ConfigError, ConfigProblem
 from rlhf_megatron.config.schema import RunConfig
 
 REDACTED = "<redacted>"
-ENVIRONMENTS = (
-    "rollout.sglang.env",
-    "reward_model.served.env",
-)  # each name that ends so is a secret's there
+# each name that ends so is a secret's there
+ENVIRONMENTS = "rollout.sglang.env", "reward_model.served.env"
 _ALWAYS = re.compile(
     r"(^|_)(apikey|auth|authorization|secret|passwd|passphrase|credentials?)$|password$"
 )

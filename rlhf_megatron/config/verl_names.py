@@ -68,9 +68,8 @@ class VerlKey:
     note: str = ""
     affects_learning: bool = False  # left out, it changes what is learnt
     switch_key: str = ""  # verl's key without which it asks for nothing
-    off_values: tuple[
-        object, ...
-    ] = ()  # values that ask for nothing, beside null, false, 0, -1, "", [] and {}
+    # values that ask for nothing, beside null, false, 0, -1, "", [] and {}
+    off_values: tuple[object, ...] = ()
 
 
 def _parse_table_line(line: str) -> VerlKey:
@@ -139,9 +138,8 @@ def suggest_setting(key: str) -> KeySuggestion:
     if entry is None and (name := path.rpartition(".")[2]) in ELSEWHERE:
         return KeySuggestion(f"Here it is {ELSEWHERE[name]}.", (ELSEWHERE[name].partition(" ")[0],))
     name = path.rpartition(".")[2]
-    if entry is None and not any(
-        other.rpartition(".")[2] == name for other in known
-    ):  # verl's, without its section
+    # verl's, without its section
+    if entry is None and not any(other.rpartition(".")[2] == name for other in known):
         named = [each for each in VERL_NAMES if each.name.rpartition(".")[2] == name]
         entry = min(named, key=lambda each: not each.name.startswith("trainer."), default=None)
     if entry is None:
@@ -163,9 +161,8 @@ def has_known_subkeys(key: str) -> bool:
         entry.name.startswith(path + ".") and entry.name != f"{path}.*" for entry in VERL_NAMES
     )
     entry = find_verl_key(path)
-    if (
-        entry is not None
-    ):  # what stands for a section says enough, but where it only says that the rest has no place
+    # what stands for a section says enough, but where it only says that the rest has no place
+    if entry is not None:
         return below and entry.target is None and entry.name == f"{path}.*"
     return (
         below

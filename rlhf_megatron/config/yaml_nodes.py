@@ -46,9 +46,8 @@ class ValueOrigin:
 
     source: str  # "default", "command line", or a file
     line: int | None = None  # counted from 1
-    layer: int = (
-        -1
-    )  # -1: default; then the files, a base before what extends it; the command line is last
+    # -1: default; then the files, a base before what extends it; the command line is last
+    layer: int = -1
 
     def __str__(self) -> str:
         """Return the place as "source:line", or only the source."""

@@ -32,9 +32,8 @@ class TokenDocument:
     """Token ids, and which of them train."""
 
     token_ids: tuple[int, ...]
-    trained_spans: tuple[
-        tuple[int, int], ...
-    ]  # [begin, end) of each stretch of tokens that train, ascending
+    # [begin, end) of each stretch of tokens that train, ascending
+    trained_spans: tuple[tuple[int, int], ...]
 
     @property
     def num_trained(self) -> int:

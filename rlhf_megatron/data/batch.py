@@ -29,9 +29,8 @@ from torch import Tensor
 from rlhf_megatron.data import codec
 
 Batch = TypeVar("Batch", bound="TokenBatch")
-VersionSpans = tuple[
-    tuple[int, int, int], ...
-]  # (version, start, end): response tokens start .. end - 1 are of that version
+# (version, start, end): response tokens start .. end - 1 are of that version
+VersionSpans = tuple[tuple[int, int, int], ...]
 
 
 def sample_column(**kwargs: Any) -> Any:
@@ -70,12 +69,10 @@ class TokenBatch:
     token_ids: Tensor = token_column()  # [T] int32 (int64 in older files), prompt then response
     response_mask: Tensor = token_column()  # [T] bool, never True on the first token of a sample
     # Where routing is replayed: which sample it is, and what its engine wrote of it.
-    sample_ids: Tensor | None = sample_column(
-        default=None, kw_only=True
-    )  # [B] int64, unique over the run
-    routes: tuple[str, ...] | None = sample_column(
-        default=None, kw_only=True
-    )  # files, see data.expert_route_files
+    # [B] int64, unique over the run
+    sample_ids: Tensor | None = sample_column(default=None, kw_only=True)
+    # files, see data.expert_route_files
+    routes: tuple[str, ...] | None = sample_column(default=None, kw_only=True)
 
     def __len__(self) -> int:
         """Return the number of samples."""
@@ -108,12 +105,10 @@ class RolloutBatch(TokenBatch):
     sources: tuple[str, ...] = sample_column()
     extras: tuple[str, ...] = sample_column()  # as in PromptBatch
     # What engines tell beyond text; None in a file that was written before they were asked.
-    version_spans: tuple[VersionSpans, ...] | None = sample_column(
-        default=None, kw_only=True
-    )  # (): all of `policy_versions`
-    num_cached_tokens: Tensor | None = sample_column(
-        default=None, kw_only=True
-    )  # [B] int64, of the prompt
+    # (): all of `policy_versions`
+    version_spans: tuple[VersionSpans, ...] | None = sample_column(default=None, kw_only=True)
+    # [B] int64, of the prompt
+    num_cached_tokens: Tensor | None = sample_column(default=None, kw_only=True)
     num_retractions: Tensor | None = sample_column(default=None, kw_only=True)  # [B] int64
 
 
@@ -123,12 +118,10 @@ class ScoredBatch(RolloutBatch):
     """The samples after `score`."""
 
     rewards: Tensor = sample_column()  # [B] float32; what a masked status has here is never read
-    reward_statuses: tuple[str, ...] = (
-        sample_column()
-    )  # see rewards; a "masked:<why>" sample is left out
-    reward_parts: dict[str, Tensor] = field(
-        default_factory=dict, metadata={"axis": "sample"}
-    )  # name -> [B] float32
+    # see rewards; a "masked:<why>" sample is left out
+    reward_statuses: tuple[str, ...] = sample_column()
+    # name -> [B] float32
+    reward_parts: dict[str, Tensor] = field(default_factory=dict, metadata={"axis": "sample"})
     # Shares of `rewards` that are paid at tokens of their own; the rest is paid at the
     # response's last token.
     process_rewards: Tensor | None = token_column(default=None, kw_only=True)  # [T] float32
@@ -142,18 +135,15 @@ class ScoredBatch(RolloutBatch):
 class AnnotatedBatch(ScoredBatch):
     """The samples after `annotate`. A column that neither estimator nor loss needs is None."""
 
-    old_log_probs: Tensor | None = token_column(
-        default=None
-    )  # [T] float32, trainer's policy at the start of this update
+    # [T] float32, trainer's policy at the start of this update
+    old_log_probs: Tensor | None = token_column(default=None)
     ref_log_probs: Tensor | None = token_column(default=None)  # [T] float32, frozen reference
     values: Tensor | None = token_column(default=None)  # [T] float32, critic
     entropies: Tensor | None = token_column(default=None)  # [T] float32, nats
-    sum_squares: Tensor | None = token_column(
-        default=None
-    )  # [T] float32, of the trainer's probabilities
-    teacher_ids: Tensor | None = token_column(
-        default=None, kw_only=True
-    )  # [T, K] int32, the teacher's most likely tokens
+    # [T] float32, of the trainer's probabilities
+    sum_squares: Tensor | None = token_column(default=None)
+    # [T, K] int32, the teacher's most likely tokens
+    teacher_ids: Tensor | None = token_column(default=None, kw_only=True)
     teacher_log_probs: Tensor | None = token_column(default=None, kw_only=True)  # [T, K] float32
 
 
@@ -164,12 +154,10 @@ class TrainBatch(AnnotatedBatch):
 
     advantages: Tensor = token_column(default=None)  # [T] float32, 0 outside of response_mask
     returns: Tensor | None = token_column(default=None)  # [T] float32
-    correction_weights: Tensor | None = token_column(
-        default=None
-    )  # [T] float32, factor of the policy loss
-    is_kept: Tensor | None = token_column(
-        default=None
-    )  # [T] bool; False: rejected, the actor's loss leaves it out
+    # [T] float32, factor of the policy loss
+    correction_weights: Tensor | None = token_column(default=None)
+    # [T] bool; False: rejected, the actor's loss leaves it out
+    is_kept: Tensor | None = token_column(default=None)
 
 
 @codec.register("MiniBatch")
@@ -183,24 +171,19 @@ class MiniBatch(TokenBatch):
     """
 
     loss_weights: Tensor = token_column()  # [T] float32, from algorithms.loss_aggregation
-    metric_weights: Tensor = (
-        token_column()
-    )  # [T] float32, response_mask / (response tokens of the whole mini-batch)
+    # [T] float32, response_mask / (response tokens of the whole mini-batch)
+    metric_weights: Tensor = token_column()
     advantages: Tensor | None = token_column(default=None)  # [T] float32
-    old_log_probs: Tensor | None = token_column(
-        default=None
-    )  # None: those of the policy that the step begins with
+    # None: those of the policy that the step begins with
+    old_log_probs: Tensor | None = token_column(default=None)
     ref_log_probs: Tensor | None = token_column(default=None)
     rollout_log_probs: Tensor | None = token_column(default=None)
-    correction_weights: Tensor | None = token_column(
-        default=None
-    )  # [T] float32, factor of the policy loss
-    is_picked: Tensor | None = token_column(
-        default=None
-    )  # [T] bool, tokens that the policy loss treats in its own way
-    teacher_ids: Tensor | None = token_column(
-        default=None
-    )  # [T, K] int32, the teacher's most likely tokens
+    # [T] float32, factor of the policy loss
+    correction_weights: Tensor | None = token_column(default=None)
+    # [T] bool, tokens that the policy loss treats in its own way
+    is_picked: Tensor | None = token_column(default=None)
+    # [T, K] int32, the teacher's most likely tokens
+    teacher_ids: Tensor | None = token_column(default=None)
     teacher_log_probs: Tensor | None = token_column(default=None)  # [T, K] float32
 
 
@@ -228,9 +211,8 @@ class TokenColumns:
 class CriticValues(TokenColumns):
     """The result of the critic's forward-only pass. Zero where `response_mask` is False."""
 
-    values: Tensor = (
-        token_column()
-    )  # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
+    # [T] float32; entry t is the value of the state token_ids[:t], as for log-probs
+    values: Tensor = token_column()
 
 
 @codec.register("LogProbs")
@@ -240,9 +222,8 @@ class TokenLogProbs(TokenColumns):
 
     log_probs: Tensor = token_column()  # [T] float32
     entropies: Tensor | None = token_column(default=None)  # [T] float32, nats, when asked for
-    sum_squares: Tensor | None = token_column(
-        default=None
-    )  # [T] float32, sum over the vocabulary of p^2, when asked for
+    # [T] float32, sum over the vocabulary of p^2, when asked for
+    sum_squares: Tensor | None = token_column(default=None)
 
 
 @codec.register("TopLogProbs")
@@ -260,9 +241,8 @@ def make_token_index(offsets: Tensor, sample_indices: Sequence[int]) -> Tensor:
     """Return the token positions of the samples `sample_indices`, in that order, [T'] int64."""
     rows = torch.as_tensor(list(sample_indices), dtype=torch.int64)
     lengths = offsets.diff()[rows]
-    shifts = (
-        offsets[rows] - compute_offsets(lengths)[:-1]
-    )  # from a token's new position to its old one
+    # from a token's new position to its old one
+    shifts = offsets[rows] - compute_offsets(lengths)[:-1]
     return torch.arange(int(lengths.sum())) + torch.repeat_interleave(shifts, lengths)
 
 

@@ -19,18 +19,16 @@ MAX_EXCHANGES = 300
 MAX_PARTNERS = 8  # replicas that the dearest one is compared with, the cheapest first
 MAX_DOCUMENT_PAIRS = 250_000  # of documents of two replicas; beyond it whole bins are fine enough
 
-MAX_DETOURS = (
-    2  # full bins looked at for each document, on the average, before `_pack_by_even_cost` gives up
-)
+# full bins looked at for each document, on the average, before `_pack_by_even_cost` gives up
+MAX_DETOURS = 2
 
 
 @dataclass(frozen=True)
 class DocumentBin:
     """A micro-batch in the making."""
 
-    documents: tuple[
-        int, ...
-    ]  # indices, in ascending order; none where there are fewer documents than bins
+    # indices, in ascending order; none where there are fewer documents than bins
+    documents: tuple[int, ...]
     cost: int
     length: int
 
@@ -222,9 +220,8 @@ def pack_documents(
     that leaves replicas of even cost, and else of even cost; where they have to be full, documents
     are fitted in. A bin is empty only where there are fewer documents than bins.
     """
-    order = sorted(
-        range(len(lengths)), key=lengths.__getitem__, reverse=True
-    )  # ties: lowest index first
+    # ties: lowest index first
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
 
     def round_up_num_bins(count: int) -> int:
         """Return `count` rounded up so that each replica gets the same multiple of `bins_multiple`
@@ -269,13 +266,11 @@ def compute_bin_lower_bound(lengths: Sequence[int], bin_capacity: int) -> int:
     sums = np.concatenate([[0], ascending.cumsum()])
     first_large = int(np.searchsorted(ascending, bin_capacity // 2, side="right"))
     num_large = len(ascending) - first_large
-    start = np.arange(
-        first_large + 1
-    )  # small documents from here on count; t is the length of the first of them
+    # small documents from here on count; t is the length of the first of them
+    start = np.arange(first_large + 1)
     least = np.append(ascending[:first_large], bin_capacity // 2 + 1)
-    end = np.searchsorted(
-        ascending, bin_capacity - least, side="right"
-    )  # large ones from here on have no room for t
+    # large ones from here on have no room for t
+    end = np.searchsorted(ascending, bin_capacity - least, side="right")
     end = np.maximum(end, first_large)
     left_beside = (end - first_large) * bin_capacity - (sums[end] - sums[first_large])
     excess = sums[first_large] - sums[start] - left_beside

@@ -30,13 +30,11 @@ from jinja2.visitor import NodeTransformer
 from rlhf_megatron.data.data_rows import ChatMessage, Prompt
 from rlhf_megatron.data.tokenizer import Tokenizer
 
-MAX_STEPS = (
-    1_000_000  # turns of loops for one text; those of published models need a few for each message
-)
+# turns of loops for one text; those of published models need a few for each message
+MAX_STEPS = 1_000_000
 STEPS_PER_CALL = 10  # it takes as long
-SIZE_PER_STEP = (
-    500  # characters or items that an operation reads or makes: they take memory and time
-)
+# characters or items that an operation reads or makes: they take memory and time
+SIZE_PER_STEP = 500
 MAX_SIZE = 10_000_000  # characters or items that one operation makes
 MAX_MEMORY_BYTES = 1 << 28  # bytes that a text may take beyond what the process has
 REMOVED_BUILTINS = ("random", "lipsum")  # no two runs would read the same prompts
@@ -128,9 +126,8 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Call a function for the template, counting its arguments and its result. Raise
         SecurityError over the limits.
         """
-        if (
-            isinstance(called, LoopContext) and args
-        ):  # a recursive loop goes over it without the loop's filter
+        # a recursive loop goes over it without the loop's filter
+        if isinstance(called, LoopContext) and args:
             args = (_count_each_item(args[0]), *args[1:])
         _count_argument_sizes(args)
         result = super().call(context, called, *args, **kwargs)

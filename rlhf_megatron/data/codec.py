@@ -46,19 +46,14 @@ DTYPES: dict[str, torch.dtype] = {
         *(torch.uint64, torch.uint32, torch.uint16, torch.uint8, torch.bool),
     )
 }
-_PLAIN_TYPES = {
-    type(None),
-    bool,
-    int,
-    str,
-}  # what JSON keeps as it is; floats too, when they are finite
+# what JSON keeps as it is; floats too, when they are finite
+_PLAIN_TYPES = {type(None), bool, int, str}
 _PLAIN_NODE_TYPES = _PLAIN_TYPES | {float}
 _CLASSES_BY_WIRE_NAME: dict[str, type] = {}
 _WIRE_FORMATS: dict[type, WireFormat] = {}
 
-SHORT_RUN_BYTES = (
-    1 << 14
-)  # of runs of a column; shorter ones are joined, since each piece costs the socket a call
+# of runs of a column; shorter ones are joined, since each piece costs the socket a call
+SHORT_RUN_BYTES = 1 << 14
 
 
 class _MessageHeader(msgspec.Struct, forbid_unknown_fields=True):

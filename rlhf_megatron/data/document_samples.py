@@ -34,9 +34,8 @@ class DocumentSample:
     documents: tuple[TokenDocument, ...]
     source: str
     weight: float = 1.0  # in the loss
-    teacher_top_tokens: TeacherTopTokens | None = (
-        None  # of what trains in the document, where rows bring a teacher's log-probs
-    )
+    # of what trains in the document, where rows bring a teacher's log-probs
+    teacher_top_tokens: TeacherTopTokens | None = None
 
 
 class InMemorySampleSet(Sequence[DocumentSample]):

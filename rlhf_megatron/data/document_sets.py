@@ -162,9 +162,8 @@ def _parse_text_row(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[Docume
     return [DocumentSample((TokenDocument(ids, ((1, len(ids)),) if len(ids) > 1 else ()),), "")]
 
 
-SourceSamples = list[
-    tuple[str, float, list[DocumentSample] | StreamedSampleSet]
-]  # (name, weight, samples) of each source
+# (name, weight, samples) of each source
+SourceSamples = list[tuple[str, float, list[DocumentSample] | StreamedSampleSet]]
 SamplesBySource = dict[str, list[DocumentSample]]
 
 
@@ -248,9 +247,8 @@ def _load_row_samples(
             else:
                 samples = _stream_samples(source, read, data, sft.max_length, counts)
             train.append((source.name, source.weight, samples))
-            untaught = partial(
-                read, sft=replace(sft, teacher_key=None)
-            )  # held-out losses ask no teacher
+            # held-out losses ask no teacher
+            untaught = partial(read, sft=replace(sft, teacher_key=None))
             for sample in (
                 _read_samples(source.val_files, source, untaught, data, counts)
                 if source.val_files

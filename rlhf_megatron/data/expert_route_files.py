@@ -27,18 +27,15 @@ import numpy as np
 
 from rlhf_megatron.data import codec
 
-STORE_ENV = (
-    "RLHF_MEGATRON_ROUTE_STORE"  # HOST:PORT of this machine's store, in processes that write
-)
+# HOST:PORT of this machine's store, in processes that write
+STORE_ENV = "RLHF_MEGATRON_ROUTE_STORE"
 ExpertIds = np.ndarray[Any, np.dtype[Any]]
-RESERVED_DISK_BYTES = (
-    1 << 30
-)  # bytes of a disk that files of routes leave, or a twentieth of it where that is less
+# bytes of a disk that files of routes leave, or a twentieth of it where that is less
+RESERVED_DISK_BYTES = 1 << 30
 _LIBC = ctypes.CDLL(None)
 _HEADER_BYTES = 128  # bytes of a file before its ids
-_RECOUNT_FRACTION = (
-    16  # a process counts a folder again when it has written this part of what was left
-)
+# a process counts a folder again when it has written this part of what was left
+_RECOUNT_FRACTION = 16
 _bytes_until_recount: dict[str, int] = {}  # by folder: bytes until then
 
 
@@ -86,9 +83,8 @@ class RemoteRouteStores(Protocol):
         """Return the bytes that the store's folder holds."""
 
 
-remote_route_stores: RemoteRouteStores | None = (
-    None  # set once in each process of a run that may see handles of other machines
-)
+# set once in each process of a run that may see handles of other machines
+remote_route_stores: RemoteRouteStores | None = None
 
 
 def write_route_file(directory: str, ids: ExpertIds, max_bytes: int = 0) -> str:
@@ -173,9 +169,8 @@ def _count_resident_bytes(path: str, size: int) -> int:
             mapped = np.frombuffer(mmap.mmap(file.fileno(), size, prot=mmap.PROT_READ), np.uint8)
     except (OSError, ValueError):  # it goes meanwhile
         return 0
-    flags = np.zeros(
-        -(-size // mmap.PAGESIZE), np.uint8
-    )  # the lowest bit of a page says whether it is there
+    # the lowest bit of a page says whether it is there
+    flags = np.zeros(-(-size // mmap.PAGESIZE), np.uint8)
     start = ctypes.c_void_p(mapped.ctypes.data)
     pages = ctypes.c_void_p(flags.ctypes.data)
     _LIBC.mincore(start, ctypes.c_size_t(size), pages)

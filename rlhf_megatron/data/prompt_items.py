@@ -219,9 +219,8 @@ def encode_prompt_rows(
     return EncodedPrompts(tuple(items), num_dropped, num_cut, len(problems))
 
 
-TokenizedRow = tuple[
-    PromptRow, str, tuple[int, ...]
-]  # row, what the model reads, the same as token ids
+# row, what the model reads, the same as token ids
+TokenizedRow = tuple[PromptRow, str, tuple[int, ...]]
 
 
 def _tokenize_rows(

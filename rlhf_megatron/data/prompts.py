@@ -43,9 +43,8 @@ class PromptSets:
     num_bad_rows: int  # skipped, of all sets
     num_overlong: int  # dropped, of all sets
     num_cut: int  # over the limit and shortened, of all sets
-    num_duplicates: (
-        int  # training rows whose prompt stood in an earlier one of its source; they are kept
-    )
+    # training rows whose prompt stood in an earlier one of its source; they are kept
+    num_duplicates: int
     num_held_out_in_train: int  # held-out items whose prompt is trained on too
 
     @cached_property

@@ -53,12 +53,10 @@ class ReplicaPlan:
     of one length.
     """
 
-    samples: tuple[
-        int, ...
-    ]  # indices into the whole batch, in the order of the shard; no-op samples (-1) come last
-    micro_batches: tuple[
-        tuple[int, ...], ...
-    ]  # indices into the shard; as many for every replica; none is empty
+    # indices into the whole batch, in the order of the shard; no-op samples (-1) come last
+    samples: tuple[int, ...]
+    # indices into the shard; as many for every replica; none is empty
+    micro_batches: tuple[tuple[int, ...], ...]
     # tokens that every micro-batch of this call, on every replica, fits in; a packed_multiple
     packed_length: int
 

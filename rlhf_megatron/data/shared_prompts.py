@@ -26,9 +26,8 @@ class SamplePrompts:
     """The prompt of each sample, and how many of the prompt's tokens the sample may share."""
 
     prompt_numbers: tuple[int, ...]  # the same for samples of one prompt
-    prompt_lengths: tuple[
-        int, ...
-    ]  # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
+    # tokens that can be shared; 0: of a sample without a prompt, or that trains nothing
+    prompt_lengths: tuple[int, ...]
 
 
 def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
@@ -41,9 +40,8 @@ def find_sample_prompts(batch: TokenBatch) -> SamplePrompts:
     numbers = []
     lengths = []
     for start, stop in pairwise(batch.offsets.tolist()):
-        length = (
-            int(trains[start:stop].argmax()) if stop > start else 0
-        )  # to the first that trains; 0 where none does
+        # to the first that trains; 0 where none does
+        length = int(trains[start:stop].argmax()) if stop > start else 0
         lengths.append(length)
         numbers.append(known.setdefault(token_ids[start : start + length].tobytes(), len(known)))
     return SamplePrompts(tuple(numbers), tuple(lengths))

@@ -43,15 +43,13 @@ class Tokenizer:
                 f" they must be below {MAX_VOCABULARY}, which no vocabulary reaches:"
                 " fetch it again."
             )
-        self._shared_ints = list(
-            range(max(self._vocabulary_ids) + 1)
-        )  # an id is one object, however often it occurs: memory
+        # an id is one object, however often it occurs: memory
+        self._shared_ints = list(range(max(self._vocabulary_ids) + 1))
         self.eos_token_ids = tuple(eos_token_ids)  # any of them ends a response
         self.pad_token_id = pad_token_id
         self.chat_template = chat_template  # jinja2; None: it has none
-        self.special_tokens = dict(
-            special_tokens or {}
-        )  # bos_token, eos_token ...: what a chat template calls them
+        # bos_token, eos_token ...: what a chat template calls them
+        self.special_tokens = dict(special_tokens or {})
 
     @property
     def eos_token_id(self) -> int:

@@ -62,14 +62,12 @@ class TrainJob:
     path: Path  # of the configuration
     overrides: tuple[str, ...] = ()  # "key=value"
     record: bool = False  # write every step's batches
-    replay: int | Path | None = (
-        None  # last recorded step to train on, or the directory of a capsule
-    )
+    # last recorded step to train on, or the directory of a capsule
+    replay: int | Path | None = None
     replay_from: Path | None = None  # run directory that holds the recorded steps
     command: Literal["train", "sft", "reward-model"] = "train"
-    allow_changes: bool = (
-        False  # since the run was locked (controller/recovery/config_lock_file.py)
-    )
+    # since the run was locked (controller/recovery/config_lock_file.py)
+    allow_changes: bool = False
 
     @cached_property
     def config(self) -> RunConfig:
@@ -363,9 +361,8 @@ class TrainJob:
 
         faults.install_fault_plan_from_env("controller")
         check_ray_version()
-        find_cluster_address(
-            self.config.ray, os.environ
-        )  # a wrong one is told before a run directory is made
+        # a wrong one is told before a run directory is made
+        find_cluster_address(self.config.ray, os.environ)
         if self._finish_if_complete():
             return 0
         opened = self._open_run_dir()

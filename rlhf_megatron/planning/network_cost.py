@@ -69,9 +69,8 @@ class SyncNetworkCost:
     """The bytes that travel, by medium."""
 
     network: NetworkBandwidths
-    bytes_by_link: dict[str, Counter[tuple[int, str]]] = field(
-        default_factory=dict
-    )  # (sending rank, "engine2 rank 3")
+    # (sending rank, "engine2 rank 3")
+    bytes_by_link: dict[str, Counter[tuple[int, str]]] = field(default_factory=dict)
     sent_bytes: dict[str, Counter[int]] = field(default_factory=dict)
     received_bytes: dict[str, Counter[str]] = field(default_factory=dict)
 

@@ -17,13 +17,11 @@ from rlhf_megatron.rewards.reward_endpoint import (
 )
 
 T = TypeVar("T")
-FAILOVER_S = (
-    0.5  # in which a failed request is sent to the same server again, where there are others
-)
+# in which a failed request is sent to the same server again, where there are others
+FAILOVER_S = 0.5
 PAUSE_S = 0.5  # when no server answers
-_resting: dict[
-    str, float
-] = {}  # of this worker process: url of a server that failed -> until when it rests
+# of this worker process: url of a server that failed -> until when it rests
+_resting: dict[str, float] = {}
 
 
 def ask_any_replica(

@@ -13,9 +13,8 @@ from dataclasses import dataclass
 from rlhf_megatron.rewards.process_tree import iterate_descendants, list_children, read_stat_fields
 
 POLL_S = 0.05  # between two looks
-MAX_COUNTED_S = (
-    2 * POLL_S
-)  # of the time since the last look: the one who looks was kept waiting himself
+# of the time since the last look: the one who looks was kept waiting himself
+MAX_COUNTED_S = 2 * POLL_S
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 # states in /proc/<pid>/stat: runs or would run; waits for a disk
 RUNS = b"R"
@@ -46,9 +45,8 @@ class ProcessStopwatch:
         seen = list(_iterate_thread_times(self.pid))
         cpu_s = sum(seconds for _, seconds in seen)
         if self._updated_at is not None:
-            used = max(
-                0.0, cpu_s - self._last_cpu_s
-            )  # a child that nobody waited for takes its time with it
+            # a child that nobody waited for takes its time with it
+            used = max(0.0, cpu_s - self._last_cpu_s)
             asleep = (
                 0.0
                 if any(state in (RUNS, DISK) for state, _ in seen)

@@ -21,9 +21,8 @@ def list_children(pid: int) -> list[int]:
             with open(f"/proc/{pid}/task/{thread}/children", "rb") as file:
                 found += map(int, file.read().split())
         except FileNotFoundError:
-            if os.path.exists(
-                f"/proc/{pid}/task/{thread}/stat"
-            ):  # a kernel without CONFIG_PROC_CHILDREN
+            # a kernel without CONFIG_PROC_CHILDREN
+            if os.path.exists(f"/proc/{pid}/task/{thread}/stat"):
                 return _scan_children(pid)
         except OSError:
             continue  # the thread has ended meanwhile

@@ -38,9 +38,8 @@ class PublishedDataset:
     read_answer: Callable[[Any], str | None]
     template: str = BOXED_TEMPLATE
     settings: tuple[str, ...] = MATH_VERIFY_SETTINGS  # of a run on it, beside its files
-    sampling: tuple[str, ...] = (
-        GREEDY_SETTINGS  # how `evaluate --task` asks its questions; () without held-out ones
-    )
+    # how `evaluate --task` asks its questions; () without held-out ones
+    sampling: tuple[str, ...] = GREEDY_SETTINGS
 
 
 def _make_column_reader(column_name: str) -> Callable[[Any], str]:

@@ -101,9 +101,8 @@ class RewardEndpoint:
         while True:
             with self.hold_turn():
                 sent = time.monotonic()
-                first = (
-                    sent if first is None else first
-                )  # waiting for a turn is no failure of the server
+                # waiting for a turn is no failure of the server
+                first = sent if first is None else first
                 status, text, wait_s = self._post_once(json.dumps(body).encode())
             if status == 200:
                 try:

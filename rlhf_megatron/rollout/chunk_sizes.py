@@ -8,9 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 MAX_CHUNK_SAMPLES = 512  # of one HTTP request, at most (a group is never cut)
-CHUNKS_IN_FLIGHT = (
-    2  # of a generate call per engine, so that its batch stays full while an answer travels
-)
+# of a generate call per engine, so that its batch stays full while an answer travels
+CHUNKS_IN_FLIGHT = 2
 # A session fills an engine with so many times what it decodes at once. Of groups in flight only
 # some samples still run:
 # with 8 samples of geometric lengths 1 / (1 + 1/2 + ... + 1/8) = 0.37.

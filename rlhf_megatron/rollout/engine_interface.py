@@ -82,9 +82,8 @@ class GenerateRequest:
     """
 
     prompt_ids: tuple[int, ...]
-    seeds: tuple[
-        int, ...
-    ]  # a group's samples need a seed each; in [0, 2^31), which every engine takes
+    # a group's samples need a seed each; in [0, 2^31), which every engine takes
+    seeds: tuple[int, ...]
     params: SamplingParams
     # the last tokens of `prompt_ids` are the response so far: seeds draw what would follow them
     num_given: int = 0
@@ -149,12 +148,10 @@ class GeneratedSample:
     token_ids: Sequence[int]  # the response, stop token included; below 2^31
     log_probs: Sequence[float]  # one a token
     finish_reason: FinishReason
-    policy_version: (
-        int  # of the weights that its first token was sampled from; UNSYNCED before the first sync
-    )
-    version_spans: tuple[
-        VersionSpan, ...
-    ] = ()  # in order, without gaps; (): all tokens are of `policy_version`
+    # of the weights that its first token was sampled from; UNSYNCED before the first sync
+    policy_version: int
+    # in order, without gaps; (): all tokens are of `policy_version`
+    version_spans: tuple[VersionSpan, ...] = ()
     num_cached_tokens: int = 0  # of the prompt, found in the prefix cache
     num_retractions: int = 0  # times that its key-value cache was dropped and computed again
     # the file with the experts that its tokens met; "": none was asked for, or no token was read
@@ -177,9 +174,8 @@ class EngineAddress:
     takes_parts: bool = True  # of tensors, where it has the loader: it keeps weights as they come
     quantization: str | None = None  # in which it holds what is sent; None: as it comes
     machine: int = 0  # its number among those of the run, where torchrun's agents start engines
-    drivers: str = (
-        ""  # HOST:PORT where its machine starts drivers (runtime.driver_gate); "": nowhere
-    )
+    # HOST:PORT where its machine starts drivers (runtime.driver_gate); "": nowhere
+    drivers: str = ""
 
 
 SampleGroups = list[list[GeneratedSample]]  # of each request its samples, in order

@@ -40,13 +40,10 @@ class EngineKind:
     what stands here before any of it is called.
     """
 
-    setting_keys: ClassVar[
-        tuple[str, ...]
-    ] = ()  # full keys that it reads and not every engine does
-    weight_transports: ClassVar[tuple[str, ...]] = (
-        "tensor",
-        "disk",
-    )  # values of rollout.weight_transport
+    # full keys that it reads and not every engine does
+    setting_keys: ClassVar[tuple[str, ...]] = ()
+    # values of rollout.weight_transport
+    weight_transports: ClassVar[tuple[str, ...]] = "tensor", "disk"
     quantizations: ClassVar[tuple[str, ...]] = ()  # values of rollout.quantization that it can hold
     can_attach: ClassVar[bool] = False  # to running servers, rollout.endpoints
     can_run_elsewhere: ClassVar[bool] = False  # servers may run on machines without a rank
@@ -125,19 +122,15 @@ class BalancerKind:
     the rest before that.
     """
 
-    setting_keys: ClassVar[
-        tuple[str, ...]
-    ] = ()  # full keys that it reads, also where the run starts no servers
-    required_engine_setting: ClassVar[str] = (
-        ""  # full key that the engine must read as well; "": any engine will do
-    )
+    # full keys that it reads, also where the run starts no servers
+    setting_keys: ClassVar[tuple[str, ...]] = ()
+    # full key that the engine must read as well; "": any engine will do
+    required_engine_setting: ClassVar[str] = ""
     min_engines: ClassVar[int] = 1
-    colocation_problem: ClassVar[str] = (
-        ""  # why it cannot be had with rollout.colocated, after "would"; "": it can
-    )
-    sends_to_engines: ClassVar[bool] = (
-        True  # one by one, so that drivers on their machines can do it
-    )
+    # why it cannot be had with rollout.colocated, after "would"; "": it can
+    colocation_problem: ClassVar[str] = ""
+    # one by one, so that drivers on their machines can do it
+    sends_to_engines: ClassVar[bool] = True
 
     def check_rollout(self, rollout: RolloutConfig) -> None:
         """Raise ValueError, with the fix, where the balancer could not be built. Start nothing."""
@@ -182,9 +175,8 @@ class LocalEngineKind(EngineKind):
         rollout = setup.rollout
         trainer = setup.trainer
         use_cuda = trainer.device == "cuda" or (trainer.device == "auto" and has_accelerator())
-        visible = (
-            list_visible_devices() if use_cuda and placement is launch_here else []
-        )  # elsewhere a seat has them
+        # elsewhere a seat has them
+        visible = list_visible_devices() if use_cuda and placement is launch_here else []
         return start_local_engines(
             setup.model.path,
             rollout.num_engines,

@@ -46,9 +46,8 @@ class GenerationQuery:
     timeout_s: float  # for messages
     remaining_s: float  # of it, when the question is asked
 
-    refused_statuses: ClassVar[Collection[int]] = range(
-        400, 500
-    )  # statuses that say that the requests are wrong
+    # statuses that say that the requests are wrong
+    refused_statuses: ClassVar[Collection[int]] = range(400, 500)
 
     @property
     def bearer_key(self) -> str:

@@ -22,18 +22,16 @@ Kind = TypeVar("Kind", bound="GroupColumns")
 class GroupColumns:
     """The samples of one prompt."""
 
-    LOG_PROB_DTYPE: ClassVar[type[np.generic]] = (
-        np.float64
-    )  # which is what an engine's numbers are on the controller
+    # which is what an engine's numbers are on the controller
+    LOG_PROB_DTYPE: ClassVar[type[np.generic]] = np.float64
 
     lengths: Tensor  # [samples] int64, tokens
     token_ids: Tensor  # int32, of all samples, one after the other
     log_probs: Tensor  # of type LOG_PROBS
     finish_reasons: tuple[str, ...]
     policy_versions: tuple[int, ...]
-    version_spans: tuple[
-        VersionSpans, ...
-    ] = ()  # this and the next two: () in a journal of an earlier version
+    # this and the next two: () in a journal of an earlier version
+    version_spans: tuple[VersionSpans, ...] = ()
     num_cached_tokens: tuple[int, ...] = ()
     num_retractions: tuple[int, ...] = ()
     routes: tuple[str, ...] = ()  # files; likewise

@@ -49,9 +49,8 @@ _MAX_OPENING_CONNECTIONS = 32  # connections to one server at a time
 _IDLE_S = 4.0
 _GRACE_S = 10.0  # for the loop's thread to say that a deadline has passed
 _LARGE_BYTES = 1 << 20  # aiohttp sends such a body in pieces where it comes as a file
-_RESERVED_FILES = (
-    1024  # of a process: ranks, logs, the verbs of engines; a quarter where it has few
-)
+# of a process: ranks, logs, the verbs of engines; a quarter where it has few
+_RESERVED_FILES = 1024
 _INLINE_PARSE_BYTES = 1 << 16  # an answer that is parsed in a millisecond
 
 
@@ -105,9 +104,8 @@ class HttpClient:
         """
         url = sys.intern(self.address.url + path)  # of thousands of calls that wait
         who = sys.intern(f"{self.address.name} ({url})")
-        remaining_s = max(
-            timeout_s if remaining_s is None else remaining_s, 1e-3
-        )  # 0 would be no limit
+        # 0 would be no limit
+        remaining_s = max(timeout_s if remaining_s is None else remaining_s, 1e-3)
         limits = aiohttp.ClientTimeout(
             remaining_s,
             sock_connect=min(_CONNECT_TIMEOUT_S, remaining_s),
@@ -183,9 +181,8 @@ class HttpAnswer:
         """
         self.require_data(accepted_statuses, refused_statuses)
         if "json" not in self.content_type:
-            return self.data.decode(
-                errors="replace"
-            )  # some of SGLang's verbs answer with a line of text
+            # some of SGLang's verbs answer with a line of text
+            return self.data.decode(errors="replace")
         try:
             return json.loads(self.data) if self.data else None
         except ValueError as error:

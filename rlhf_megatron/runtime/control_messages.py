@@ -32,12 +32,10 @@ class RoleCall:
     id: int
     method: str
     arguments: dict[str, Any] = field(default_factory=dict)
-    is_scattered: bool = (
-        False  # the shard is broadcast in the replica; only its leader answers with the result
-    )
-    shard: bytes | codec.MessagePieces | None = (
-        None  # an encoded TokenBatch; None: this rank gets it from its leader
-    )
+    # the shard is broadcast in the replica; only its leader answers with the result
+    is_scattered: bool = False
+    # an encoded TokenBatch; None: this rank gets it from its leader
+    shard: bytes | codec.MessagePieces | None = None
 
 
 @codec.register("Failure", {"rank_label": "where"})

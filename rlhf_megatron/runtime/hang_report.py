@@ -20,12 +20,10 @@ from rlhf_megatron.runtime.control_messages import HostStatus
 from rlhf_megatron.runtime.host_errors import HostError
 from rlhf_megatron.runtime.process_control import read_process_state
 
-DUMP_SIGNAL = (
-    signal.SIGUSR2
-)  # hosts write the stacks of all threads to their log, even when Python does not run there
-DescribeHang = Callable[
-    [str, Sequence[str]], HostError
-]  # what is late, and the lines of `describe_hosts` -> the error
+# hosts write the stacks of all threads to their log, even when Python does not run there
+DUMP_SIGNAL = signal.SIGUSR2
+# what is late, and the lines of `describe_hosts` -> the error
+DescribeHang = Callable[[str, Sequence[str]], HostError]
 _SILENT = {
     "T": "is stopped (SIGSTOP, or a debugger)",
     "t": "is stopped by a debugger",

@@ -88,9 +88,8 @@ class HostService:
         """
         self._has_left.set()
         self._channel.close()
-        self._reader.join(
-            timeout=LOST_GRACE_S
-        )  # it must not free a tensor while the interpreter shuts down
+        # it must not free a tensor while the interpreter shuts down
+        self._reader.join(timeout=LOST_GRACE_S)
 
     def _read_channel(self) -> None:
         """Read messages, in a thread, until the controller tells this host to leave or is gone:

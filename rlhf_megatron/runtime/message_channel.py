@@ -76,9 +76,8 @@ class MessageChannel:
         self.max_frame_bytes = max_frame_bytes
         self._socket = sock
         self._send_lock = threading.Lock()
-        self._receive_buffer = bytearray(
-            _HEADER.size
-        )  # of `receive_nowait`: a header, then its message
+        # of `receive_nowait`: a header, then its message
+        self._receive_buffer = bytearray(_HEADER.size)
         self._num_received_bytes = 0
         self._is_reading_body = False
         sock.settimeout(None)
@@ -106,9 +105,8 @@ class MessageChannel:
         if not self._send_lock.acquire(timeout=lock_timeout_s):
             raise ConnectionError("the peer stopped reading.")
         try:
-            self._socket.sendall(
-                b"".join((_HEADER.pack(size), *encoded_pieces[:1]))
-            )  # one piece wakes the reader once
+            # one piece wakes the reader once
+            self._socket.sendall(b"".join((_HEADER.pack(size), *encoded_pieces[:1])))
             for part in encoded_pieces[1:]:
                 self._socket.sendall(part)
         except BlockingIOError as error:
@@ -316,9 +314,8 @@ def _receive_exactly(
         try:
             count = sock.recv_into(view[position:])
         except OSError as error:
-            if (
-                isinstance(error, TimeoutError) and error.errno is None
-            ):  # ours, not the kernel's ETIMEDOUT
+            # ours, not the kernel's ETIMEDOUT
+            if isinstance(error, TimeoutError) and error.errno is None:
                 raise
             raise _make_connection_error(error) from error
         if count == 0:

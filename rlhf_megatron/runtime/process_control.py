@@ -18,12 +18,10 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 # pid of the agent with which a rank ends, also where it is gone before the rank looks
 AGENT_ENV = "RLHF_MEGATRON_AGENT"
-KEEPER_ENV = (
-    "RLHF_MEGATRON_KEEPER"  # in the environment of a keeper of servers: the number of its machine
-)
-AGENTS_PARENT_ENV = (
-    "RLHF_MEGATRON_AGENTS_PARENT"  # pid of the process with which the agent stops (`cli.restarts`)
-)
+# in the environment of a keeper of servers: the number of its machine
+KEEPER_ENV = "RLHF_MEGATRON_KEEPER"
+# pid of the process with which the agent stops (`cli.restarts`)
+AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"
 
 
 def die_with_parent(signal_number: int, parent_pid: int | None = None) -> None:
@@ -92,9 +90,8 @@ def handle_signals_in_thread(signals: Sequence[int], handle_signal: Callable[[in
     signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     for number in signals:
         signal.signal(number, lambda *_: None)
-    signal.pthread_sigmask(
-        signal.SIG_UNBLOCK, signals
-    )  # whoever started this process may have had them blocked
+    # whoever started this process may have had them blocked
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)
     wanted = set(signals)
 
     def read_signals() -> None:

@@ -23,9 +23,8 @@ from rlhf_megatron.runtime.stop_signals import HostStopHandler
 
 logger = logging.getLogger(__name__)
 
-COLLECTIVE_SLACK_S = (
-    120.0  # a call's deadline comes before the deadline of the collective that it is stuck in
-)
+# a call's deadline comes before the deadline of the collective that it is stuck in
+COLLECTIVE_SLACK_S = 120.0
 
 
 @dataclass(frozen=True)

@@ -360,9 +360,8 @@ class RoleBuilder:
         actor = self.config.actor
         if config.job != "train":
             return {"sft": TrainingPhase(actor.optim, config.trainer.total_training_steps)}
-        alone = (
-            config.trainer.critic_warmup if has_critic(config) else 0
-        )  # steps in which the critic learns alone
+        # steps in which the critic learns alone
+        alone = config.trainer.critic_warmup if has_critic(config) else 0
         a_step = actor.ppo_epochs * self._count_mini_batches(actor.mini_batch_size)
         phases = {
             "rl": TrainingPhase(actor.optim, (config.trainer.total_training_steps - alone) * a_step)

@@ -48,9 +48,8 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 logger = logging.getLogger(__name__)
 
 MAX_SHARD_BYTES = MAX_FRAME_BYTES // 2  # the rest of a call is small
-FAILURE_GRACE_S = (
-    1.0  # after a call failed on one rank: for the others to say why, or to turn out dead
-)
+# after a call failed on one rank: for the others to say why, or to turn out dead
+FAILURE_GRACE_S = 1.0
 STATUS_TIMEOUT_S = 3.0  # for hosts to answer a ping
 CLOSE_GRACE_S = 30.0  # for roles to close at the end of a run
 ABORT_GRACE_S = 1.0  # the same after a failure

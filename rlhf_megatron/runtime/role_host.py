@@ -18,9 +18,8 @@ logger = logging.getLogger(__name__)
 
 IDLE = "waiting for a call"
 
-BuildRoles = Callable[
-    [PoolMember], Mapping[str, object]
-]  # called on every rank of the pool at once: role name -> worker
+# called on every rank of the pool at once: role name -> worker
+BuildRoles = Callable[[PoolMember], Mapping[str, object]]
 
 
 class MainThreadActivity:

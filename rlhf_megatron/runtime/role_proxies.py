@@ -265,9 +265,8 @@ class RoleProxies:
         self.group = group
         self.actor = ActorProxy(group, "actor", on_call)
         self.critic = CriticProxy(group, "critic", on_call)
-        self.learning_reward_model = CriticProxy(
-            group, "actor", on_call
-        )  # of the job reward-model, in the actor's place
+        # of the job reward-model, in the actor's place
+        self.learning_reward_model = CriticProxy(group, "actor", on_call)
         self.reward_model = RewardModelProxy(group, "reward_model", on_call)
         self.reference = ReferenceProxy(group, "reference", on_call)
         self.host = HostProxy(group, "host", on_call)

@@ -87,9 +87,8 @@ class RouteStoreClient:
         self.secret = secret
         self._lock = threading.Lock()
         self._channels: dict[str, message_channel.MessageChannel] = {}
-        self._lost_stores: dict[
-            str, bool
-        ] = {}  # stores that did not answer: whether to ask again takes no time
+        # stores that did not answer: whether to ask again takes no time
+        self._lost_stores: dict[str, bool] = {}
 
     def select_routes(
         self,

@@ -366,9 +366,8 @@ class RemoteLaunch:
 class KeeperLaunch(RemoteLaunch):
     """A launch that starts its server by a keeper."""
 
-    start_keeper: Callable[
-        [bool], tuple[RemoteHandle, CallHandle]
-    ]  # again? -> a new keeper, and its call `start_keeper`
+    # again? -> a new keeper, and its call `start_keeper`
+    start_keeper: Callable[[bool], tuple[RemoteHandle, CallHandle]]
     keeper_start_timeout_s: float  # for its keeper to begin
     machine: int = 0  # see EngineAddress
     process: RemoteServerProcess | None = None

@@ -55,9 +55,8 @@ class ControllerStopHandler:
         counts as begun.
         """
         self.is_startup = parent_pid is not None  # nothing to save yet: the first signal ends it
-        self.has_begun = (
-            parent_pid is None
-        )  # the run itself; what ends it before says so by its exit code
+        # the run itself; what ends it before says so by its exit code
+        self.has_begun = parent_pid is None
         self._stop_request = stop_request
         self._grace_s = grace_s
         self._parent_pid = parent_pid
@@ -92,9 +91,8 @@ class ControllerStopHandler:
             for timer in self._timers:
                 timer.cancel()
             for number, handler in before.items():
-                if (
-                    signal.getsignal(number) == self._handle_signal
-                ):  # else it was told to end at once
+                # else it was told to end at once
+                if signal.getsignal(number) == self._handle_signal:
                     signal.signal(number, handler if self._parent_pid is None else signal.SIG_IGN)
 
     def stop_for_host_signal(self, rank_label: str, notice: HostSignalNotice) -> None:
@@ -143,9 +141,8 @@ class ControllerStopHandler:
 
     def _announce_stop(self, reason: str) -> None:
         """Write to stderr that the run stops, unless the hosts have failed."""
-        if (
-            self._get_failure() is None
-        ):  # else torchrun tells the ranks that are left, and the controller with rank 0, to end
+        # else torchrun tells the ranks that are left, and the controller with rank 0, to end
+        if self._get_failure() is None:
             sys.stderr.write(
                 f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends"
                 " it at once\n"
@@ -159,9 +156,8 @@ class ControllerStopHandler:
             if self._is_interrupted or self._is_uninstalled:
                 return
             self._is_interrupted = True
-            _schedule_exit(
-                CLEANUP_S, self._choose_exit_code(signal_number)
-            )  # where the main thread does not come back to Python
+            # where the main thread does not come back to Python
+            _schedule_exit(CLEANUP_S, self._choose_exit_code(signal_number))
             assert self._main_thread_id is not None
             signal.pthread_kill(self._main_thread_id, signal_number)
 
@@ -175,9 +171,8 @@ class ControllerStopHandler:
         deadline = time.monotonic() + wait_s
         while self._get_failure() is None and time.monotonic() < deadline:
             time.sleep(0.05)
-        if (
-            failure := self._get_failure()
-        ) is not None:  # torchrun ends all ranks when one has died
+        # torchrun ends all ranks when one has died
+        if (failure := self._get_failure()) is not None:
             raise failure
         raise SystemExit(self._choose_exit_code(signal_number))
 
@@ -199,9 +194,8 @@ class HostStopHandler:
         """Make the handler. `grace_s` is the time in seconds that the controller may take to end
         the run. `controller_process` is the controller that this host started, on rank 0.
         """
-        self.send_notice: Callable[[HostSignalNotice], None] | None = (
-            None  # to the controller; None until registered
-        )
+        # to the controller; None until registered
+        self.send_notice: Callable[[HostSignalNotice], None] | None = None
         self.is_startup = True  # set to False when the roles stand here
         self._grace_s = grace_s
         self._controller_process = controller_process
@@ -244,9 +238,8 @@ class HostStopHandler:
         timer.daemon = True
         timer.start()
         assert self.send_notice is not None
-        with contextlib.suppress(
-            ConnectionError
-        ):  # the run has ended, and this host is about to leave
+        # the run has ended, and this host is about to leave
+        with contextlib.suppress(ConnectionError):
             self.send_notice(HostSignalNotice(signal.Signals(signal_number).name, is_urgent))
 
     def _exit_at_startup(self, signal_number: int) -> None:
@@ -273,9 +266,8 @@ class HostStopHandler:
         """
         if self._controller_process is not None:
             self._controller_process.kill()
-            time.sleep(
-                1.0
-            )  # the main thread or the service may end this process with the controller's code
+            # the main thread or the service may end this process with the controller's code
+            time.sleep(1.0)
         os._exit(128 + signal_number)
 
 

@@ -41,8 +41,7 @@ def listen_on_address(host_name: str, port: int) -> socket.socket:
     """Return a socket that listens on this address only; port 0 takes a free port. Raise OSError
     where that fails.
     """
-    address = (
-        "127.0.0.1" if host_name == "localhost" else host_name
-    )  # ranks are given the first, torchrun the second
+    # ranks are given the first, torchrun the second
+    address = "127.0.0.1" if host_name == "localhost" else host_name
     family, _, _, _, place = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     return socket.create_server(place[:2], family=family, backlog=2048)

@@ -26,9 +26,8 @@ class TensorEntry:
     shape: tuple[int, ...]  # of the whole tensor
     offset: int  # bytes from the start of the bucket
     digest: str  # weights.tensor_digest of what lies here, taken at its place in the tensor, hex
-    part: tuple[int, int, int] | None = (
-        None  # (axis, start, count) of what lies here; None: all of it
-    )
+    # (axis, start, count) of what lies here; None: all of it
+    part: tuple[int, int, int] | None = None
 
     @property
     def span(self) -> TensorSpan:

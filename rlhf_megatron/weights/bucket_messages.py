@@ -53,9 +53,8 @@ class BucketExchange:
 
     link: str  # name
     num_senders: int
-    messages: tuple[
-        tuple[BucketMessage, ...], ...
-    ]  # by rank of the engine; none that would be empty
+    # by rank of the engine; none that would be empty
+    messages: tuple[tuple[BucketMessage, ...], ...]
 
 
 def plan_bucket_message(

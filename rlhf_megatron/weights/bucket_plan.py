@@ -172,9 +172,8 @@ def _lay_out_bucket(
     offset = 0
     for rule in rules:
         for hf, span, num_bytes in _iterate_sent_parts(rule, engine_dtype, spans_by_name):
-            offset = _align_bytes(
-                offset, DTYPE_BYTES[rule.get_sent_dtype(hf, engine_dtype)]
-            )  # behind half precision without gaps
+            # behind half precision without gaps
+            offset = _align_bytes(offset, DTYPE_BYTES[rule.get_sent_dtype(hf, engine_dtype)])
             slots.append(BucketSlot(hf, span, offset, num_bytes))
             offset += _align_bytes(num_bytes, alignment)
     return WeightBucket(index, tuple(rules), tuple(slots), offset)

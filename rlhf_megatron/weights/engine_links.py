@@ -28,9 +28,8 @@ from rlhf_megatron.weights.bound_store import listen_on_address
 _POLL_S = 0.002
 _LOOK_S = 0.5  # between looks at whether rank 0 has given up
 _GIVEN_UP = "given up"
-_WATCHDOG_S = (
-    24 * 3600.0
-)  # NCCL's own deadline, which would end the process: the one of each call comes first
+# NCCL's own deadline, which would end the process: the one of each call comes first
+_WATCHDOG_S = 24 * 3600.0
 _NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 _CLEAN_UP_ONLY = "2"
 _environment = threading.Lock()
@@ -207,9 +206,8 @@ class EngineLink:
             return
         deadline = time.monotonic() + timeout_s
         look_s = time.monotonic()
-        with torch.cuda.stream(
-            torch.cuda.Stream(device)
-        ):  # the process's own work does not wait for it
+        # the process's own work does not wait for it
+        with torch.cuda.stream(torch.cuda.Stream(device)):
             works = start_collectives()
             for work in works:
                 while not work.is_completed():

@@ -244,9 +244,8 @@ class SafetensorsWriter:
         self.path = path
         begin, offsets = build_safetensors_header(specs)
         self._spec_and_offset = {spec.name: (spec, offsets[spec.name]) for spec in specs}
-        self._unfinished_tensors = {
-            spec.name: set[int]() for spec in specs
-        }  # entries that have come
+        # entries that have come
+        self._unfinished_tensors = {spec.name: set[int]() for spec in specs}
         self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
         self._file.write(begin)
         self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))

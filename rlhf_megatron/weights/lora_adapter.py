@@ -27,12 +27,8 @@ from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, make_plain_
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
-BASE_STAYS = (
-    True,
-    False,
-    "gaussian",
-    "eva",
-)  # kinds of first matrices; others change the base's weights
+# kinds of first matrices; others change the base's weights
+BASE_STAYS = True, False, "gaussian", "eva"
 _PREFIX = "base_model.model."  # of names in peft's files
 
 

@@ -43,12 +43,10 @@ class ParallelLayout:
     etp: int = 0
     num_first_stage_layers: int = 0  # of the first pipeline stage; 0: as many as the others have
     num_last_stage_layers: int = 0  # of the last one
-    layers_of_chunks: tuple[
-        int, ...
-    ] = ()  # of every model chunk, in the order of the model; (): as the numbers above say
-    shares_prompts: bool = (
-        False  # a micro-batch has a prompt once for all its samples (data.shared_prompts)
-    )
+    # of every model chunk, in the order of the model; (): as the numbers above say
+    layers_of_chunks: tuple[int, ...] = ()
+    # a micro-batch has a prompt once for all its samples (data.shared_prompts)
+    shares_prompts: bool = False
 
     def __post_init__(self) -> None:
         """Set etp to tp where it is 0. Raise ValueError for an impossible shape."""

@@ -44,12 +44,10 @@ from rlhf_megatron.mcore_patch import (
 )
 
 Kind = TypeVar("Kind")
-MAX_BYTES = (
-    2 << 30
-)  # of a file that is parsed; a .metadata of a million tensor parts has about 0.3 GiB
-COMMON_KEY = (
-    "common_state/shard_0_1"  # where megatron-core 0.19 keeps what 0.16 writes to common.pt
-)
+# of a file that is parsed; a .metadata of a million tensor parts has about 0.3 GiB
+MAX_BYTES = 2 << 30
+# where megatron-core 0.19 keeps what 0.16 writes to common.pt
+COMMON_KEY = "common_state/shard_0_1"
 
 _DTYPES = (
     *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
@@ -127,9 +125,8 @@ def read_plain_values(file_name: str, data: bytes) -> Any:
                 for info in archive.infolist()
                 if PurePosixPath(info.filename).name == "data.pkl"
             ]
-            if len(members) != 1 or members[0].file_size > len(
-                data
-            ):  # torch.save does not compress
+            # torch.save does not compress
+            if len(members) != 1 or members[0].file_size > len(data):
                 raise ValueError(
                     f"{file_name} is no file that torch.save wrote (one data.pkl, stored as it is)."
                 )

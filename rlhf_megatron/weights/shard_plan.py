@@ -33,9 +33,8 @@ class SendShare:
     """The weights that one rank of a copy sends."""
 
     rules: list[WeightRule] = field(default_factory=list)  # in table order
-    spans_by_name: dict[str, tuple[TensorSpan, ...]] = field(
-        default_factory=dict
-    )  # by Megatron name: the parts of `WeightRule.hf_tensors` that it sends
+    # by Megatron name: the parts of `WeightRule.hf_tensors` that it sends
+    spans_by_name: dict[str, tuple[TensorSpan, ...]] = field(default_factory=dict)
 
 
 def plan_send_shares(rules: Sequence[WeightRule], layout: ParallelLayout) -> tuple[SendShare, ...]:
@@ -142,9 +141,8 @@ class EngineLayout:
             int(str(next((given[name] for name in names if name in given), 1)))
             for names in SIZES_OF_SGLANG
         )
-        is_fused = given.get(
-            "enforce-shared-experts-fusion", False
-        )  # with the others of each of the ep parts
+        # with the others of each of the ep parts
+        is_fused = given.get("enforce-shared-experts-fusion", False)
         shared = tp // ep if is_fused else 0
         if given.get("moe-a2a-backend", "none") not in ("none", None):
             shared = 1
@@ -190,9 +188,8 @@ def find_engine_span(
         owner, number = divmod(engine_rank, ways)
         if owner != rule.expert // (rule.num_experts // engine_layout.ep):
             return None
-    if number and hf_tensor.name.endswith(
-        ".down_proj_bias"
-    ):  # ranks that share an expert add up: one of them has it
+    # ranks that share an expert add up: one of them has it
+    if number and hf_tensor.name.endswith(".down_proj_bias"):
         return None
     if rule.split == "replicated" or ways == 1:
         return TensorSpan.cover_whole_tensor(hf_tensor)

@@ -224,9 +224,8 @@ class MappedArchives:
         if not wanted:
             return torch.empty(sizes, dtype=dtype)
         with warnings.catch_warnings():
-            warnings.filterwarnings(
-                "ignore", "The given buffer is not writable"
-            )  # and nobody writes to it
+            # and nobody writes to it
+            warnings.filterwarnings("ignore", "The given buffer is not writable")
             return torch.frombuffer(memory, dtype=dtype, count=prod(sizes), offset=at).view(sizes)
 
     def _map_file(self, file_name: str) -> mmap.mmap:

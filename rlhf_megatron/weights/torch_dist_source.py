@@ -123,9 +123,8 @@ class TorchDistSource:
         expert index in it, () where it is not stacked. Raise ValueError where there is none.
         """
         candidates = list_possible_keys(rule)
-        if rule.hf_tensors[0].name.startswith(
-            f"{VALUE_HEAD}."
-        ):  # so that no policy loads as a critic
+        # so that no policy loads as a critic
+        if rule.hf_tensors[0].name.startswith(f"{VALUE_HEAD}."):
             candidates = iter(
                 [(rule.megatron_name.replace(OUTPUT_LAYER, "value_head"), StackIndex())]
             )

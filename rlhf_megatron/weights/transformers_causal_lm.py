@@ -132,9 +132,8 @@ class PackedCausalLM(nn.Module):
         found = []
         places = []
         for number in range(find_max_over_ranks(len(batches))):
-            batch = (
-                batches[number] if number < len(batches) else [range(1)]
-            )  # of other ranks: one token, not counted
+            # of other ranks: one token, not counted
+            batch = batches[number] if number < len(batches) else [range(1)]
             positions = torch.arange(len(batch[0]), device=device).expand(len(batch), -1)
             starts, ends = (
                 torch.tensor([of[k] for of in batch], device=device)[:, None] for k in (0, -1)
@@ -268,9 +267,8 @@ def _create_parameters_on_meta() -> Iterator[None]:
         """Register the parameter after moving it to the meta device; a parameter that is there
         already is kept, since it may be tied.
         """
-        if (
-            param is not None and not param.is_meta
-        ):  # one that is there already stays itself: it may be tied
+        # one that is there already stays itself: it may be tied
+        if param is not None and not param.is_meta:
             param = nn.Parameter(param.to("meta"), param.requires_grad)
         register(self, name, param)
 

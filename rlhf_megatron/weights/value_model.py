@@ -57,9 +57,8 @@ def add_value_head(body_source: WeightSource, std: float, seed: int) -> ValueMod
 
     The new weights depend on `seed` only, not on the layout.
     """
-    names: tuple[str, ...] = getattr(
-        body_source, "names", ()
-    )  # of a source that knows which tensors it has
+    # of a source that knows which tensors it has
+    names: tuple[str, ...] = getattr(body_source, "names", ())
     return ValueModelSource(
         body_source, frozenset(names) & {WEIGHT, BIAS}, RandomWeightSource(seed, std)
     )
@@ -130,7 +129,6 @@ def _make_one_label_config(
         for name in hf_config.get("architectures") or ()
     ]
     head = {"id2label": {"0": label}, "label2id": {label: 0}, "classifier_dropout": 0.0}
-    body = {
-        key: value for key, value in hf_config.items() if key != "num_nextn_predict_layers"
-    }  # no policy's layers
+    # no policy's layers
+    body = {key: value for key, value in hf_config.items() if key != "num_nextn_predict_layers"}
     return {**body, **({"architectures": architectures} if architectures else {}), **head}

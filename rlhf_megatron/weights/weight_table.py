@@ -68,9 +68,8 @@ class HFTensor:
     name: str  # "model.layers.3.self_attn.q_proj.weight"
     shape: tuple[int, ...]
     entry: StackedEntry | None = None  # None: files have it under its own name
-    dtype: str | None = (
-        None  # in engines that hold it quantised, or a scale of it; None: as the others of its rule
-    )
+    # in engines that hold it quantised, or a scale of it; None: as the others of its rule
+    dtype: str | None = None
 
     @property
     def stored_name(self) -> str:
@@ -112,23 +111,19 @@ class WeightRule:
     megatron_shape: tuple[int, ...]  # full, not sharded; vocabulary padded
     hf_tensors: tuple[HFTensor, ...]
     to_megatron: Callable[..., Tensor]  # (*hf tensors) -> full Megatron tensor
-    to_hf: Callable[
-        [Tensor], tuple[Tensor, ...]
-    ]  # full Megatron tensor -> hf tensors, in the order of `hf_tensors`
+    # full Megatron tensor -> hf tensors, in the order of `hf_tensors`
+    to_hf: Callable[[Tensor], tuple[Tensor, ...]]
     split: TensorSplit
     owner: StageOwner
     layer: int | None  # global layer number for owner "layer"
     fusion_group: str  # tensors that an engine loads together: one bucket must hold the whole group
-    num_blocks: int | None = (
-        None  # indivisible blocks along the split dimension (KV groups); None: as its size divides
-    )
-    expert: int | None = (
-        None  # whose tensor it is; None: not of an expert, so that tp shards it and not etp
-    )
+    # indivisible blocks along the split dimension (KV groups); None: as its size divides
+    num_blocks: int | None = None
+    # whose tensor it is; None: not of an expert, so that tp shards it and not etp
+    expert: int | None = None
     num_experts: int = 0  # of the layer, where it is an expert's
-    dtype: str | None = (
-        None  # of a buffer, whatever the model's type and that of a sync are; None: a parameter
-    )
+    # of a buffer, whatever the model's type and that of a sync are; None: a parameter
+    dtype: str | None = None
     is_transposed: bool = False  # the Hugging Face tensor has its input as the first axis
 
     def get_sent_dtype(self, hf_tensor: HFTensor, engine_dtype: str) -> str:

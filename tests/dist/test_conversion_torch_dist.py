@@ -60,9 +60,8 @@ def load(world: World, config: dict[str, Any], hf: Path, directory: Path) -> lis
             tensor.fill_(torch.nan)
     loaded = dist_checkpointing.load(state, str(directory))
     for number, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(
-            loaded[f"model{number}"], strict=False
-        )  # what is missed is no tensor, or still nan
+        # what is missed is no tensor, or still nan
+        chunk.load_state_dict(loaded[f"model{number}"], strict=False)
     return [
         name
         for name, tensor in collect_named_weights(model.chunks).items()

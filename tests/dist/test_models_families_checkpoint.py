@@ -76,9 +76,8 @@ def load(world: World, config: dict[str, Any], directory: Path) -> dict[str, boo
             parameter.fill_(torch.nan)
     (chunk,) = model.chunks
     state = drop_extra_state(chunk.sharded_state_dict(metadata={"dp_cp_group": world.dp_cp_group}))
-    chunk.load_state_dict(
-        load_sharded_state(directory, state), strict=False
-    )  # what is missed is no tensor, or still nan
+    # what is missed is no tensor, or still nan
+    chunk.load_state_dict(load_sharded_state(directory, state), strict=False)
     return {
         name: torch.equal(p, want[name])
         for name, p in collect_named_parameters(model.chunks).items()

@@ -46,9 +46,8 @@ CRITIC_QUANTITIES = {
     "value_grad_norm",
     "value_copies",
 }
-ODD = [
-    LAYOUTS[name] for name in ("tp3_sequence_transformer_engine", "tp4_sequence")
-]  # tp that few families allow
+# tp that few families allow
+ODD = [LAYOUTS[name] for name in ("tp3_sequence_transformer_engine", "tp4_sequence")]
 CELLS = [
     *cover(DENSE_FAMILIES),
     *(
@@ -56,12 +55,8 @@ CELLS = [
         for axes in ODD
     ),
 ]
-CRITIC_FAMILIES = (
-    "qwen3_tied",
-    "qwen2_untied",
-    "llama_biased",
-    "llama_3kv",
-)  # a reference each; the last has no tp 2
+# a reference each; the last has no tp 2
+CRITIC_FAMILIES = "qwen3_tied", "qwen2_untied", "llama_biased", "llama_3kv"
 CRITIC_CELLS = critic_cover({family: FAMILIES[family] for family in CRITIC_FAMILIES})
 NUM_QUICK = {"actor": 9, "critic": 5}
 """A cover has its widest cells first. These have every value of every axis, the others complete the

@@ -20,9 +20,8 @@ from benchmarks.parity.run import Case, make_case, rows_of, run_cell
 
 pytestmark = pytest.mark.dist
 FAMILY = "qwen3_untied"
-CUT = replace(
-    QUICK_CUTS[0], token_budget=128
-)  # in four parts, two replicas have the same number of response tokens
+# in four parts, two replicas have the same number of response tokens
+CUT = replace(QUICK_CUTS[0], token_budget=128)
 ANY_WEIGHT = r"(model\..+|lm_head)\.weight"
 ANY_NORM = r"model\.(.+norm|norm)\.weight"
 ANY_OF_BODY = r"model\..+\.weight"

@@ -74,9 +74,8 @@ def test_a_file_is_whole_when_it_is_delivered(tmp_path: Path) -> None:
             torch.equal(found[name], tensor) for name, tensor in zip("abc", tensors, strict=True)
         )
         data = (tmp_path / manifest.file).read_bytes()
-        assert data[manifest.file_offset :] == bytes(
-            bucket.tolist()
-        )  # an engine reads the same bytes from here
+        # an engine reads the same bytes from here
+        assert data[manifest.file_offset :] == bytes(bucket.tolist())
         assert (
             manifest.file_offset % 64 == 0
             and len(data) == manifest.file_offset + manifest.num_bytes
@@ -166,9 +165,8 @@ def test_a_full_disk_is_said_before_the_engine_is_asked(tmp_path: Path) -> None:
         assemble_weight_checkpoint(
             tmp_path, 4, ["a"], {"model_type": "llama", "padding": "x" * 200}, None
         )
-    assert (
-        tmp_path / "weights-dp0-pp0-tp0-00000.safetensors"
-    ).exists()  # the next one finds what it needs
+    # the next one finds what it needs
+    assert (tmp_path / "weights-dp0-pp0-tp0-00000.safetensors").exists()
     assemble_weight_checkpoint(tmp_path, 4, ["a"], {"model_type": "llama"}, None)
 
 

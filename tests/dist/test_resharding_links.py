@@ -313,7 +313,6 @@ def test_what_stands_in_the_bundled_engine_is_what_the_ranks_have(
     assert sum(result["reports"][0].bytes_needed for result in results) == 2 * whole
     for result in results:
         first, second = result["names"]
-        assert any(first) and second == (
-            [None, first[1]] if is_killed else first
-        )  # groups are kept
+        # groups are kept
+        assert any(first) and second == ([None, first[1]] if is_killed else first)
     assert list((tmp_path / "transfer").iterdir()) == []  # nothing passes through files

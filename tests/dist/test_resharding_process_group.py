@@ -324,9 +324,8 @@ def test_a_group_that_cannot_be_made(
     """No port on this host's address; and a server that refuses."""
     manifest, raw = a_bucket("never", 0)
     with monkeypatch.context() as patch:
-        patch.setattr(
-            process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1"
-        )  # no address of this host
+        # no address of this host
+        patch.setattr(process_group_transport, "find_address_towards_url", lambda url: "192.0.2.1")
         with delivering(pair[:1], folder, EngineProcessGroups()) as delivery:
             delivery.open_buffers(1, 1).close()
             delivery(manifest, raw)

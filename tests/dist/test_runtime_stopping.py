@@ -102,9 +102,8 @@ def test_a_signal_in_the_first_seconds_says_that_the_run_can_be_started_again(
 ) -> None:
     """A real run, told to stop as soon as that process lives: nothing has begun."""
     values = {**LAYOUTS["tp2"], **place(tmp_path)}
-    with (
-        warm.cold() if newest in ("agent", "controller") else nullcontext()
-    ):  # whose signals are blocked at first
+    # whose signals are blocked at first
+    with warm.cold() if newest in ("agent", "controller") else nullcontext():
         launch = Launch(
             [str(write_task(tmp_path)), *overrides(values)], tmp_path, tmp_path / "console", {}
         )

@@ -36,9 +36,8 @@ def test_values_and_order(start: Start, num_ranks: int, tp: int, pp: int) -> Non
     result = json.loads((run.directory / "result.json").read_text())
     tokens = [i for i in range(7) for _ in range(i + 1)]
     assert result["log_probs"] == [[0.5 * t for t in tokens], [2.0 * t for t in tokens]]
-    assert result["single"] == [
-        0.0
-    ]  # one sample of one token of value 0: other replicas had a no-op sample
+    # one sample of one token of value 0: other replicas had a no-op sample
+    assert result["single"] == [0.0]
     assert result["update"] == [0 + 2 + 6 + 12 + 20 + 30 + 42, sum(range(num_ranks + 1))]
     if num_ranks == 4:  # dp varies faster than pp; each rank had run three calls before
         names = ["dp0 pp0 tp0", "dp1 pp0 tp0", "dp0 pp1 tp0", "dp1 pp1 tp0"]

@@ -89,9 +89,8 @@ def test_fused_weight_gradients_equal_transformers(
     grads, weights = (gathered(results, layout, kind) for kind in ("grads", "weights"))
     errors = reference.in_units(grads, weights, state, exact, draws)
     assert max(errors.values()) <= 3, errors
-    assert all(
-        num_products > 0 and num_products % 4 == 0 for _, num_products in found
-    )  # qkv, proj, fc1, fc2
+    # qkv, proj, fc1, fc2
+    assert all(num_products > 0 and num_products % 4 == 0 for _, num_products in found)
 
 
 def train_with_fused_adam(world: World, **arguments: Any) -> RankResult:
@@ -234,6 +233,5 @@ def test_a_fused_adam_that_can_be_imported_is_not_taken_on_a_cpu(tmp_path: Path)
         [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.split() == ["False", "True"], (
-        done.stdout
-    )  # a step was made, with clipped gradients
+    # a step was made, with clipped gradients
+    assert done.stdout.split() == ["False", "True"], done.stdout

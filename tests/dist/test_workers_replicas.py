@@ -228,9 +228,8 @@ def test_a_digest_is_the_sum_that_its_description_says() -> None:
     """4 words, summed, have the factor 3 f; the 4 bytes after them, weighed by place, 5 f;
     all modulo 2^64.
     """
-    tensor = torch.tensor(
-        [1, 2, 3, 255, 0, 0, 7, 9, 1], dtype=torch.int32
-    )  # 36 bytes: 4 words and 4 bytes
+    # 36 bytes: 4 words and 4 bytes
+    tensor = torch.tensor([1, 2, 3, 255, 0, 0, 7, 9, 1], dtype=torch.int32)
     words = [1 + (2 << 32), 3 + (255 << 32), 0, 7 + (9 << 32)]
     tail = 1 * 1
     factor = -7046029254386353131

@@ -453,9 +453,8 @@ def test_a_reference_stays_until_it_is_told_to_become_the_actor(
     ranks = dist_pool.run(
         two_references, state=state, batch=reference.make_batch(), timeout_s=300, **layout
     )
-    first = (
-        (len(ranks) // layout["pp"]) * (layout["pp"] - 1) if "pp" in layout else 0
-    )  # of the last stage
+    # of the last stage
+    first = (len(ranks) // layout["pp"]) * (layout["pp"] - 1) if "pp" in layout else 0
     leaders = [first + dp for dp in range(layout.get("dp", 1))]
     assert [i for i, rank in enumerate(ranks) if rank[0][0] is not None] == leaders, (
         "results are the leaders'"

@@ -260,9 +260,8 @@ def test_a_critic_with_its_own_pool_directory_and_phases(tmp_path: Path) -> None
 def test_an_interrupted_check_leaves_no_process(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background has it ignored
+    # a job in the background has it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     process, marker = start(tmp_path / "out", ["configs/quickstart.yaml", "--max-processes", "4"])
     deadline = time.monotonic() + 300

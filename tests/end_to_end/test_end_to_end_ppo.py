@@ -28,11 +28,8 @@ SETTINGS = {
     "algorithm.use_kl_in_reward": True,
     "algorithm.kl_ctrl": {"type": "adaptive", "kl_coef": 0.2, "target_kl": 1e-6, "horizon": 160},
 }
-OWN_POOL = {
-    "trainer.n_gpus_per_node": 4,
-    "tp": 1,
-    "pp": 2,
-}  # the critic at tp 2, as in the configuration
+# the critic at tp 2, as in the configuration
+OWN_POOL = {"trainer.n_gpus_per_node": 4, "tp": 1, "pp": 2}
 SAME_POOL = ONE_RANK | {"critic.num_ranks": 0}
 COMPARED = (
     "actor/loss",

@@ -132,9 +132,8 @@ def test_what_the_checks_find_is_told_once(tmp_path: Path) -> None:
         *overrides(DP2),
     ]
     environment = os.environ | {"RLHF_MEGATRON_FORKS": "1"}
-    wrong = [
-        f"trainer.default_local_dir={tmp_path / 'tiny.yaml'}"
-    ]  # a file: found by a check in the fork
+    # a file: found by a check in the fork
+    wrong = [f"trainer.default_local_dir={tmp_path / 'tiny.yaml'}"]
     done = subprocess.run(
         [*words, *wrong], env=environment, capture_output=True, text=True, timeout=TIMEOUT_S
     )

@@ -26,10 +26,8 @@ from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.lora_adapter import WEIGHTS, MergedLoraSource
 from rlhf_megatron.weights.weight_source import make_random_source
 
-pytestmark = [
-    pytest.mark.dist,
-    pytest.mark.long,
-]  # tests/dist/test_fsdp_actor.py resumes bit for bit, too
+# tests/dist/test_fsdp_actor.py resumes bit for bit, too
+pytestmark = [pytest.mark.dist, pytest.mark.long]
 SETTINGS: dict[str, Any] = {
     "actor.backend": "fsdp",
     "actor.use_kl_loss": True,

@@ -123,9 +123,8 @@ def test_transformers_reads_the_model(server: ForkServer, tmp_path: Path) -> Non
 
     model = AutoModelForSequenceClassification.from_pretrained(tmp_path / "exported").float().eval()
     tokenizer = load_tokenizer(str(MODEL), str(MODEL))
-    model.config.pad_token_id = (
-        tokenizer.vocab_size - 1
-    )  # it wants one for batches; these need no padding
+    # it wants one for batches; these need no padding
+    model.config.pad_token_id = tokenizer.vocab_size - 1
     rows = pairs(300, 2)
     means = {}
     for key in ("chosen", "rejected"):
@@ -270,9 +269,8 @@ def test_a_run_starts_servers_of_its_model(
         assert scored.assert_scored(tmp_path / "runs" / "tiny", row["step"]) >= (
             2 if is_judge else 8
         )
-    if (
-        "trainer.runtime" not in settings
-    ):  # the record has what the servers said: a replay asks none
+    # the record has what the servers said: a replay asks none
+    if "trainer.runtime" not in settings:
         words = ("--replay", "2", "--replay-from", str(tmp_path / "runs" / "tiny"))
         again = server.train(tmp_path / "tiny.yaml", settings, *words)
         assert again.code == 0, again.console

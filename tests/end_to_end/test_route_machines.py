@@ -101,9 +101,8 @@ def test_ranks_fetch_their_tokens_and_layers_from_the_machines_of_the_engines(
         assert same["actor/router_fetched_mb"] == 0.0
         assert row["actor/router_unrouted_share"] == same["actor/router_unrouted_share"]
         fetched = row["actor/router_fetched_mb"] * row["actor/num_optimizer_steps"] * 1e6
-        num_read = 16 * (
-            6 + row["response_length/mean"] - 1
-        )  # the last token of a sample is not read
+        # the last token of a sample is not read
+        num_read = 16 * (6 + row["response_length/mean"] - 1)
         stood = [
             sum(each[f"rollout/routes_{kind}_gb"] for kind in ("memory", "spilled"))
             for each in (row, same)

@@ -149,9 +149,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
 @pytest.mark.dist
 def test_a_run_listens_on_loopback_addresses_only(observed: Observed) -> None:
     seen = observed.listening
-    assert {"agent", "host", "engine"} <= seen.keys(), (
-        seen
-    )  # torch's store, gloo, the bundled server
+    # torch's store, gloo, the bundled server
+    assert {"agent", "host", "engine"} <= seen.keys(), seen
     assert not {
         who: bad for who, all_ in seen.items() if (bad := [a for a in all_ if not is_loopback(a)])
     }, seen

@@ -90,19 +90,15 @@ def test_three_steps(tmp_path: Path, others: set[psutil.Process]) -> None:
     run_dir = train("quickstart_sglang", tmp_path, *THREE_STEPS)
     steps = rows_of(run_dir, "step")
     assert [row["step"] for row in steps] == [1, 2, 3]
-    assert [row["policy/version"] for row in steps] == [
-        2,
-        3,
-        4,
-    ]  # the sync before step 1 was the first
+    # the sync before step 1 was the first
+    assert [row["policy/version"] for row in steps] == [2, 3, 4]
     for row in steps:
         assert row["rollout/num_samples"] == 16
         assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
         assert row["sync/num_bytes"] > 0
     summary = json.loads((run_dir / "summary.json").read_text())
-    assert (
-        summary["accuracy_after"] > 0.3
-    )  # the warmed-up checkpoint gives 0.6 when greedy; other weights give none
+    # the warmed-up checkpoint gives 0.6 when greedy; other weights give none
+    assert summary["accuracy_after"] > 0.3
 
     deadline = time.monotonic() + 20
     while alive() - others and time.monotonic() < deadline:
@@ -199,6 +195,5 @@ def test_smollm2(tmp_path: Path) -> None:
     assert [row["step"] for row in steps] == [1, 2]
     for row in steps:
         assert 0 < row["training/rollout_log_probs_diff_max"] <= 1e-4
-        assert (
-            0.3 < row["rollout/cached_token_share"] < 7 / 8
-        )  # of each group of 8 one is computed, and its last token
+        # of each group of 8 one is computed, and its last token
+        assert 0.3 < row["rollout/cached_token_share"] < 7 / 8

@@ -14,10 +14,8 @@ from places import ROOT
 
 pytestmark = pytest.mark.dist
 PROGRAM = (sys.executable, str(ROOT / "tests" / "support" / "stacks_of_a_run.py"), "train")
-BARS = {
-    "clip formula": (14, 10),
-    "bytes of a bucket": (11, 11),
-}  # calls after the loop, files with the loop's own
+# calls after the loop, files with the loop's own
+BARS = {"clip formula": (14, 10), "bytes of a bucket": (11, 11)}
 
 
 @pytest.fixture(scope="module")

@@ -34,13 +34,10 @@ SETTINGS: dict[str, Any] = {
     "algorithm.rollout_correction.preset": "decoupled_token_is",
     "actor.mini_batch_size": 4,
 }
-LONG = {
-    "warmup.max_steps": 0,
-    "data.max_response_length": 48,
-}  # an untrained policy seldom ends a response
-SLOW = {
-    "rollout.max_num_seqs": 4
-}  # an engine with a group at a time: one is always generated when a sync begins
+# an untrained policy seldom ends a response
+LONG = {"warmup.max_steps": 0, "data.max_response_length": 48}
+# an engine with a group at a time: one is always generated when a sync begins
+SLOW = {"rollout.max_num_seqs": 4}
 
 
 @pytest.fixture(scope="module")

@@ -294,9 +294,8 @@ def test_an_unknown_parameter_is_refused(server: Server) -> None:
         "sglang": {"input_ids": [[1]], "sampling_params": [{"max_new_tokens": 4, "warmth": 1.0}]},
     }
     http = HttpClient(server.engine.address)
-    with pytest.raises(
-        EngineError, match="warmth" if server.kind == "local" else "500"
-    ):  # SGLang does not say which
+    # SGLang does not say which
+    with pytest.raises(EngineError, match="warmth" if server.kind == "local" else "500"):
         http.post("/generate", bodies[server.kind], 30)
     server.engine.check_health(30)
 

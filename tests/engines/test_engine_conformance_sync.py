@@ -88,9 +88,8 @@ def test_a_commit_without_a_session_changes_nothing(synced: Server) -> None:
     with pytest.raises(EngineError, match=str(synced.version + 1)):
         synced.engine.commit_weight_update(synced.version + 1)
     assert_serves(synced, 1)
-    synced.engine.commit_weight_update(
-        synced.version
-    )  # the answer to the first one could have been lost
+    # the answer to the first one could have been lost
+    synced.engine.commit_weight_update(synced.version)
     assert_serves(synced, 1)
 
 

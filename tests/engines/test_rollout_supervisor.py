@@ -208,9 +208,8 @@ def test_a_closed_batch_gives_the_same_bits_whatever_else_runs(rig: Rig) -> None
 def test_known_groups_are_not_asked_for_and_the_rest_keeps_its_bits(rig: Rig) -> None:
     fleet = rig.fleet(2)
     expected = rig.expected(2)
-    known = {
-        index: expected[index] for index in (0, 1, 2, 4)
-    }  # a whole piece and one group of the next
+    # a whole piece and one group of the next
+    known = {index: expected[index] for index in (0, 1, 2, 4)}
     arrivals = Arrivals()
     assert fleet.generate(REQUESTS, arrivals, known) == expected
     assert sorted(arrivals.indices) == [3, 5, 6, 7, 8, 9, 10, 11]
@@ -281,9 +280,8 @@ def test_one_engine_hangs_and_the_other_is_killed(rig: Rig) -> None:
         rig.signal(1, signal.SIGKILL)
 
     assert generate(fleet, trouble) == rig.expected(2)
-    generate_until(
-        fleet, rig, lambda: len(fleet.live_engines) == 2
-    )  # the second may have come up too late to be needed
+    # the second may have come up too late to be needed
+    generate_until(fleet, rig, lambda: len(fleet.live_engines) == 2)
     assert [process.exit_code for process in processes] == [-signal.SIGKILL] * 2
     counters = fleet.take_counters()
     assert counters["rollout/engine_failures"] == counters["rollout/engine_restarts"] == 2

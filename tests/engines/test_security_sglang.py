@@ -21,13 +21,8 @@ from rlhf_megatron.rollout.sglang.sglang_launch import start_sglang_engines
 
 pytestmark = [pytest.mark.sglang, needs_sglang]
 
-OPEN = {
-    "/health",
-    "/health_generate",
-    "/ready",
-    "/metrics",
-    "/ping",
-}  # SGLang lets probes of clusters in
+# SGLang lets probes of clusters in
+OPEN = {"/health", "/health_generate", "/ready", "/metrics", "/ping"}
 
 
 @pytest.fixture(scope="module")

@@ -398,9 +398,8 @@ def test_shards_of_a_trainer_come_to_the_ranks_that_have_them(
     trainer = SHARDS[name][0]["trainer"]
     num_senders = SHARDS[name][1]
     assert found["equal"] and all(found["as_stock"]) and found["num_senders"] == num_senders
-    assert (found["num_parts"] > 0) == (
-        trainer.get("tp", 1) > 1
-    )  # else experts are shared out, each whole
+    # else experts are shared out, each whole
+    assert (found["num_parts"] > 0) == (trainer.get("tp", 1) > 1)
     assert found["planned"] == found["moved"] == found["needed"]
 
 

@@ -164,9 +164,8 @@ def test_a_planted_fault_is_refused_until_a_full_sync(
     with pytest.raises(EngineError, match="STALE"):
         engine.generate(REQUESTS, 10.0)
     stranger = rig.straight()
-    with pytest.raises(
-        EngineError, match="STALE" if rig.kind == "local" else "no answer"
-    ):  # SGLang is paused
+    # SGLang is paused
+    with pytest.raises(EngineError, match="STALE" if rig.kind == "local" else "no answer"):
         stranger.generate(REQUESTS[:1], 3.0)
     stranger.close()
 
@@ -198,9 +197,8 @@ def test_a_probe_finds_wrong_weights_in_an_engine_without_digests(
 ) -> None:
     engine = rig.fleet.engines[0]
     if rig.kind == "sglang":
-        monkeypatch.setattr(
-            engine, "get_weight_digests", lambda: None
-        )  # as if nothing in it could be compared
+        # as if nothing in it could be compared
+        monkeypatch.setattr(engine, "get_weight_digests", lambda: None)
         monkeypatch.setattr(
             "rlhf_megatron.rollout.sglang.sglang_weight_verbs.check_loaded_bucket",
             lambda *arguments: None,

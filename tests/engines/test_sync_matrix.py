@@ -276,9 +276,8 @@ def test_what_stands_in_sglang_is_what_was_exported(
     server.version = sync.policy_version
     assert [engine.address.name for engine in fleet.live_engines] == ["engine0"]
 
-    exported = dict(
-        generate_random_hf_tensors(config, seed)
-    )  # what the ranks were given, made here anew
+    # what the ranks were given, made here anew
+    exported = dict(generate_random_hf_tensors(config, seed))
     assert server.engine.get_weight_digests() == {
         name: format_digest(digest_tensor(tensor)) for name, tensor in exported.items()
     }
@@ -292,9 +291,8 @@ def test_what_stands_in_sglang_is_what_was_exported(
     others = reference(
         saved(config, dict(generate_random_hf_tensors(config, seed + 1)), tmp_path / "others")
     )
-    assert (
-        0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1
-    )  # it would show other weights
+    # it would show other weights
+    assert 0 < difference <= 1e-4 and largest_difference(samples, others) > 0.1
 
     axes = LAYOUTS[layout]
     tp_size = server.engine.address.tp_size

@@ -373,9 +373,8 @@ def test_a_disk_that_is_full(rig: Rig, transport: WeightTransport) -> None:
 def refuse_a_full_disk(sync: WeightSync) -> None:
     """The sender says so, and the engine is STALE."""
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (20_000, before[1])
-    )  # the kernel refuses what would be larger
+    # the kernel refuses what would be larger
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
     try:
         with pytest.raises(ValueError, match=r"no room for weights at .*rollout\.transfer_dir"):
             sync()

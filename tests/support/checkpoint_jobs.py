@@ -123,9 +123,8 @@ def failing_saves(
     else:
         results["limit"] = save(directory / "limit")
     (directory / "metadata").mkdir(exist_ok=True)
-    (directory / "metadata" / ".metadata.tmp").mkdir(
-        exist_ok=True
-    )  # the first rank cannot make this file
+    # the first rank cannot make this file
+    (directory / "metadata" / ".metadata.tmp").mkdir(exist_ok=True)
     results["metadata"] = save(directory / "metadata")
     started = time.monotonic()
     results["good"] = save(directory / "good")

@@ -43,9 +43,8 @@ class Server:
     engine: InferenceEngine
     transfer_dir: Path
     version: int  # of the last sync
-    model: Callable[[int], PreTrainedModel] = (
-        tiny_qwen3  # of a seed; that of seed 1 is what it was started with
-    )
+    # of a seed; that of seed 1 is what it was started with
+    model: Callable[[int], PreTrainedModel] = tiny_qwen3
     num_caches: int = 1  # of prompts: it serves them in turn
 
 

@@ -44,9 +44,8 @@ def main(job_in: int, result_out: int, parent: int) -> None:
             (size,) = struct.unpack("!Q", _read(job_in, 8))
         except EOFError:
             return
-        sys.path[:], packed = pickle.loads(
-            _read(job_in, size)
-        )  # the job's own modules lie on the caller's path
+        # the job's own modules lie on the caller's path
+        sys.path[:], packed = pickle.loads(_read(job_in, size))
         job = pickle.loads(packed)
         try:
             answer({"result": run(job)})

@@ -28,9 +28,8 @@ from end_to_end_tools import ONE_RANK, overrides
 from places import ROOT, SUPPORT
 
 TIMEOUT_S = 240.0
-SEEDS_ENV = (
-    "RLHF_MEGATRON_TEST_SEEDS"  # file to which the engine writes the seeds that it is asked for
-)
+# file to which the engine writes the seeds that it is asked for
+SEEDS_ENV = "RLHF_MEGATRON_TEST_SEEDS"
 SETTINGS = {
     **ONE_RANK,
     "trainer.deterministic": True,

@@ -29,12 +29,8 @@ from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_source import RandomWeightSource
 
 LENGTHS = [[6, 6, 9, 4], [7, 3, 7], [11, 6], [2, 5, 2]]  # documents of each micro-batch
-RAGGED = [
-    [1, 37, 2, 3, 14],
-    [40, 1],
-    [3, 3, 2, 3, 1, 25],
-    [5, 4, 3, 2, 1],
-]  # some shorter than their 2 cp chunks
+# some shorter than their 2 cp chunks
+RAGGED = [[1, 37, 2, 3, 14], [40, 1], [3, 3, 2, 3, 1, 25], [5, 4, 3, 2, 1]]
 EQUAL = [[6] * 9, [6] * 8, [6] * 9, [6] * 2]
 
 

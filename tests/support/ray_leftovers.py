@@ -15,10 +15,8 @@ from pathlib import Path
 
 from end_to_end_tools import processes_with
 
-AGENTS = (
-    "ray::DashboardAgent",
-    "ray::RuntimeEnvAgent",
-)  # tell the GCS for a minute, which is gone too, and end
+# tell the GCS for a minute, which is gone too, and end
+AGENTS = "ray::DashboardAgent", "ray::RuntimeEnvAgent"
 AGENTS_S = 120.0
 
 

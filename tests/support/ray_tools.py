@@ -64,9 +64,8 @@ def main(directory: str, num_machines: int) -> None:
 
     ray_environment.set_ray_defaults(None, os.environ)
     os.environ["RAY_TMPDIR"] = directory
-    (
-        Path(directory) / "ray"
-    ).mkdir()  # where the cluster writes its address; Ray takes for granted that it is there
+    # where the cluster writes its address; Ray takes for granted that it is there
+    (Path(directory) / "ray").mkdir()
     from ray.cluster_utils import Cluster
 
     options = {"num_cpus": NUM_CPUS, "object_store_memory": 80 << 20, "include_dashboard": False}

@@ -46,9 +46,8 @@ class Scored:
         self.tokenizer = load_tokenizer(MODEL)
         spelling = json.loads((MODEL / "tokenizer.json").read_text())
         spelling["model"]["unk_token"] = "<pad>" if is_judge else spelling["model"].get("unk_token")
-        (folder / "tokenizer.json").write_text(
-            json.dumps(spelling)
-        )  # SGLang fails a text that its tokenizer cannot spell
+        # SGLang fails a text that its tokenizer cannot spell
+        (folder / "tokenizer.json").write_text(json.dumps(spelling))
         settings = json.loads((MODEL / "tokenizer_config.json").read_text())
         (folder / "tokenizer_config.json").write_text(
             json.dumps(settings | {"chat_template": TEMPLATE})
@@ -56,9 +55,8 @@ class Scored:
 
     def settings(self) -> dict[str, Any]:
         arguments = {**CPU_ARGUMENTS, "context_length": 64}
-        arguments |= (
-            {"skip_server_warmup": True} if self.is_judge else {}
-        )  # by a text that the toy cannot spell
+        # by a text that the toy cannot spell
+        arguments |= {"skip_server_warmup": True} if self.is_judge else {}
         served = {
             "num_servers": 1,
             "python": str(sglang_python()),

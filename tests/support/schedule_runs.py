@@ -26,9 +26,8 @@ class Run:
     flow: GroupFlow
     choose: Callable[[Sequence[Possible]], Possible]
     can_lose: int = 0  # as many groups, at most
-    leaves_policy: Callable[[int], bool] = lambda step: (
-        False
-    )  # a step whose sync brings no new version
+    # a step whose sync brings no new version
+    leaves_policy: Callable[[int], bool] = lambda step: False
     lags: list[list[int]] = field(default_factory=list)  # per step, of its groups
     batches: list[list[int]] = field(default_factory=list)
     num_started: int = 0

@@ -54,9 +54,8 @@ class Rig:
         self.servers = servers
         self.transfer = transfer
         self.resynced: list[str] = []
-        self.reasons: Counter[str] = (
-            Counter()
-        )  # why samples ended that engines sent, also those that nobody read
+        # why samples ended that engines sent, also those that nobody read
+        self.reasons: Counter[str] = Counter()
         connect = partial(self._watched, connect)
         limits = (health_interval_s, 15.0)
         supervision = SupervisionSettings(
@@ -199,9 +198,8 @@ class Proof:
     right: float = 0.0  # largest |difference| under the weights of the token's version
     num_pairs: int = 0  # tokens x other versions
     num_wrong_fits: int = 0  # of them within FITS: tokens that are almost certain under both
-    wrong: float = float(
-        "inf"
-    )  # of spans of at least 8 tokens under other versions: the smallest worst |difference|
+    # of spans of at least 8 tokens under other versions: the smallest worst |difference|
+    wrong: float = float("inf")
 
     def __str__(self) -> str:
         spans = ", ".join(

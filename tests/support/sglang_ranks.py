@@ -302,9 +302,8 @@ def run_shards(case: dict[str, Any], directory: Path) -> dict[str, Any]:
     is_as_stock = []
     added_twice = []
     stored = as_stored(case, weights)
-    can_load = (
-        case["family"] != "gpt_oss" or case.get("ep", 1) == 1
-    )  # SGLang itself cannot share these experts out
+    # SGLang itself cannot share these experts out
+    can_load = case["family"] != "gpt_oss" or case.get("ep", 1) == 1
     for rank in range(case["tp"]):
         with place(case, directory, rank):
             model = model_of(case, directory, rank)
@@ -458,9 +457,8 @@ def flip(model: nn.Module, fault: dict[str, Any]) -> None:
         with torch.no_grad():
             owner, _, name = fault["parameter"].rpartition(".")
             values = getattr(model.get_submodule(owner), name)
-            if (
-                not values.is_contiguous()
-            ):  # made by the engine: of which one entry is as good as another
+            # made by the engine: of which one entry is as good as another
+            if not values.is_contiguous():
                 values[-1, -1, -1] += 1
             else:
                 values.view(torch.uint8).view(-1)[fault["byte"]] ^= 4

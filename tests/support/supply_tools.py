@@ -50,9 +50,8 @@ class HeldSession:
         self.version = 1
         self.submitted: list[int] = []
         self.aborted: list[int] = []
-        self.answers: dict[
-            int, tuple[str, str]
-        ] = {}  # of a group's two samples; "1" and "9" where none is given
+        # of a group's two samples; "1" and "9" where none is given
+        self.answers: dict[int, tuple[str, str]] = {}
         self.error: Exception | None = None
         self.num_mended = 0
         self.is_closed = False

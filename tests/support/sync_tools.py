@@ -25,9 +25,8 @@ from rlhf_megatron.runtime.role_proxies import RoleProxies
 DENSE = partial(tiny_qwen3, 1, tied=False)
 BUCKET_BYTES = 100_000  # several buckets; the parts of an attention block stay in one
 PROMPTS = [(1, 2, 3), (4, 5), (6, 7, 8, 9), (3,)]
-KEEPS_OLD = ProxyFault(
-    "old_bucket", nth=1 << 40
-)  # never comes, but has the proxy keep the first bucket it sees
+# never comes, but has the proxy keep the first bucket it sees
+KEEPS_OLD = ProxyFault("old_bucket", nth=1 << 40)
 REQUESTS: list[GenerateRequest] = [request((1 + i, 2), (10 * i, 10 * i + 1), 12) for i in range(8)]
 
 

@@ -259,9 +259,8 @@ class _Template:
         with self._lock:
             if self.connection is None:
                 self.connection = _first_template()
-            _libc.prctl(
-                PR_SET_CHILD_SUBREAPER, 1
-            )  # a grandchild of the template is a child of ours at once
+            # a grandchild of the template is a child of ours at once
+            _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
             try:
                 socket.send_fds(self.connection, [json.dumps(request).encode()], descriptors)
                 answer = self.connection.recv(64)
@@ -424,9 +423,8 @@ def _rename(words: Sequence[str], environment: Mapping[str, str]) -> None:
         data = b"".join(os.fsencode(text) + b"\0" for text in texts)
         ctypes.memset(start, 0, ROOM)
         ctypes.memmove(start, data, len(data))
-        _libc.prctl(
-            PR_SET_MM, end, ctypes.c_ulong(start + len(data)), 0, 0
-        )  # with the right to; else zeros follow
+        # with the right to; else zeros follow
+        _libc.prctl(PR_SET_MM, end, ctypes.c_ulong(start + len(data)), 0, 0)
 
 
 def _execute(program: Sequence[str]) -> int | str | None:

@@ -71,9 +71,8 @@ class RankResult:
 
     log_probs: TokenLogProbs | None
     updates: list[UpdateResult | None]
-    grads: dict[
-        str, Tensor
-    ]  # megatron name -> shard, after the last step, clipped; put together over replicas
+    # megatron name -> shard, after the last step, clipped; put together over replicas
+    grads: dict[str, Tensor]
     weights: dict[str, Tensor]  # megatron name -> shard
     plan: ReplicaPlan
 
@@ -151,9 +150,8 @@ def shards(
         return {
             name: grad.clone() for name, grad in worker.backend.named_gradients().items()
         }, weights
-    table = make_weight_table(
-        worker.backend.hf_config, worker.world.layout.tp, head=head
-    )  # as the local layers call them
+    # as the local layers call them
+    table = make_weight_table(worker.backend.hf_config, worker.world.layout.tp, head=head)
     names = {
         own.megatron_name: rule.megatron_name
         for own, rule in zip(worker.backend.table, table, strict=True)

@@ -28,9 +28,8 @@ APART += (
     "runtime/torchrun/machine_servers.py",
 )  # devices of servers, from numbers alone, with unit tests
 NOT_APART = ("config/cuda_environment.py",)  # sets up the devices of this process
-TAKEN = Path(__file__).with_name(
-    "branches.txt"
-)  # those that the last rehearsal of all cases has come to
+# those that the last rehearsal of all cases has come to
+TAKEN = Path(__file__).with_name("branches.txt")
 _NO_PACKAGE = (
     "Transformer Engine and Apex have no wheels: nothing of theirs is installed where this runs"
 )

@@ -111,10 +111,8 @@ def _build_host_kernels(site: Path, out: Path) -> None:
 
 
 def _cuda_headers(site: Path) -> list[Path]:
-    return [
-        site / "nvidia/cu13/include",
-        site / "triton/backends/nvidia/include",
-    ]  # the second has crt/
+    # the second has crt/
+    return [site / "nvidia/cu13/include", site / "triton/backends/nvidia/include"]
 
 
 def _number(package: str) -> int:

@@ -284,9 +284,8 @@ def _outcome_of(program: Program, folder: Path, built: Path) -> Outcome:
         problems = [str(error)]
     outcome = Outcome(program.name, False, round(time.monotonic() - start, 1), tuple(problems))
     said = (folder / f"{program.name}.log").read_text(errors="replace").splitlines()
-    _tell(
-        outcome, "".join([line for line in said if not line.startswith("[")][-1:])
-    )  # not torch's warnings
+    # not torch's warnings
+    _tell(outcome, "".join([line for line in said if not line.startswith("[")][-1:]))
     return outcome
 
 

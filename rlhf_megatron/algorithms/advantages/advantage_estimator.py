@@ -36,25 +36,21 @@ class AdvantageInputs:
     offsets: Tensor  # [B + 1] int64
     token_rewards_T: Tensor | None = None  # float32, per-token stream (after KL-in-reward)
     values_T: Tensor | None = None  # float32, critic
-    reward_parts: Mapping[str, Tensor] = field(
-        default_factory=dict
-    )  # name -> [B] float32, terms before their weights
-    greedy_rewards_B: Tensor | None = (
-        None  # float32, of the greedy sample of each sample's prompt; nan: masked status
-    )
+    # name -> [B] float32, terms before their weights
+    reward_parts: Mapping[str, Tensor] = field(default_factory=dict)
+    # float32, of the greedy sample of each sample's prompt; nan: masked status
+    greedy_rewards_B: Tensor | None = None
     log_probs_T: Tensor | None = None  # float32, trainer's policy at the start of the update
     rollout_log_probs_T: Tensor | None = None  # float32, as the engine reported
-    sum_squares_T: Tensor | None = (
-        None  # float32, sum of the squared probabilities of the trainer's policy
-    )
+    # float32, sum of the squared probabilities of the trainer's policy
+    sum_squares_T: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class AdvantageOutputs:
     advantages_T: Tensor  # float32, 0 outside of response_mask_T
-    returns_T: Tensor | None = (
-        None  # float32, what a critic learns; None where the estimator has none
-    )
+    # float32, what a critic learns; None where the estimator has none
+    returns_T: Tensor | None = None
     metrics: dict[str, float] = field(default_factory=dict)  # keys of algorithms/metric_names.py
 
 

@@ -30,9 +30,8 @@ from rlhf_megatron.lazy import Tensor, torch
 
 @dataclass(frozen=True)
 class GDPOParams:
-    gdpo_reward_keys: tuple[
-        str, ...
-    ]  # names of reward parts: a reward's name, or name/part of what it returns
+    # names of reward parts: a reward's name, or name/part of what it returns
+    gdpo_reward_keys: tuple[str, ...]
     gdpo_reward_weights: tuple[float, ...] = ()  # one a key; none given: 1 each
     norm_adv_by_std_in_grpo: bool = True  # divide each part by its group's standard deviation
     epsilon: float = 1e-6  # added to the standard deviation

@@ -21,9 +21,8 @@ from rlhf_megatron.lazy import Tensor
 
 @dataclass(frozen=True)
 class GRPOParams:
-    norm_adv_by_std_in_grpo: bool = (
-        True  # divide by the group's standard deviation; false: Dr. GRPO
-    )
+    # divide by the group's standard deviation; false: Dr. GRPO
+    norm_adv_by_std_in_grpo: bool = True
     epsilon: float = 1e-6  # added to the standard deviation
 
     def __post_init__(self) -> None:

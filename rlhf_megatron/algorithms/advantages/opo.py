@@ -28,9 +28,8 @@ def opo(rewards_B: Tensor, groups: PromptGroups, inputs: AdvantageInputs, params
     in a group of equal rewards.
     """
     lengths_B = count_response_tokens(inputs.response_mask_T, inputs.offsets)
-    centered_B = groups.compute_advantages(
-        rewards_B
-    )  # no digits are lost where rewards are far from 0
+    # no digits are lost where rewards are far from 0
+    centered_B = groups.compute_advantages(rewards_B)
     baseline_G = groups.sum_by_group(lengths_B * centered_B) / groups.sum_by_group(lengths_B).clamp(
         min=1
     )

@@ -41,12 +41,10 @@ NEEDS = ("token_rewards", "group_ids", "log_probs", "sum_squares", "rollout_log_
 
 @dataclass(frozen=True)
 class OptimalTokenBaselineParams:
-    handle_zero_tail: bool = (
-        True  # no baseline where only the longest sample of a group has tokens; else A is 0 there
-    )
-    rollout_is_threshold: float | None = (
-        None  # truncation of rho, engine against trainer; null: rho is 1
-    )
+    # no baseline where only the longest sample of a group has tokens; else A is 0 there
+    handle_zero_tail: bool = True
+    # truncation of rho, engine against trainer; null: rho is 1
+    rollout_is_threshold: float | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a threshold that is not above 0."""

@@ -28,9 +28,8 @@ WHITEN_EPSILON = 1e-8  # added to the variance; the field's
 MAX_ROW_ENTRIES = 8192  # entries of a row at most
 # entries of the rows that are worked on at once: their column and their indices stay in a cache
 MAX_BATCH_ENTRIES = 32768
-SMALLEST_DECAY = (
-    1e-30  # below it counts as 0: beside an entry, float64 sees nothing of one 1e14 times as large
-)
+# below it counts as 0: beside an entry, float64 sees nothing of one 1e14 times as large
+SMALLEST_DECAY = 1e-30
 # powers of the decay stay within e^-300 .. e^300: float64 has room for entries up to e^400
 MAX_EXPONENT = 300.0
 
@@ -166,9 +165,8 @@ class _ScanRows:
 
     ends_R: Tensor  # int64, one behind the last entry
     widths_R: Tensor  # int64; falls within a round
-    round_ends: list[
-        int
-    ]  # rows of round k (k rows lie between them and the end of their segment): up to this
+    # rows of round k (k rows lie between them and the end of their segment): up to this
+    round_ends: list[int]
 
 
 def compute_discounted_sums_(column: Tensor, lengths_S: Tensor, decay: float) -> None:

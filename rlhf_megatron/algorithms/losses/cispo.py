@@ -31,9 +31,8 @@ from rlhf_megatron.algorithms.losses.policy_loss import (
 
 @dataclass(frozen=True)
 class CISPOParams:
-    clip_ratio_low: float = (
-        1.0  # the weight is clipped to 1 - clip_ratio_low from below; 1: no bound
-    )
+    # the weight is clipped to 1 - clip_ratio_low from below; 1: no bound
+    clip_ratio_low: float = 1.0
     clip_ratio_high: float = 4.0  # and to 1 + clip_ratio_high from above
 
     def __post_init__(self) -> None:

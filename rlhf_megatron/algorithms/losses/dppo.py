@@ -39,9 +39,8 @@ LARGEST_LOG_P = -1e-8
 
 @dataclass(frozen=True)
 class DPPOTVParams:
-    clip_ratio_low: float = (
-        0.15  # a token of negative advantage is out below p_old - clip_ratio_low
-    )
+    # a token of negative advantage is out below p_old - clip_ratio_low
+    clip_ratio_low: float = 0.15
     clip_ratio_high: float = 0.15  # one of positive advantage above p_old + clip_ratio_high
     clip_ratio_c: float = 20.0  # bound on the importance weight
 
@@ -63,12 +62,10 @@ class DPPOTVParams:
 
 @dataclass(frozen=True)
 class DPPOKLParams(DPPOTVParams):
-    clip_ratio_low: float = (
-        0.05  # nats: a token of negative advantage that became rarer is out beyond
-    )
-    clip_ratio_high: float = (
-        0.05  # nats: one of positive advantage that became likelier is out beyond
-    )
+    # nats: a token of negative advantage that became rarer is out beyond
+    clip_ratio_low: float = 0.05
+    # nats: one of positive advantage that became likelier is out beyond
+    clip_ratio_high: float = 0.05
 
 
 def _compute_divergence_loss(

@@ -70,8 +70,7 @@ def compute_kl_with_gradient(
         grad_T = log_ratio_T.expm1()
         raw_T = torch.sub(grad_T, log_ratio_T, out=log_ratio_T)
         kl_T = raw_T.clamp(-MAX_K3, MAX_K3)
-        is_inside_T = raw_T.eq_(
-            kl_T
-        )  # where the first clamp bites, this one does: k3(+-20) is over 10
+        # where the first clamp bites, this one does: k3(+-20) is over 10
+        is_inside_T = raw_T.eq_(kl_T)
         grad_T.mul_(is_inside_T).neg_()
     return kl_T, diff_T if kl_type.endswith(STRAIGHT_THROUGH_SUFFIX) else grad_T

@@ -48,9 +48,8 @@ class PolicyLossInputs:
     ref_log_probs_T: Tensor | None = None  # frozen reference
     rollout_log_probs_T: Tensor | None = None  # as the engine reported
     sequences: RowSequences | None = None  # of the rows; sequence-level losses need it
-    correction_weights_T: Tensor | None = (
-        None  # factor of the policy loss for off-policy tokens; not of KL and entropy
-    )
+    # factor of the policy loss for off-policy tokens; not of KL and entropy
+    correction_weights_T: Tensor | None = None
     is_picked_T: Tensor | None = None  # bool, what the loss's entry in PICKS chose
 
 

@@ -59,9 +59,8 @@ def ppo_clip(inputs: PolicyLossInputs, params: PPOClipParams) -> PolicyLossOutpu
     advantages_T = inputs.advantages_T
     raw_T = inputs.log_probs_T.detach() - inputs.old_log_probs_T
     log_ratio_T = raw_T.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    is_inside_T = raw_T.eq_(
-        log_ratio_T
-    )  # 1.0 or 0.0: without a bool tensor each of these is several times faster
+    # 1.0 or 0.0: without a bool tensor each of these is several times faster
+    is_inside_T = raw_T.eq_(log_ratio_T)
     free_T = log_ratio_T.exp().mul_(advantages_T)
     upper_T = advantages_T * (1 - params.clip_ratio_low)
     other_T = advantages_T * (1 + params.clip_ratio_high)

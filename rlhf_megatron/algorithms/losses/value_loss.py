@@ -37,9 +37,8 @@ def compute_value_loss(
         upper_T = old_values_T + cliprange_value
         near_T = torch.clamp(values_T, lower_T, upper_T, out=upper_T)
         clipped_T = near_T.sub_(returns_T).square_().mul_(0.5)
-        distance_T.mul_(
-            torch.le(clipped_T, token_loss_T, out=lower_T)
-        )  # the held value has no gradient
+        # the held value has no gradient
+        distance_T.mul_(torch.le(clipped_T, token_loss_T, out=lower_T))
         is_clipped_T = torch.gt(clipped_T, token_loss_T, out=lower_T)
         torch.maximum(token_loss_T, clipped_T, out=token_loss_T)
     else:

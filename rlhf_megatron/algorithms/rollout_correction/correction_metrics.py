@@ -228,9 +228,8 @@ class CorrectionMetrics:
         acting = correction.weights_N
         tally.get_statistics("rollout_is", shows_range=True).add_entries(ratios)
         if measure.is_by_sequence:
-            acting = acting.index_select(
-                0, rows.counts_S.cumsum(0) - rows.counts_S
-            )  # alike in a sequence: its first
+            # alike in a sequence: its first
+            acting = acting.index_select(0, rows.counts_S.cumsum(0) - rows.counts_S)
         tally.get_statistics(".acting").add_entries(acting)
         tally.add_share("rollout_is_ratio_fraction_high", measure.is_high)
         tally.add_share("rollout_is_ratio_fraction_low", measure.is_low)

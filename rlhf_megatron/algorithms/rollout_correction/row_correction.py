@@ -36,9 +36,8 @@ from rlhf_megatron.algorithms.rollout_correction.correction_params import (
 )
 from rlhf_megatron.algorithms.row_sequences import RowSequences
 
-NONFINITE_LOG_RATIO = (
-    -1000.0
-)  # log r where a log-prob is infinite or not a number: weight about 0, rejected by every filter
+# log r where a log-prob is infinite or not a number: weight about 0, rejected by every filter
+NONFINITE_LOG_RATIO = -1000.0
 
 
 @dataclass(frozen=True)
@@ -180,9 +179,8 @@ def _make_importance_measure(
     """
     of_sequences = importance.level == "sequence"
     log = sums["k1"] if of_sequences else log_ratio_N
-    low = (
-        1 / importance.high if importance.low is None else importance.low
-    )  # of truncation: for metrics only
+    # of truncation: for metrics only
+    low = 1 / importance.high if importance.low is None else importance.low
     return BoundedMeasure(
         log, log > math.log(importance.high), log < math.log(low), of_sequences, is_log=True
     )

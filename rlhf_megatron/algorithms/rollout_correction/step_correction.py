@@ -39,9 +39,8 @@ BLOCK_TOKENS = 65536
 class StepCorrection:
     """The correction of a step. No number in it is infinite or NaN."""
 
-    weights_T: (
-        Tensor | None
-    )  # float32, factor of the policy loss, 1 outside of the response mask; None: no weights
+    # float32, factor of the policy loss, 1 outside of the response mask; None: no weights
+    weights_T: Tensor | None
     keep_T: Tensor | None  # bool, False: rejected; None: nothing rejects
     batch_norm_factor: float | None  # what the weights were divided by; None: not normalised
     metrics: dict[str, float]

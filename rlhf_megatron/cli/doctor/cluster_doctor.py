@@ -76,9 +76,8 @@ def examine_cluster(
         show_rows(rows)
         store.set("code", str(int(any(row.state == "broken" for row in rows))))
     code = int(store.get("code"))
-    with contextlib.suppress(
-        RuntimeError
-    ):  # the store ends with node 0, so that waits for the others
+    # the store ends with node 0, so that waits for the others
+    with contextlib.suppress(RuntimeError):
         _RankStore(store, rank, size).wait_for_all_ranks("end")
     return code
 

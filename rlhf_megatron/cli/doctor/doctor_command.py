@@ -179,9 +179,8 @@ def read_path_settings(config: RunConfig, facts: MachineFacts) -> TrainerPathSet
     """
     megatron = config.actor.megatron
     head_dim, has_sinks, has_experts = _read_model_shape(config.model.path)
-    is_local = (
-        has_experts and megatron.transformer_impl == "auto"
-    )  # as ranks.models.layer_specs has it
+    # as ranks.models.layer_specs has it
+    is_local = has_experts and megatron.transformer_impl == "auto"
     return TrainerPathSettings(
         device=resolve_device_type(config.trainer.device, facts),
         dtype=config.model.dtype,

@@ -33,9 +33,8 @@ from rlhf_megatron.ranks.parallel.optional_packages import (
 
 _DRIVER_QUERY = ("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
 
-PROBE_TIMEOUT_S = (
-    120.0  # of a probe: a first import from a network file system, a kernel that is compiled
-)
+# of a probe: a first import from a network file system, a kernel that is compiled
+PROBE_TIMEOUT_S = 120.0
 FLASH_PACKAGES = {
     "flash_attn_3": (
         "flash_attn_interface",

@@ -20,9 +20,8 @@ MIN_OPEN_FILES = 4096  # sockets of many requests at a time, files of sharded ch
 _SGLANG_VERSION_PROGRAM = "import importlib.metadata as m; print(m.version('sglang'))"
 _ROUTER_VERSION_PROGRAM = "import importlib.metadata as m; print(m.version('sglang-router'))"
 _ARCHITECTURE_PATTERN = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
-SGLANG_ENVIRONMENT_PYTHON = Path(
-    ".venv-sglang/bin/python"
-)  # as docs/install.md and `make sglang-cpu` name it
+# as docs/install.md and `make sglang-cpu` name it
+SGLANG_ENVIRONMENT_PYTHON = Path(".venv-sglang/bin/python")
 
 
 def make_device_rows(facts: MachineFacts) -> list[DoctorRow]:

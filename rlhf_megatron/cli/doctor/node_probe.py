@@ -46,11 +46,8 @@ COMPARED_VARIABLE_PREFIXES = (
     "CUBLAS_",
     "OMP_",
 )
-NODE_SPECIFIC_VARIABLES = (
-    "CUDA_VISIBLE_DEVICES",
-    "GLOO_SOCKET_IFNAME",
-    "NCCL_SOCKET_IFNAME",
-)  # may differ between nodes
+# may differ between nodes
+NODE_SPECIFIC_VARIABLES = "CUDA_VISIBLE_DEVICES", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 
 
 @dataclass(frozen=True)

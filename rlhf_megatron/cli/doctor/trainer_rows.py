@@ -100,9 +100,8 @@ class TrainerPathSettings:
     kernels_config: KernelsConfig = field(default_factory=KernelsConfig)
     loss_mode: str = "ppo_clip"
     is_deterministic: bool = False
-    expert_config: MegatronConfig | None = field(
-        default_factory=MegatronConfig
-    )  # None: the model has none
+    # None: the model has none
+    expert_config: MegatronConfig | None = field(default_factory=MegatronConfig)
 
 
 def make_trainer_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
@@ -229,9 +228,8 @@ def make_attention_row(facts: MachineFacts, path_settings: TrainerPathSettings) 
         absent,
         path_settings.has_sinks,
     )
-    is_fastest = (
-        choice.name != "by_length" and not choice.fix
-    )  # flash attention 2 on a Hopper GPU is not
+    # flash attention 2 on a Hopper GPU is not
+    is_fastest = choice.name != "by_length" and not choice.fix
     return _make_choice_row("attention", choice, ATTENTION_NAMES[choice.name], is_fastest)
 
 

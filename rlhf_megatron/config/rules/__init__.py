@@ -35,9 +35,8 @@ class PreflightCheck:
     running servers.
     """
 
-    required_keys: tuple[
-        str, ...
-    ]  # settings or sections; it is left out where one of them is known to be wrong
+    # settings or sections; it is left out where one of them is known to be wrong
+    required_keys: tuple[str, ...]
     run: Callable[[RunConfig], object]  # raises ConfigError, ValueError or OSError
     fallback: PreflightCheck | None = None  # where it is left out
 

@@ -29,10 +29,8 @@ from rlhf_megatron.registry import load_registry
 RUNTIME = "trainer.runtime"
 ADDRESS = "ray.address"
 DEVICES = "CUDA_VISIBLE_DEVICES"
-OLDEST_RAY = (
-    2,
-    54,
-)  # before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
+# before it anybody who reached the dashboard could delete jobs (CVE-2026-27482)
+OLDEST_RAY = 2, 54
 _HOST_AND_PORT = re.compile(r"[^/\s]+:\d{1,5}")
 
 

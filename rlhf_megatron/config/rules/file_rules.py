@@ -162,9 +162,8 @@ def _check_data_files(data: DataConfig) -> Iterator[ConfigProblem]:
             files.append((f"data.sources[{index}].{name}", "data.sources", paths))
     for name, key, paths in files:
         for file in paths:
-            if not isfile(file) and not isfile(
-                Path(file) / "state.json"
-            ):  # a saved dataset is a folder
+            # a saved dataset is a folder
+            if not isfile(file) and not isfile(Path(file) / "state.json"):
                 yield ConfigProblem(
                     f"{name} ({file}) does not exist; {_suggest_data_file_fix(file)}.", (key,)
                 )

@@ -247,7 +247,6 @@ def build_schedule(section: ScheduleConfig) -> Any:
     """
     entry = find_registered_part("schedule", section.name)
     if entry is None or entry.params is not None:
-        return try_build_params(
-            "schedule", section.name, section.params
-        )  # it is its own dataclass of parameters
+        # it is its own dataclass of parameters
+        return try_build_params("schedule", section.name, section.params)
     return entry.build()

@@ -101,13 +101,8 @@ def _find_useless_sharing_settings(
         f"{section}.{axis}_parallel_size" for axis in ("tensor_model", "pipeline_model", "context")
     ]
     of_job = (GPUS, NODES, "algorithm.adv_estimator") if section.startswith("actor") else ()
-    switches = (
-        *of_job,
-        "critic.num_ranks",
-        "reward_model.num_ranks",
-        "reference.num_ranks",
-        *sizes,
-    )  # those of other pools are not the actor's
+    # those of other pools are not the actor's
+    switches = *of_job, "critic.num_ranks", "reward_model.num_ranks", "reference.num_ranks", *sizes
     for name in ("use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather"):
         key = f"{section}.{name}"
         is_later = loaded.find_origin(key).layer >= max(

@@ -62,16 +62,14 @@ def compute_item_interval(item_scores: Sequence[Sequence[float]]) -> tuple[float
     count = len(item_scores)
     means = [sum(scores) / len(scores) for scores in item_scores]
     mean = sum(means) / count
-    variance = (
-        sum((m - mean) ** 2 for m in means) / (count - 1) / count if count > 1 else 0.0
-    )  # of the mean
+    # of the mean
+    variance = sum((m - mean) ** 2 for m in means) / (count - 1) / count if count > 1 else 0.0
     if any(score not in (0.0, 1.0) for scores in item_scores for score in scores):
         half = compute_t95_quantile(count - 1) * sqrt(variance) if count > 1 else 0.0
         return (mean - half, mean + half) if count > 1 else None
     num_samples = sum(map(len, item_scores))
-    if (
-        num_samples == count or count == 1 or mean in (0.0, 1.0)
-    ):  # all alike: nothing tells items from samples
+    # all alike: nothing tells items from samples
+    if num_samples == count or count == 1 or mean in (0.0, 1.0):
         return compute_wilson_interval(mean, count)
     effective = mean * (1 - mean) / variance if variance else num_samples
     return compute_wilson_interval(

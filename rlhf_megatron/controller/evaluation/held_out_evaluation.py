@@ -46,16 +46,14 @@ class SetResult:
     num_masked: int  # samples left out
     mean: float  # mean@N: mean over items of the mean score of an item's samples
     std: float  # std@N: mean over items of the standard deviation of an item's scores (divisor N)
-    best: tuple[
-        tuple[int, float], ...
-    ]  # (k, best@k) for k = 1, 2, 4 .. N: expected best of k samples of an item
+    # (k, best@k) for k = 1, 2, 4 .. N: expected best of k samples of an item
+    best: tuple[tuple[int, float], ...]
     low: float | None  # 95 % interval of `mean`, see `confidence_intervals.compute_item_interval`
     high: float | None
     mean_response_length: float  # tokens
     majority_accuracy: float  # of always giving the most common label
-    figures: tuple[
-        SampleFigure, ...
-    ] = ()  # best, worst and maj of k = 2, 4 .. N samples, with intervals
+    # best, worst and maj of k = 2, 4 .. N samples, with intervals
+    figures: tuple[SampleFigure, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -70,9 +68,8 @@ class EvaluationResult:
     high: float
     num_items: int
     mean_response_length: float  # tokens
-    examples: tuple[
-        tuple[str, str, str, float], ...
-    ]  # prompt, response, label, score of a few items
+    # prompt, response, label, score of a few items
+    examples: tuple[tuple[str, str, str, float], ...]
     sets: tuple[SetResult, ...] = ()
 
 

@@ -52,16 +52,13 @@ class RunFacts:
     project_name: str = ""
     seed: int = 0
     num_samples_logged: int = 6  # a step
-    settings: Mapping[str, Scalar] = field(
-        default_factory=dict
-    )  # by full key: what was set, and the main ones
+    # by full key: what was set, and the main ones
+    settings: Mapping[str, Scalar] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)  # all settings in use, by section
-    resumed_from_step: int | None = (
-        None  # in the same run directory; None: the files of the run are new
-    )
-    decode_tokens: Callable[[Sequence[int]], str] | None = (
-        None  # token ids as text, special tokens shown
-    )
+    # in the same run directory; None: the files of the run are new
+    resumed_from_step: int | None = None
+    # token ids as text, special tokens shown
+    decode_tokens: Callable[[Sequence[int]], str] | None = None
     performance_basis: PerformanceBasis | None = None  # what rates refer to
     curve_metric: str = REWARD_KEY  # metric of a step that says how the run goes
 

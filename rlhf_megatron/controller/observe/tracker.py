@@ -62,9 +62,8 @@ class RunTracker:
         self.evaluation_results: list[tuple[int, EvaluationResult]] = []
         peak_lr = facts.settings.get("actor.optim.lr")
         self.health_watch = HealthWatch(float(peak_lr) if peak_lr is not None else None)
-        self.first_mismatch: float | None = (
-            None  # largest |log-prob difference|, engine against trainer, at step 1
-        )
+        # largest |log-prob difference|, engine against trainer, at step 1
+        self.first_mismatch: float | None = None
         self.trace = TraceWriter(
             run_dir / "trace.json" if "jsonl" in logger_names else None, facts.run_name
         )

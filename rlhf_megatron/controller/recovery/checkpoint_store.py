@@ -183,9 +183,8 @@ class CheckpointStore:
                 continue
             if step == best_step:
                 continue
-            doomed = self._get_hidden_path(
-                step, "removed"
-            )  # so that what a kill leaves behind has no checkpoint's name
+            # so that what a kill leaves behind has no checkpoint's name
+            doomed = self._get_hidden_path(step, "removed")
             try:
                 _remove_directory(doomed)
                 os.rename(self.get_checkpoint_path(step), doomed)

@@ -52,9 +52,8 @@ class NonFiniteSkips:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     capsules: CapsuleStore | None = None
     note: Callable[[str], None] = lambda text: None
-    consecutive_by_role: dict[str, int] = field(
-        default_factory=dict
-    )  # role -> skips since its last step that was made
+    # role -> skips since its last step that was made
+    consecutive_by_role: dict[str, int] = field(default_factory=dict)
     _num_before_restart: int = 0  # in a row, before this process
     _last_capsule: Path | None = None
 

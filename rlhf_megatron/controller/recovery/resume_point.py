@@ -46,24 +46,20 @@ class RunState:
     """The state after `step`. Seeds of samples and shuffles follow from (trainer.seed, step)."""
 
     step: int  # 0: after the warm-up, or before anything
-    policy_version: (
-        int  # weight syncs so far; these weights are that version also when they are sent again
-    )
+    # weight syncs so far; these weights are that version also when they are sent again
+    policy_version: int
     cursor: StreamCursor | None  # of the prompt stream
-    kl: dict[str, float] = field(
-        default_factory=dict
-    )  # of the controller of the KL term in the reward; {}: none
+    # of the controller of the KL term in the reward; {}: none
+    kl: dict[str, float] = field(default_factory=dict)
     num_warmup_steps: int = 0
     warmup_accuracy: float | None = None
     num_consecutive_skips: int = 0  # optimizer steps in a row with non-finite gradients
     productive_s: float = 0.0  # time in steps, evaluations and warm-up that this state came from
-    architecture: dict[str, str] = field(
-        default_factory=dict
-    )  # of the policy: entries of its config.json, as JSON
+    # of the policy: entries of its config.json, as JSON
+    architecture: dict[str, str] = field(default_factory=dict)
     plugins: dict[str, str] = field(default_factory=dict)  # as configured -> digest of the source
-    untrained: tuple[
-        int, ...
-    ] = ()  # positions of the stream before the cursor whose groups were in flight
+    # positions of the stream before the cursor whose groups were in flight
+    untrained: tuple[int, ...] = ()
 
 
 def read_run_state(checkpoint: VerifiedCheckpoint) -> RunState:

@@ -42,10 +42,8 @@ class RouteFileRetention:
         for. `note` shows a line to the person who watches.
         """
         self.directory = "" if directory is None else str(directory.absolute())
-        self.directory_and_max_bytes = (
-            self.directory,
-            max_bytes,
-        )  # where engines write, and how much may stand there
+        # where engines write, and how much may stand there
+        self.directory_and_max_bytes = self.directory, max_bytes
         self._note = note
         self._warned_addresses: set[str] = set()  # HOST:PORT of other machines; "": this one
         self._has_journal = has_journal

@@ -91,9 +91,8 @@ class RunCheckpointer:
         self.store = CheckpointStore(run_dir / CHECKPOINTS, SETTLE_S if trainer.nnodes > 1 else 0.0)
         self.commit_callback: Callable[[int], None] = lambda step: None
         self.choose_best_step: Callable[[Sequence[int]], int | None] = lambda steps: None
-        self.last_save_seconds: float | None = (
-            None  # that the last save took, without what the run did meanwhile
-        )
+        # that the last save took, without what the run did meanwhile
+        self.last_save_seconds: float | None = None
         self._trainer = trainer
         self._config_yaml = config_yaml
         self._has_frozen_start = has_frozen_start

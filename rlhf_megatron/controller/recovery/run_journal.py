@@ -430,9 +430,8 @@ def find_journalled_routes(directory: Path) -> set[str]:
     }
 
 
-_warned_directories: set[Path] = (
-    set()
-)  # directories of which a message was written since the last success
+# directories of which a message was written since the last success
+_warned_directories: set[Path] = set()
 
 
 def write_or_warn(

@@ -53,12 +53,10 @@ class SavePolicy:
         self._journal = journal
         self._route_files = route_files
         self._save_weights = save_weights if self._trainer_config.save_last == "weights" else None
-        self._last_state: RunState | None = (
-            None  # after the last whole step; a later one may be half done
-        )
-        self._pending_states: dict[
-            int, RunState
-        ] = {}  # states whose checkpoint is not committed, by step
+        # after the last whole step; a later one may be half done
+        self._last_state: RunState | None = None
+        # states whose checkpoint is not committed, by step
+        self._pending_states: dict[int, RunState] = {}
         self._committed_step: int | None = None
         self._metrics: dict[str, float] = {}
         if self._checkpointer is not None:

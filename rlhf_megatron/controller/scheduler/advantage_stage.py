@@ -110,9 +110,8 @@ class AdvantageStage:
             kl = _compute_step_kl(batch.old_log_probs, batch.ref_log_probs, self.kl_penalty)
             kl_coef = self.kl_controller.kl_coef
             mean = compute_mean_kl(kl, is_valid, batch.response_mask, batch.offsets)
-            if math.isfinite(
-                mean.nats_per_response
-            ):  # else the step is left out, and the weight stays as it is
+            # else the step is left out, and the weight stays as it is
+            if math.isfinite(mean.nats_per_response):
                 self.kl_controller.update(mean.nats_per_response, mean.num_samples)
             metrics = {
                 "actor/reward_kl_penalty": mean.nats_per_token,

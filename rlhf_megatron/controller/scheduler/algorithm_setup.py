@@ -53,9 +53,8 @@ class AlgorithmSetup:
     # the old log-probs of a step are those of its one update, which tells them afterwards
     update_returns_old_log_probs: bool = False
     correction: CorrectionParams = field(default_factory=CorrectionParams)
-    is_bypass: bool = (
-        False  # the engine's log-probs are the old ones, and the loss makes the correction
-    )
+    # the engine's log-probs are the old ones, and the loss makes the correction
+    is_bypass: bool = False
     needs_sum_squares: bool = False  # of the probabilities of the actor
     needs_greedy_rewards: bool = False  # of one greedy sample a prompt
     schedule: Schedule = field(default_factory=SynchronousSchedule)

@@ -59,9 +59,8 @@ class RoleUpdate:
     send_update: partial[Future[UpdateResult]]
     num_epochs: int
     token_budget: int
-    make_mini_batches: Callable[
-        [], Iterator[TokenBatch]
-    ]  # of all epochs, from the first; keeps none that it has made
+    # of all epochs, from the first; keeps none that it has made
+    make_mini_batches: Callable[[], Iterator[TokenBatch]]
     select_samples: Callable[[int], TrainBatch]  # number of a mini-batch -> its samples
 
     def remake_mini_batch(self, mini_batch_number: int) -> TokenBatch:

@@ -207,9 +207,8 @@ def _rerun_mini_batch(
     """
     given = capsule.facts["arguments"]
     arguments = {name: given[name] for name in UPDATE_ARGUMENTS if name in given}
-    mini_batch = replace(
-        mini_batch, sample_ids=None, routes=None
-    )  # which experts its tokens met is gone
+    # which experts its tokens met is gone
+    mini_batch = replace(mini_batch, sample_ids=None, routes=None)
     is_skipped, found = _rerun_forward_backward(
         workers, capsule, mini_batch, int(capsule.facts["token_budget"]), arguments
     )

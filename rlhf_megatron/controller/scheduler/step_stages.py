@@ -94,12 +94,10 @@ class StepStages:
     recorder: RolloutRecorder | None = None
     journal: StepJournal | None = None
     skips: NonFiniteSkips = field(default_factory=NonFiniteSkips)
-    turns: DeviceTurns = field(
-        default_factory=DeviceTurns
-    )  # of trainer and engines, where they share devices
-    route_files: RouteFileRetention = field(
-        default_factory=RouteFileRetention
-    )  # which experts samples met in the engines
+    # of trainer and engines, where they share devices
+    turns: DeviceTurns = field(default_factory=DeviceTurns)
+    # which experts samples met in the engines
+    route_files: RouteFileRetention = field(default_factory=RouteFileRetention)
     metric_sources: Sequence[Callable[[], dict[str, float]]] = ()  # metrics that each step adds
     report_progress: Callable[[str], object] = lambda text: None  # what the run does now
 
@@ -123,20 +121,16 @@ class StepStages:
         self._step_metrics: dict[str, float] = {}
         self._step_start_time = 0.0
         self._filters_groups = config.algorithm.filter_groups.enable
-        self._journalled_groups: dict[
-            int, list[GeneratedSample]
-        ] = {}  # groups that the journal has of the step
-        self._pending_greedy_rollout: RolloutBatch | None = (
-            None  # of the batch that is generated, until it is scored
-        )
+        # groups that the journal has of the step
+        self._journalled_groups: dict[int, list[GeneratedSample]] = {}
+        # of the batch that is generated, until it is scored
+        self._pending_greedy_rollout: RolloutBatch | None = None
         self._greedy_rollouts: list[RolloutBatch] = []
-        self._step_route_files: set[str] = (
-            set()
-        )  # files of all that it generated, also of what is left out
+        # files of all that it generated, also of what is left out
+        self._step_route_files: set[str] = set()
         self._is_policy_updated = True  # the engines have not got it
-        self._has_compared_log_probs = (
-            False  # the engine's log-probs of the step with the trainer's
-        )
+        # the engine's log-probs of the step with the trainer's
+        self._has_compared_log_probs = False
         self._is_annotation_journalled = False  # the step, by a former process whose journal has it
 
     @property
@@ -422,9 +416,8 @@ class StepStages:
             self._step_metrics |= metrics_of()
         self._step_metrics |= compute_version_metrics(self.trained_version, batch)
         self._step_metrics["rollout/num_samples"] = float(len(batch))
-        if self.run_data.stream is not None and len(
-            batch
-        ):  # a group's id is its place in the stream
+        # a group's id is its place in the stream
+        if self.run_data.stream is not None and len(batch):
             self._step_metrics["training/epoch"] = (
                 int(batch.group_ids.max()) + 1
             ) / self.run_data.stream.num_items

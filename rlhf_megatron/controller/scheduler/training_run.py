@@ -572,9 +572,8 @@ def _restore_run_state(
     """
     with tracker.time_stage("restore"):
         state = checkpointer.restore_checkpoint(resume_point.checkpoint)
-    stages.weight_sync.policy_version = (
-        state.policy_version - 1
-    )  # the same weights are the same version
+    # the same weights are the same version
+    stages.weight_sync.policy_version = state.policy_version - 1
     stages.mismatch_check.first_step = state.step + 1
     stages.skips.restore_count(state.num_consecutive_skips)
     kl = stages.advantage_stage.kl_controller

@@ -121,9 +121,8 @@ class SupervisedSteps:
         result, measured = self.learner.update_model(batch)
         self.skips.count_supervised_step(result.is_skipped, step)
         metrics = average_update_metrics("actor", 1, [result]) | measured
-        del metrics[
-            "actor/loss"
-        ]  # it is sft/loss, or of a preference loss what its slopes make of the log-probs
+        # it is sft/loss, or of a preference loss what its slopes make of the log-probs
+        del metrics["actor/loss"]
         freq = self.trainer.desync_freq
         if freq and step % freq == 0:
             metrics |= require_equal_replicas(self.workers.list_trained_proxies(has_critic=False))

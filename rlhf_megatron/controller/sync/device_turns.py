@@ -32,9 +32,8 @@ class DeviceTurns:
     controller's thread. This one is for a trainer and engines that have devices of their own.
     """
 
-    resend_weights: Callable[
-        [], object
-    ]  # the current weights to all engines again, verified; set by WeightSync
+    # the current weights to all engines again, verified; set by WeightSync
+    resend_weights: Callable[[], object]
 
     def give_devices_to_trainer(self) -> None:
         """Make sure that the whole trainer is on its devices when this returns. Nothing to do with

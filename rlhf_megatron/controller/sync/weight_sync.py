@@ -134,9 +134,8 @@ class WeightSync(PolicySync):
                 self.fleet.set_engine_aside(name, str(error))
         self.device_turns.finish_weight_stream()
         faults.reach_fault_point("sync.before_commit")
-        is_probed = (
-            None in standing_by_name.values()
-        )  # an engine without digests, which must serve for its probe
+        # an engine without digests, which must serve for its probe
+        is_probed = None in standing_by_name.values()
         self.fleet.commit_weight_update(version, waits_for_all=is_probed)
         faults.reach_fault_point("sync.after_commit")
         self.policy_version = version
@@ -218,10 +217,8 @@ class WeightSync(PolicySync):
         for report in reports:
             for name, reason in report.failures.items():
                 failures.setdefault(name, []).append(reason)
-            for (
-                name,
-                value,
-            ) in report.digests.items():  # of the parts that each rank sent: they add up
+            # of the parts that each rank sent: they add up
+            for name, value in report.digests.items():
                 digests[name] = digests.get(name, 0) + int(value, 16)
         sent = _SyncTotals(
             num_bytes=sum(report.num_bytes for report in reports),

@@ -51,9 +51,8 @@ def generate_addition_rows(params: AdditionParams) -> TaskRows:
 
 @dataclass(frozen=True)
 class FewShotAdditionParams:
-    operation: tuple[Operation, ...] | Operation = (
-        "add"  # sub: the result is 1..9, what is taken away 1..9
-    )
+    # sub: the result is 1..9, what is taken away 1..9
+    operation: tuple[Operation, ...] | Operation = "add"
     num_val: int = 20  # of the 81 problems of an operation, held out
     num_shots: int = 3  # solved problems before the question, of its operation
     shots_seed: int = 5  # of the solved problems, the same in every prompt
@@ -109,9 +108,8 @@ def _generate_operation_rows(params: FewShotAdditionParams, operation: Operation
     source = f"few_shot_{operation}"
     problems = [_order_operands(operation, x, y) for x in range(1, 10) for y in range(1, 10)]
     random.Random(params.split_seed).shuffle(problems)
-    problems.sort(
-        key=lambda problem: problem in solved
-    )  # stable: solved ones last, out of the held-out part
+    # stable: solved ones last, out of the held-out part
+    problems.sort(key=lambda problem: problem in solved)
     rows = [
         PromptRow(f"{shots}{a}{sign}{b}=", str(compute(a, b)), source, f"{source}: {a}{sign}{b}")
         for a, b in problems

@@ -22,9 +22,8 @@ MAX_DRAWS = 20  # a problem wanted: so many are looked at before the dataset cou
 @dataclass(frozen=True)
 class ReasoningGymTaskParams:
     dataset: str  # name of one of the library's tasks, e.g. chain_sum
-    config: dict[str, Any] = field(
-        default_factory=dict
-    )  # of that task, but for size and seed; see the library
+    # of that task, but for size and seed; see the library
+    config: dict[str, Any] = field(default_factory=dict)
     size: int = 10_000  # training problems
     num_val: int = 500  # problems held out; no question of theirs is trained on
     seed: int = 123  # of the problems

@@ -44,9 +44,8 @@ class UserFacts:
     """Facts that only the user knows; None where the user has not given one."""
 
     num_train_rows: int | None = None  # of the training files: epochs into steps
-    response_length: int | None = (
-        None  # usual tokens of a response: nats a token into nats a response
-    )
+    # usual tokens of a response: nats a token into nats a response
+    response_length: int | None = None
     home_directory: str = ""  # directory that ~ stands for
     reward_name: str = ""  # our reward's name, where it is given
 

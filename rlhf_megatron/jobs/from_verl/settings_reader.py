@@ -326,9 +326,8 @@ def _add_override(written_settings: WrittenSettings, override: str, location: st
         if name in _NAMES_ONLY:
             written_settings.notes.append(f"{unknown} of the script); it is left out.")
         elif entry is not None and entry.target is None:
-            written_settings.add(
-                VerlSetting(name, shown, location)
-            )  # whatever it is: there is no place for it
+            # whatever it is: there is no place for it
+            written_settings.add(VerlSetting(name, shown, location))
         else:
             written_settings.problems.append(
                 f"{unknown} of the script); give {name}=value on the command line. [{location}]"

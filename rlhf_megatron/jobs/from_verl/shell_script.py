@@ -43,12 +43,10 @@ class ShellScript:
     variables: dict[str, str] = field(default_factory=dict)
     arrays: dict[str, list[str]] = field(default_factory=dict)
     commands: list[list[ShellWord]] = field(default_factory=list)
-    used_environment: dict[str, str] = field(
-        default_factory=dict
-    )  # variables that the script took from there
-    defaulted_variables: dict[str, str] = field(
-        default_factory=dict
-    )  # those that it would take, and the defaults used instead
+    # variables that the script took from there
+    used_environment: dict[str, str] = field(default_factory=dict)
+    # those that it would take, and the defaults used instead
+    defaulted_variables: dict[str, str] = field(default_factory=dict)
     # Of each open block: whether the part at hand is run, and whether that or a part before was.
     # None: perhaps.
     _blocks: list[tuple[bool | None, bool | None]] = field(default_factory=list)
@@ -59,9 +57,8 @@ class ShellScript:
         """
         commands = split_commands(text)
         for words, following in zip(commands, [*commands[1:], []], strict=True):
-            is_alone = (
-                bool(following) and following[0].text == "then"
-            )  # no && or || behind a condition
+            # no && or || behind a condition
+            is_alone = bool(following) and following[0].text == "then"
             while words and words[0].text in _INNER:
                 self._track_block(words, is_alone)
                 words = words[1:]
@@ -246,9 +243,8 @@ class ShellScript:
                 return self.look_up_variable(name)
             self.defaulted_variables[name] = value = "".join(self.expand_word(default))
             return value
-        if re.match(
-            r"(oc\.\w+:|\.|[A-Za-z_]\w*\.)", expression
-        ):  # of the configuration, not of the shell
+        # of the configuration, not of the shell
+        if re.match(r"(oc\.\w+:|\.|[A-Za-z_]\w*\.)", expression):
             return "${" + expression + "}"
         return UNKNOWN
 

@@ -44,11 +44,8 @@ OF_THE_SCORER = ("acc", "score")
 NO_LIMIT = 1000  # batches that a step may generate, where verl has none
 
 SECTION = "algorithm.rollout_correction"
-LEVELS = {
-    "token": "token_k1",
-    "sequence": "seq_sum_k1",
-    "geometric": "seq_mean_k1",
-}  # of rollout_rs until 0.7.0
+# of rollout_rs until 0.7.0
+LEVELS = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
 
 NAMES = (
     "rollout_is",

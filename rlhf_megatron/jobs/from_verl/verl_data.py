@@ -36,12 +36,8 @@ KWARGS = "reward.reward_kwargs"
 PLAIN = ("naive", "dapo", "batch", "prime", "gdpo", "remote", "rate_limited")
 SANDBOX = "reward.sandbox_fusion"
 MODEL = "reward.reward_model"
-LIMITS = (
-    "max_rpm",
-    "max_tpm",
-    "max_concurrent",
-    "estimated_tokens_per_request",
-)  # of the manager rate_limited
+# of the manager rate_limited
+LIMITS = "max_rpm", "max_tpm", "max_concurrent", "estimated_tokens_per_request"
 RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
@@ -317,9 +313,8 @@ def _translate_reward_model(draft: ConfigDraft) -> None:
     draft.set_value("reward.name", "zero", (), "verl takes the model's scores alone")
     g = draft.verl_settings
     is_served = draft.verl_settings.is_written_below(f"{MODEL}.rollout")
-    is_served = (
-        is_served and g.peek_value(f"{MODEL}.use_reward_loop") is not False
-    )  # the section of 0.6, not in use
+    # the section of 0.6, not in use
+    is_served = is_served and g.peek_value(f"{MODEL}.use_reward_loop") is not False
     note = (
         "with one label; a model that writes needs served.judge" if is_served else "with one label"
     )

@@ -368,9 +368,8 @@ def _translate_fully_async(draft: ConfigDraft) -> None:
         )
     for key in [key for key in g.list_unused_keys() if key.startswith(f"{ASYNC}.")]:
         g.mark_used(key)
-        draft.num_idle_settings += (
-            1  # how weights are carried over, and where advantages are computed
-        )
+        # how weights are carried over, and where advantages are computed
+        draft.num_idle_settings += 1
 
 
 def _translate_separate_async(draft: ConfigDraft) -> None:

@@ -180,9 +180,8 @@ class AnswerGenerationJob:
         """Generate the answers that the file lacks, window by window, and append each as it comes.
         Return the figures of this call.
         """
-        there = GeneratedSample(
-            (), (), "stop", sync.policy_version
-        )  # stands for a sample that is in the file
+        # stands for a sample that is in the file
+        there = GeneratedSample((), (), "stop", sync.policy_version)
         pace = ProgressReporter(self.num_rows - len(answers.answered_indices), report)
         # Windows are of all prompts: where answers are to be repeatable, engines decode the same
         # pieces every time.

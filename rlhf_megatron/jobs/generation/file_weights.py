@@ -67,10 +67,8 @@ class FileWeightSender(SingleRankWorld):
         """
         for rule in self._table:
             full = rule.to_megatron(*self._source.read_hf_tensors(rule))
-            yield (
-                rule,
-                full if rule.dtype is not None else full.to(dtype),
-            )  # a buffer keeps its type
+            # a buffer keeps its type
+            yield (rule, full if rule.dtype is not None else full.to(dtype))
 
 
 def sync_file_weights(sync: WeightSync, model: StoredModel, version: int) -> float:

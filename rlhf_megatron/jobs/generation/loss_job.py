@@ -122,9 +122,8 @@ class SourceLoss:
     num_documents: int
     num_tokens: int
     loss: float  # nats a token, over all tokens
-    low: (
-        float | None
-    )  # 95 % interval: the 2.5 and 97.5 % quantiles over resampled documents; None for a single one
+    # 95 % interval: the 2.5 and 97.5 % quantiles over resampled documents; None for a single one
+    low: float | None
     high: float | None
     perplexity: float  # exp(loss)
 

@@ -21,12 +21,8 @@ from rlhf_megatron.jobs.serving.serving_backend import ServingBackend
 from rlhf_megatron.rollout.engine_interface import FinishReason, GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.fleet.chunk_generation import get_version_spans
 
-STREAMED = (
-    1,
-    2,
-    4,
-    8,
-)  # tokens of the first parts of a stream; the last number is that of all others
+# tokens of the first parts of a stream; the last number is that of all others
+STREAMED = 1, 2, 4, 8
 UNTIL_STOP = (32, 64, 128)  # likewise where a text may end it
 TOOL_CALL = "<tool_call>"  # Hermes' form, which Qwen has too
 _CALLS = re.compile(r"<tool_call>\s*(\{.*?\})\s*</tool_call>", re.DOTALL)
@@ -41,9 +37,8 @@ class ChoicePart:
     text: str
     token_ids: Sequence[int]
     log_probs: Sequence[float]
-    version_spans: tuple[
-        tuple[int, int, int], ...
-    ]  # version, first token, end; counted from the start of the choice
+    # version, first token, end; counted from the start of the choice
+    version_spans: tuple[tuple[int, int, int], ...]
     finish_reason: FinishReason | None = None  # None: it goes on
 
 
@@ -84,9 +79,8 @@ class GrowingText:
         """Return the number of characters that can be released: without incomplete characters, the
         beginning of a stop text, and text from the withheld mark on.
         """
-        end = len(
-            text.rstrip(UNKNOWN_TOKEN_TEXT)
-        )  # a character of which bytes are missing shows so
+        # a character of which bytes are missing shows so
+        end = len(text.rstrip(UNKNOWN_TOKEN_TEXT))
         marks = [*self._stop_texts, *([self._withheld_mark] if self._withheld_mark else [])]
         for mark in marks:
             sizes = range(min(len(mark) - 1, end), 0, -1)

@@ -213,9 +213,8 @@ class OpenAIReply:
             return
         text = part.text
         calls = list[dict[str, Any]]()
-        if (
-            part.finish_reason and self._request.has_tools
-        ):  # what may be a call comes last, as a whole
+        # what may be a call comes last, as a whole
+        if part.finish_reason and self._request.has_tools:
             text, calls = split_tool_calls(part.text)
         delta: dict[str, Any] = {"content": text} if text else {}
         if calls:

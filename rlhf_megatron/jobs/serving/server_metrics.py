@@ -47,9 +47,8 @@ class ServerMetrics:
         self._backend = backend
         self.request_counts: Counter[tuple[str, int]] = Counter()  # endpoint, status
         self.token_counts: Counter[str] = Counter()  # prompt, generated
-        self.answer_seconds: defaultdict[str, DurationHistogram] = defaultdict(
-            DurationHistogram
-        )  # endpoint -> of whole answers
+        # endpoint -> of whole answers
+        self.answer_seconds: defaultdict[str, DurationHistogram] = defaultdict(DurationHistogram)
         self.first_text_seconds: defaultdict[str, DurationHistogram] = defaultdict(
             DurationHistogram
         )  # of streams, to their first text

@@ -34,9 +34,8 @@ class ServingBackend:
         already. `follow_run` may sync other weights, and is called a few times a second.
         """
         self.weight_sync = weight_sync
-        self.end_future: Future[None] = (
-            Future()
-        )  # fails with what ended a thread: nothing is answered any more
+        # fails with what ended a thread: nothing is answered any more
+        self.end_future: Future[None] = Future()
         self.counters: Counter[str] = Counter()  # of the fleet, since the start
         self._follow_run = follow_run
         self._session = weight_sync.fleet.open_session(keeps_failures=True)

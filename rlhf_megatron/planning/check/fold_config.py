@@ -29,9 +29,8 @@ TOKEN_BUDGET = 2 * (MAX_PROMPT + MAX_RESPONSE)  # a rank's: several micro-batche
 LEARNING_RATE = 1e-3
 # of Adam: below, an element whose gradient is rounding noise moves by a whole learning rate
 MIN_EPS = 1e-5
-VALUE_HEAD_STD = (
-    0.1  # least: behind a head of zeros nothing else would learn in the first optimizer step
-)
+# least: behind a head of zeros nothing else would learn in the first optimizer step
+VALUE_HEAD_STD = 0.1
 FP8_MEDIAN = 0.1  # nats, that FP8 may change a sampled token's log-prob by in the median
 VOCAB_CHUNK = 8  # columns of the head at a time: several chunks of the tiny vocabulary
 
@@ -300,9 +299,8 @@ def fold_model_config(
         }
         small |= {"qk_rope_head_dim": 2 * head_dim, "num_nextn_predict_layers": None}
     kept = {key: value for key, value in hf_config.items() if not key.startswith("_")}
-    small["initializer_range"] = INITIALIZER_RANGE * math.sqrt(
-        HEAD_DIM / head_dim
-    )  # logits as wide at any width
+    # logits as wide at any width
+    small["initializer_range"] = INITIALIZER_RANGE * math.sqrt(HEAD_DIM / head_dim)
     return {
         key: value
         for key, value in {**kept, **TINY_MODEL_SETTINGS, **small}.items()

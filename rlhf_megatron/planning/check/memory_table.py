@@ -60,30 +60,23 @@ class RunMemory:
     stages: tuple[StageMemory, ...]  # of the actor
     critic_stages: tuple[StageMemory, ...]  # empty: the run has none
     has_critic_pool: bool  # else the critic is on the actor's ranks, stage by stage
-    reference_bytes: tuple[
-        int, ...
-    ]  # of the frozen reference model, by stage, bytes a rank; empty: the run has none
+    # of the frozen reference model, by stage, bytes a rank; empty: the run has none
+    reference_bytes: tuple[int, ...]
     is_reference_on_host: bool  # it is on the device during its forward pass only
     sync_traffic: tuple[StageTraffic, ...]  # of the weight sync, by stage: the sender of each
-    head_memory: (
-        HeadMemoryBound | None
-    )  # of the actor's last stage in an update; None: the reference backend makes all logits
-    activation_bytes: tuple[
-        int, ...
-    ]  # that a rank's layers keep in an update, by stage of the actor
+    # of the actor's last stage in an update; None: the reference backend makes all logits
+    head_memory: HeadMemoryBound | None
+    # that a rank's layers keep in an update, by stage of the actor
+    activation_bytes: tuple[int, ...]
     critic_activation_bytes: tuple[int, ...]
-    reward_model_bytes: tuple[
-        int, ...
-    ] = ()  # of a reward model on the actor's ranks, or its own; by stage, bytes a rank
-    has_reward_model_on_actor_ranks: bool = (
-        False  # on the actor's ranks, and on the device between its passes
-    )
-    reference_pool_bytes: tuple[
-        int, ...
-    ] = ()  # of a reference on ranks of its own, by stage, bytes a rank
-    is_reward_model_on_host: bool = (
-        False  # of the actor's ranks; it is on the device during its forward pass only
-    )
+    # of a reward model on the actor's ranks, or its own; by stage, bytes a rank
+    reward_model_bytes: tuple[int, ...] = ()
+    # on the actor's ranks, and on the device between its passes
+    has_reward_model_on_actor_ranks: bool = False
+    # of a reference on ranks of its own, by stage, bytes a rank
+    reference_pool_bytes: tuple[int, ...] = ()
+    # of the actor's ranks; it is on the device during its forward pass only
+    is_reward_model_on_host: bool = False
 
     def compute_peak_bytes(self, stage: int) -> int:
         """Return the bytes of a rank of this stage of the actor in an update: the states of all its

@@ -162,9 +162,8 @@ def find_reasons_for_no_training(
         if not _find_largest_advantage(step) > 0:
             yield f"step {step['step']} has no advantages: all rewards of each group are equal."
         for role in ("actor", "critic"):
-            norm = step.get(
-                f"{role}/grad_norm", 1.0 if role == "critic" else 0.0
-            )  # not every run has a critic
+            # not every run has a critic
+            norm = step.get(f"{role}/grad_norm", 1.0 if role == "critic" else 0.0)
             if not norm > 0:
                 yield f"step {step['step']} has the gradient norm {norm} of the {role}."
     still = [

@@ -80,9 +80,8 @@ def list_step_phases(
         else {}
     )
     of_update = {"activations": memory.activation_bytes[stage], **head}
-    if has_critic and memory.critic_activation_bytes[stage] > sum(
-        of_update.values()
-    ):  # they take turns
+    # they take turns
+    if has_critic and memory.critic_activation_bytes[stage] > sum(of_update.values()):
         of_update = {"critic's activations": memory.critic_activation_bytes[stage]}
     update = MemoryPhase("update", {**states, **stays, **of_update})
     log_probs = MemoryPhase("log-probs", {**states, **comes, **head})

@@ -37,11 +37,8 @@ _KEYS_BY_KIND = {  # kind of lengths -> its keys
     "values": ("values", "within_prompt"),
     "cycle": ("values",),
 }
-_EXAMPLE_VALUES = {
-    "median": "1000",
-    "sigma": "0.8",
-    "values": "[120, 300, 2048]",
-}  # of keys that must be given
+# of keys that must be given
+_EXAMPLE_VALUES = {"median": "1000", "sigma": "0.8", "values": "[120, 300, 2048]"}
 
 
 @dataclass(frozen=True)
@@ -125,9 +122,8 @@ class DecodeConfig(DurationsSection):
 @dataclass(frozen=True)
 class EngineDurations(DurationsSection):
     decode: DecodeConfig
-    prefill_tokens_per_s: float = (
-        math.inf
-    )  # prompt tokens; nothing else of that engine goes on meanwhile
+    # prompt tokens; nothing else of that engine goes on meanwhile
+    prefill_tokens_per_s: float = math.inf
     slots: int | None = None  # responses that it decodes at once; None: as the run sets it
     gpus: int | None = None  # of one engine; None: as the run sets it
 
@@ -145,9 +141,8 @@ class TrainerDurations(DurationsSection):
     of the run.
     """
 
-    update_tokens_per_s: (
-        float  # tokens of prompts and responses that an epoch of the update goes through
-    )
+    # tokens of prompts and responses that an epoch of the update goes through
+    update_tokens_per_s: float
     update_fixed_s: float = 0.0  # a step
     annotate_tokens_per_s: float = math.inf  # log-probs of the actor
     reference_tokens_per_s: float = math.inf  # of the reference, where the run has one
@@ -171,12 +166,10 @@ class TrainerDurations(DurationsSection):
 @dataclass(frozen=True)
 class SyncDurations(DurationsSection):
     seconds: float = 0.0  # a weight sync, during which no engine decodes
-    turns_s: float | None = (
-        None  # a step of rollout.colocated: all changes of hands; None: not simulated
-    )
-    recomputes: bool = (
-        True  # responses that go on over a sync have their keys and values computed anew
-    )
+    # a step of rollout.colocated: all changes of hands; None: not simulated
+    turns_s: float | None = None
+    # responses that go on over a sync have their keys and values computed anew
+    recomputes: bool = True
 
 
 @dataclass(frozen=True)
@@ -243,18 +236,14 @@ class LengthsConfig:
     kind: Literal["constant", "lognormal", "pareto", "values", "cycle"]
     median: float | None = None  # of lognormal and pareto; of constant: the length
     sigma: float | None = None  # of lognormal and pareto: standard deviation of the logarithm
-    tail_share: float = (
-        0.05  # of pareto: so many of the longest have a Pareto tail behind the lognormal body
-    )
-    tail_index: float = (
-        1.5  # of pareto: P(length > x) falls as x^-index there; the smaller the heavier
-    )
-    values: tuple[
-        float, ...
-    ] = ()  # of values: drawn among these; of cycle: taken in this order, again and again
-    within_prompt: float = (
-        0.0  # 0: a prompt's responses are independent; 1: they are all equally long
-    )
+    # of pareto: so many of the longest have a Pareto tail behind the lognormal body
+    tail_share: float = 0.05
+    # of pareto: P(length > x) falls as x^-index there; the smaller the heavier
+    tail_index: float = 1.5
+    # of values: drawn among these; of cycle: taken in this order, again and again
+    values: tuple[float, ...] = ()
+    # 0: a prompt's responses are independent; 1: they are all equally long
+    within_prompt: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a key that `kind` does not have or lacks, and for values out of

@@ -106,9 +106,8 @@ def _read_json_lines(path: Path) -> list[MetricsLine]:
     for a line that is not JSON.
     """
     rows = []
-    for number, line in enumerate(
-        path.read_text().split("\n")[:-1], 1
-    ):  # the last one is empty, or cut off
+    # the last one is empty, or cut off
+    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
         try:
             rows.append(json.loads(line))
         except ValueError as error:

@@ -189,9 +189,8 @@ class RunningGroup:
     response_lengths: tuple[int, ...]
     num_unfinished_responses: int = 0  # responses that are not done
     is_abandoned: bool = False
-    first_versions: list[int] = field(
-        default_factory=list
-    )  # of each response that got in, in that order
+    # of each response that got in, in that order
+    first_versions: list[int] = field(default_factory=list)
 
 
 class SimulatedEngine:
@@ -213,12 +212,10 @@ class SimulatedEngine:
         self.policy_version = 0  # of its weights
         self.num_running = 0
         self.num_outstanding = 0  # running and waiting
-        self.running_responses: list[
-            tuple[float, int, int, RunningGroup]
-        ] = []  # (end on the clock, order, tokens, group)
-        self.load_history: list[tuple[float, int]] | None = (
-            [] if has_history else None
-        )  # (time, how many run from then on)
+        # (end on the clock, order, tokens, group)
+        self.running_responses: list[tuple[float, int, int, RunningGroup]] = []
+        # (time, how many run from then on)
+        self.load_history: list[tuple[float, int]] | None = [] if has_history else None
         self.change_count = 0  # changes with whatever changes the time of the next end
         self._waiting_responses: deque[tuple[int, RunningGroup]] = deque()  # (tokens, group)
         self._token_clock = 0.0  # tokens
@@ -265,9 +262,8 @@ class SimulatedEngine:
         """
         self._advance_clock(now)
         running = self.running_responses
-        self._token_clock = max(
-            self._token_clock, running[0][0]
-        )  # the time was made from it, with rounding
+        # the time was made from it, with rounding
+        self._token_clock = max(self._token_clock, running[0][0])
         done = []
         while running and running[0][0] <= self._token_clock:
             group = heapq.heappop(running)[3]

@@ -82,9 +82,8 @@ class SimulationHistory:
     spans: list[StageSpan] = field(default_factory=list)
     busy_by_step: list[BusySeconds] = field(default_factory=list)
     flow_events: list[FlowEvent] = field(default_factory=list)  # of the flow, where they are kept
-    engine_loads: list[list[tuple[float, int]]] = field(
-        default_factory=list
-    )  # of each engine, where they are kept
+    # of each engine, where they are kept
+    engine_loads: list[list[tuple[float, int]]] = field(default_factory=list)
     num_slots: int = 0  # of an engine
 
 
@@ -337,9 +336,8 @@ class SimulationFigures:
     response_tokens: float  # mean length of the responses that were trained
     # share of the time in which the trainer's pool neither annotates, updates nor sends weights
     trainer_idle: float
-    engines_idle: (
-        float  # share of the engines' time in which they decode nothing and take part in no sync
-    )
+    # share of the engines' time in which they decode nothing and take part in no sync
+    engines_idle: float
     engines_syncing: float  # share of their time that weight syncs take
     scorer_idle: float
     lag_mean: float  # over samples

@@ -67,9 +67,8 @@ class SimulationPlan:
     batch_size: int  # groups
     group_size: int
     num_engines: int
-    seconds_per_token: tuple[
-        float, ...
-    ]  # [n]: of each response while n run in an engine; one entry more than slots
+    # [n]: of each response while n run in an engine; one entry more than slots
+    seconds_per_token: tuple[float, ...]
     prefill_tokens_per_s: float
     score_fixed_s: float
     score_per_sample_s: float
@@ -81,12 +80,10 @@ class SimulationPlan:
     update_fixed_s: float
     sync_s: float  # with turns, where trainer and engines have the same devices
     recomputes_cache: bool
-    min_annotated_samples: int = (
-        1  # samples whose log-probs are worth a call while others are awaited
-    )
-    max_scored_groups: float = (
-        math.inf
-    )  # groups after which a step trains on those that teach, though they are too few
+    # samples whose log-probs are worth a call while others are awaited
+    min_annotated_samples: int = 1
+    # groups after which a step trains on those that teach, though they are too few
+    max_scored_groups: float = math.inf
 
     def compute_score_seconds(self, num_samples: int) -> float:
         """Return the seconds of a scorer call with `num_samples` samples."""
@@ -211,9 +208,8 @@ class SimulationSetup:
         if has_critic(config):
             epochs = config.critic.ppo_epochs or config.actor.ppo_epochs
             critic = (1 / trainer.critic_tokens_per_s, epochs / trainer.critic_update_tokens_per_s)
-            if (
-                config.critic.num_ranks
-            ):  # in a pool of its own, which does not grow with the actor's
+            # in a pool of its own, which does not grow with the actor's
+            if config.critic.num_ranks:
                 annotate = max(annotate, critic[0] / factor)
                 update = max(update, critic[1] / factor)
             else:

@@ -200,9 +200,8 @@ def _stage_planned_state(planner: DefaultSavePlanner, plain_values: dict[str, An
     metadata = planner.create_global_plan(plans)[1] if plans is not None else None
     plan = planner.finish_plan(own)  # no tensor is on two ranks: the global plan changes nothing
     data = [_copy_to_host(planner.resolve_data(item)) for item in plan.items]
-    numbered = _FlushingWriter(".").prepare_global_plan([plan] * (rank + 1))[
-        rank
-    ]  # names this rank's files
+    # names this rank's files
+    numbered = _FlushingWriter(".").prepare_global_plan([plan] * (rank + 1))[rank]
     return StagedState(numbered, data, metadata, plain_values)
 
 

@@ -99,9 +99,8 @@ class _ChosenLogitsFunction(torch.autograd.Function):
                 torch.bmm(chosen_RNH, hidden_RH[rows, :, None].to(dtype))[..., 0] * is_mine_RN[rows]
             )
         if shard.exchange_group is not None and len(rows_R):
-            dist.all_reduce(
-                out_RN, group=shard.exchange_group
-            )  # the others' are zero: nothing is rounded
+            # the others' are zero: nothing is rounded
+            dist.all_reduce(out_RN, group=shard.exchange_group)
         ctx.save_for_backward(hidden_SH, weight_VH, ids_RN, rows_R)
         ctx.shard = shard
         return out_RN
@@ -218,9 +217,8 @@ def _merge_shard_candidates(
     """
     count = best_RK.shape[1]
     num_ranks = tp_group.size()
-    mine = torch.cat(
-        [best_RK.double(), ids_RK.double(), log_z_R1.double()], -1
-    )  # double holds all ids and floats
+    # double holds all ids and floats
+    mine = torch.cat([best_RK.double(), ids_RK.double(), log_z_R1.double()], -1)
     gathered = mine.new_empty(num_ranks * mine.shape[0], mine.shape[1])
     dist.all_gather_into_tensor(gathered, mine, group=tp_group)
     by_rank = gathered.view(num_ranks, *mine.shape).transpose(0, 1)  # [R, G, 2 K + 1]

@@ -70,18 +70,16 @@ def compute_head_memory_bound(shape: HeadCallShape) -> HeadMemoryBound:
     gradient = (
         num_rows * num_columns * operand * max(operand != total, bool(rounded) and operand != 2)
     )
-    casts = (
-        2 * num_columns * shape.hidden_size * operand * (operand != size)
-    )  # of this chunk and the one before
+    # of this chunk and the one before
+    casts = 2 * num_columns * shape.hidden_size * operand * (operand != size)
     block = (
         choose_rows_per_block(num_rows, num_columns, shape.device_type)
         * num_columns
         * total
         * (shape.backend != "triton")
     )
-    casts += (
-        num_columns * shape.hidden_size * total * (total != 4)
-    )  # products that a float32 sink cannot add up
+    # products that a float32 sink cannot add up
+    casts += num_columns * shape.hidden_size * total * (total != 4)
     gathered = tokens * size * (shape.num_sequence_parts > 1)
     always = logits + rows * operand + _STATISTICS * shape.num_rows * total
     moments = [

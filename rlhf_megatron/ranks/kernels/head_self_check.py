@@ -21,20 +21,16 @@ from torch import Tensor
 from rlhf_megatron.ranks.kernels.log_prob import LogProbBackend, compute_linear_log_probs
 
 _MAX_ROWS = 64
-_MAX_ELEMENTS = (
-    2**24
-)  # of the slice of the weight: the reference has it, and its gradient, in float32
+# of the slice of the weight: the reference has it, and its gradient, in float32
+_MAX_ELEMENTS = 2**24
 _RAGGED = 61  # columns behind two chunks: no block size divides it
 _PADDING = 16  # columns at most
 # of a chunk, where it is large enough: as the run's own chunk, which a compiler may build upon
 _DIVISOR = 16
 _FORWARD_BOUND = {torch.float64: 1e-9}  # else: logits that were rounded to 16 bits are off by 1e-2
 _FORWARD_BOUND_16 = 1e-3
-_BACKWARD_BOUND = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,
-    torch.float16: 1e-2,
-}  # a sink has float32
+# a sink has float32
+_BACKWARD_BOUND = {torch.float64: 1e-6, torch.float32: 1e-3, torch.float16: 1e-2}
 _BACKWARD_BOUND_16 = 3e-2  # bfloat16 keeps 8 bits of each logit's gradient
 
 

@@ -165,9 +165,8 @@ def _make_tile_ops(backend: LogProbBackend, softcap: float | None) -> TileOps:
     if backend == "chunked":
         return TorchTileOps(softcap)
     if backend == "triton":
-        from rlhf_megatron.ranks.kernels.log_prob_triton import (
-            TritonTileOps,  # it needs triton, which not every machine has
-        )
+        # it needs triton, which not every machine has
+        from rlhf_megatron.ranks.kernels.log_prob_triton import TritonTileOps
 
         ops: TileOps = TritonTileOps(softcap)
         return ops
@@ -195,9 +194,8 @@ def _check_temperature(temperature: float | Tensor, targets_R: Tensor) -> None:
                 f"temperature {tuple(temperature.shape)} must be one number, or one for each of"
                 f" {len(targets_R)} rows."
             )
-        if temperature.is_cuda or not len(
-            temperature
-        ):  # a look would make the CPU wait for the GPU
+        # a look would make the CPU wait for the GPU
+        if temperature.is_cuda or not len(temperature):
             return
         lowest = temperature.min().item()
     else:

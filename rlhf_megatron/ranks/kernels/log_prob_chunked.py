@@ -40,10 +40,8 @@ from rlhf_megatron.ranks.kernels.matrix_products import (
 )
 from rlhf_megatron.ranks.kernels.tile_stash import StashBudget, StashedChunk, TileStash
 
-_TILE_ROWS = {
-    "cpu": 1024,
-    "cuda": 8192,
-}  # cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
+# cache-sized on a CPU; on a GPU enough to keep the GEMM at full rate
+_TILE_ROWS = {"cpu": 1024, "cuda": 8192}
 _TILE_COLUMNS = {"cpu": 2048}  # at most; elsewhere as many as `chunk_size` says
 
 
@@ -315,9 +313,8 @@ class _LogitTiles:
         hidden_RH = sequence_SH if rows_R is None else sequence_SH.index_select(0, rows_R)
         self.hidden_RH = hidden_RH.to(self.operand_dtype)
         self.row_scale_R: Tensor | None = None  # what the rows were multiplied with
-        self.inv_temperature_R = (
-            inv_temperature_R  # what the logits are still to be multiplied with
-        )
+        # what the logits are still to be multiplied with
+        self.inv_temperature_R = inv_temperature_R
         if (
             inv_temperature_R is not None
             and self.operand_dtype == self.dtype

@@ -123,9 +123,8 @@ class _GatherWholeVocabulary(torch.autograd.Function):
         dist.all_reduce(end, dist.ReduceOp.MAX, group=tp_group)
         whole_RV = logits_RC.new_zeros(logits_RC.shape[0], int(end.item()))
         whole_RV[:, ctx.columns] = logits_RC
-        dist.all_reduce(
-            whole_RV, group=tp_group
-        )  # the others' columns are zero here: nothing is rounded
+        # the others' columns are zero here: nothing is rounded
+        dist.all_reduce(whole_RV, group=tp_group)
         return whole_RV
 
     @staticmethod

@@ -345,9 +345,8 @@ def _update_statistics_kernel(
     """Merge the statistics of a tile's rows into the running ones, and fill the stash where there
     is one.
     """
-    rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(
-        0, NUM_ROWS
-    )  # 64 bits: row * stride passes 2^31
+    # 64 bits: row * stride passes 2^31
+    rows_R = tl.program_id(0).to(tl.int64) * NUM_ROWS + tl.arange(0, NUM_ROWS)
     is_row_R = rows_R < num_rows
     inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
     if inv_temperatures is not None:
@@ -473,9 +472,8 @@ def _logit_gradient_kernel(
     inv_temperature_R = tl.full([NUM_ROWS], 1.0, tl.float32)
     if inv_temperatures is not None:
         inv_temperature_R = tl.load(inv_temperatures + rows_R, mask=is_row_R, other=1.0)
-    column_R = (tl.load(columns + rows_R, mask=is_row_R, other=-1) - first).to(
-        tl.int32
-    )  # fits: of a vocabulary
+    # fits: of a vocabulary
+    column_R = (tl.load(columns + rows_R, mask=is_row_R, other=-1) - first).to(tl.int32)
     target_R = tl.load(grad_log_probs + rows_R, mask=is_row_R, other=0.0) * inv_temperature_R
 
     # x is e^(y), and p = factor x: of logits y = z - log Z, of a stash y = log(stash). All else

@@ -31,17 +31,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-MIN_LOGIT = (
-    -1e30
-)  # maximum before the first tile: finite, so that a shard of padding only combines to 0, not NaN
-STASH_SCALE = (
-    2.0**15
-)  # float16 keeps its full 11 bits from e^0 to e^-20 of a row's largest, and has 0 below e^-27.7
+# maximum before the first tile: finite, so that a shard of padding only combines to 0, not NaN
+MIN_LOGIT = -1e30
+# float16 keeps its full 11 bits from e^0 to e^-20 of a row's largest, and has 0 below e^-27.7
+STASH_SCALE = 2.0**15
 _LOG2_E = 1.0 / math.log(2.0)
-_BLOCK = {
-    "cpu": 2**17,
-    "cuda": 2**24,
-}  # elements that TorchTileOps passes over at a time: they stay in a CPU's cache
+# elements that TorchTileOps passes over at a time: they stay in a CPU's cache
+_BLOCK = {"cpu": 2**17, "cuda": 2**24}
 
 
 @dataclass(frozen=True)
@@ -78,9 +74,8 @@ class RowGradientInputs:
     grad_log_probs_R: Tensor  # u
     entropies_R: Tensor | None  # H; None where w is
     grad_entropies_R: Tensor | None  # w; None: the entropy has no gradient
-    log_z_rest_R: Tensor | None = (
-        None  # what rounding left out of `log_z_R`; at logits of 200 it is 1e-5 of all p
-    )
+    # what rounding left out of `log_z_R`; at logits of 200 it is 1e-5 of all p
+    log_z_rest_R: Tensor | None = None
 
     def select_rows(self, rows: slice | Tensor) -> RowGradientInputs:
         """Return the inputs of some of the rows: views for a slice, copies for an index."""

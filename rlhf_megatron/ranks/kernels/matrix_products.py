@@ -16,10 +16,8 @@ from torch import Tensor
 _HALF = (torch.bfloat16, torch.float16)
 _TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 _HAS_OUT_DTYPE = _TORCH >= (2, 8)
-_ADDS_TO_FLOAT32 = _TORCH >= (
-    2,
-    10,
-)  # before, addmm refuses to add a product of 16-bit matrices to a float32 one
+# before, addmm refuses to add a product of 16-bit matrices to a float32 one
+_ADDS_TO_FLOAT32 = _TORCH >= (2, 10)
 
 
 class WeightGradSink(Protocol):
@@ -95,9 +93,8 @@ class WeightGradientAccumulator:
             )
         self._accumulator_dtype = accumulator_dtype
         self._num_finished_rows = 0  # rows of the weight that are done
-        self._sum_CH: Tensor | None = (
-            None  # of the chunk under way: part of the buffer, or a temporary
-        )
+        # of the chunk under way: part of the buffer, or a temporary
+        self._sum_CH: Tensor | None = None
 
     def add_tile_product(
         self, first_row: int, end_row: int, grad_RC: Tensor, hidden_RH: Tensor
@@ -108,9 +105,8 @@ class WeightGradientAccumulator:
         assert first_row == self._num_finished_rows, "a chunk was left out"
         if self._sum_CH is None:
             rows_CH = self._buffer_VH[first_row:end_row]
-            is_direct = (
-                rows_CH.dtype == self._accumulator_dtype
-            )  # else the buffer's type does not hold a sum of products
+            # else the buffer's type does not hold a sum of products
+            is_direct = rows_CH.dtype == self._accumulator_dtype
             self._sum_CH = (
                 rows_CH if is_direct else torch.empty_like(rows_CH, dtype=self._accumulator_dtype)
             )

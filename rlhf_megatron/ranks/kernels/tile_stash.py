@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_EXACT_BYTES = {
-    "cpu": 48 * 2**20
-}  # one of a CPU's four products is saved of what fits; a GPU has better uses for it
+# one of a CPU's four products is saved of what fits; a GPU has better uses for it
+_EXACT_BYTES = {"cpu": 48 * 2**20}
 
 
 @dataclass

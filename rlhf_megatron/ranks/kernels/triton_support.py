@@ -11,10 +11,8 @@ from dataclasses import dataclass
 import torch
 
 OLDEST = (3, 3)  # of triton; older ones were never tried with these kernels
-INTERPRETER_OF_ANY_NUMPY = (
-    3,
-    7,
-)  # older interpreters fail with numpy >= 2.4: arrays of one element are no scalars there
+# older interpreters fail with numpy >= 2.4: arrays of one element are no scalars there
+INTERPRETER_OF_ANY_NUMPY = 3, 7
 MIN_CAPABILITY = (8, 0)  # of the CUDA device: bfloat16, and what triton itself still supports
 
 

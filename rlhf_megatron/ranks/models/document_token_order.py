@@ -27,9 +27,8 @@ class DocumentRun:
     stop: int  # after the last token
     length: int  # tokens of each document
     prompt_run: DocumentRun | None = None  # where the shared prompts of these documents are
-    prompt_indices: Tensor | None = (
-        None  # [documents] which document of that run is the prompt of each
-    )
+    # [documents] which document of that run is the prompt of each
+    prompt_indices: Tensor | None = None
 
     def multiply_parts(self, num_parts: int) -> DocumentRun:
         """Return the run of the whole documents, where this run holds one of `num_parts` equal
@@ -58,13 +57,11 @@ class LengthGroups:
     the length of their documents.
     """
 
-    document_runs: tuple[
-        DocumentRun, ...
-    ]  # of this rank's parts of documents, once `query_order` is applied
+    # of this rank's parts of documents, once `query_order` is applied
+    document_runs: tuple[DocumentRun, ...]
     query_order: TokenOrder | None  # [share]; None: equal lengths lie together already
-    key_order: (
-        TokenOrder | None
-    )  # [T] of the gathered keys, to whole documents; None: they lie so already
+    # [T] of the gathered keys, to whole documents; None: they lie so already
+    key_order: TokenOrder | None
 
 
 def group_documents_by_length(
@@ -109,9 +106,8 @@ def _group_documents_with_prompts(
     """Return the groups of documents by their own length and the length of their prompt."""
     is_behind = prompt_documents >= 0
     base = int(lengths.max()) + 1
-    kinds = lengths + base * lengths[prompt_documents.clamp(min=0)].where(
-        is_behind, 0
-    )  # both lengths in one number
+    # both lengths in one number
+    kinds = lengths + base * lengths[prompt_documents.clamp(min=0)].where(is_behind, 0)
     order = kinds.argsort(stable=True)
     places = order.argsort()  # of each document, once they are in that order
     is_in_order = bool((order.diff() > 0).all())

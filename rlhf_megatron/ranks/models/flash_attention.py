@@ -58,9 +58,8 @@ none), and `sinks` [N].
 class FlashKernel:
     choice: KernelChoice
     attention_call: FlashAttentionCall | None  # None: no flash attention here
-    sink_attention_call: SinkAttentionCall | None = (
-        None  # where sinks were requested, in place of `attention_call`
-    )
+    # where sinks were requested, in place of `attention_call`
+    sink_attention_call: SinkAttentionCall | None = None
 
 
 @functools.cache

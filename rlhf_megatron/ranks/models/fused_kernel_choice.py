@@ -25,9 +25,8 @@ _HALF = ("bfloat16", "float16")
 _NO_SINKS = "its two passes are not called apart, as sinks need them"
 _LARGEST_HEAD = 256  # of all flash kernels
 _HEAD_MULTIPLE = 8
-_LARGEST_HEAD_OF_ALL_GPUS = (
-    192  # beyond, the backward pass needs the shared memory of data-center GPUs
-)
+# beyond, the backward pass needs the shared memory of data-center GPUs
+_LARGEST_HEAD_OF_ALL_GPUS = 192
 _DATA_CENTER_GPUS = ((8, 0), (9, 0), (10, 0), (10, 3))  # their compute capabilities
 
 
@@ -167,9 +166,8 @@ def choose_gradient_fusion(
         return KernelChoice("torch")
     if impl == "transformer_engine":
         return KernelChoice("transformer_engine")
-    if (
-        has_extension and dtype != "float64"
-    ):  # the extension knows no other than half precision and float32
+    # the extension knows no other than half precision and float32
+    if has_extension and dtype != "float64":
         return KernelChoice("apex")
     if has_float32_product or dtype not in _HALF:
         return KernelChoice("torch")

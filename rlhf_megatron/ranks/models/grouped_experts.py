@@ -264,8 +264,7 @@ def pad_expert_groups(counts_E: Tensor, num_tokens: int) -> tuple[Tensor, Tensor
     """
     filled_E = ((counts_E + ALIGNMENT - 1) // ALIGNMENT).clamp(min=1) * ALIGNMENT
     ends_E = filled_E.cumsum(0)
-    moved_E = (ends_E - filled_E) - (
-        counts_E.cumsum(0) - counts_E
-    )  # by which an expert's tokens move back
+    # by which an expert's tokens move back
+    moved_E = (ends_E - filled_E) - (counts_E.cumsum(0) - counts_E)
     moved_T = moved_E.repeat_interleave(counts_E, output_size=num_tokens)
     return torch.arange(num_tokens, device=counts_E.device) + moved_T, ends_E.to(torch.int32)

@@ -87,9 +87,8 @@ def build_megatron_model(
     family = find_model_family(hf_config)
     gpt_arguments = family.make_gpt_arguments(hf_config)
     if head == "value":
-        gpt_arguments["share_embeddings_and_output_weights"] = (
-            False  # there is no output layer to share them with
-        )
+        # there is no output layer to share them with
+        gpt_arguments["share_embeddings_and_output_weights"] = False
     arguments = family.make_transformer_arguments(hf_config)
     has_mlp_bias = arguments["add_bias_linear"] and gpt_arguments["unbiased"] != "mlp"
     config = make_transformer_config(arguments, world, dtype, megatron, impl, has_mlp_bias)

@@ -65,9 +65,8 @@ class PackedDocuments(PackedSeqParams):
     positions: Tensor = None  # type: ignore[assignment]
     cp: int = 1  # ranks that share the documents
     cp_rank: int = 0  # this one among them
-    prompt_documents: Tensor | None = (
-        None  # [D] int64, the document that each goes on from, -1 of none; None: of none at all
-    )
+    # [D] int64, the document that each goes on from, -1 of none; None: of none at all
+    prompt_documents: Tensor | None = None
     num_keys: int = 0  # tokens of all documents, each with its prompt; where there are prompts
     rotary_cache: dict[Any, Any] = field(default_factory=dict)
     mask_cache: dict[tuple[int, int | None, int], Tensor] = field(default_factory=dict)
@@ -205,9 +204,8 @@ class PackedAttention(MegatronModule):
     `core_attention` in megatron's layer specs.
     """
 
-    rotary: RotaryConfig | None = (
-        None  # set by build_megatron_model; None: of latent attention, which has turned them
-    )
+    # set by build_megatron_model; None: of latent attention, which has turned them
+    rotary: RotaryConfig | None = None
 
     def __init__(
         self,
@@ -229,9 +227,8 @@ class PackedAttention(MegatronModule):
         has_window = is_layer_window_attention(
             config.window_size, config.window_attn_skip_freq, layer_number
         )
-        self.window: int | None = (
-            config.window_size[0] + 1 if has_window else None
-        )  # tokens, a query's own with them
+        # tokens, a query's own with them
+        self.window: int | None = config.window_size[0] + 1 if has_window else None
         self.tp_group = None if pg_collection is None else pg_collection.tp
         self.softmax_offset: Parameter | None = None
         if config.softmax_type == "learnable":

@@ -125,9 +125,8 @@ def _apply_rotation(x: Tensor, cos: Tensor, sin: Tensor, direction: int) -> Tens
     first, second = x.chunk(2, -1)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     out_first, out_second = out.chunk(2, -1)
-    torch.mul(
-        x.unflatten(-1, (2, -1)), cos[..., None, :], out=out.unflatten(-1, (2, -1))
-    )  # both halves at once
+    # both halves at once
+    torch.mul(x.unflatten(-1, (2, -1)), cos[..., None, :], out=out.unflatten(-1, (2, -1)))
     out_first.addcmul_(second, sin, value=-direction)
     out_second.addcmul_(first, sin, value=direction)
     return out

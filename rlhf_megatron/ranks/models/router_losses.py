@@ -55,13 +55,11 @@ class RouterLossTerms:
     routers: tuple[LossTermsRouter, ...] = ()  # of this rank
     num_tokens: int = 0  # of the mini-batch, over all replicas
     num_documents: int = 0
-    is_counting: bool = (
-        False  # a pass before the one that trains, for the loads of a global load-balancing loss
-    )
+    # a pass before the one that trains, for the loads of a global load-balancing loss
+    is_counting: bool = False
     current_tokens: DocumentTokens | None = None
-    term_sums: Tensor = field(
-        default_factory=lambda: torch.zeros(2)
-    )  # this rank's load-balancing and z loss
+    # this rank's load-balancing and z loss
+    term_sums: Tensor = field(default_factory=lambda: torch.zeros(2))
 
     @property
     def needs_counting_pass(self) -> bool:
@@ -140,9 +138,8 @@ class LossTermsRouter(TopKRouter):
     """
 
     loss_terms: RouterLossTerms
-    pending_tokens: deque[
-        DocumentTokens
-    ]  # of micro-batches that are to be computed again in the backward pass
+    # of micro-batches that are to be computed again in the backward pass
+    pending_tokens: deque[DocumentTokens]
     loads_E: Tensor  # tokens that met each expert
     mini_batch_loads_E: Tensor | None  # of the whole mini-batch, by the pass that counted
 

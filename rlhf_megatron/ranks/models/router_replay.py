@@ -47,9 +47,8 @@ class RouterReplay:
     num_experts: int  # E
     top_k: int  # K
     layer_has_experts: tuple[bool, ...]  # of each layer of the whole model
-    layer_numbers: tuple[
-        int, ...
-    ] = ()  # of this rank's layers with experts, in the whole model, from 0
+    # of this rank's layers with experts, in the whole model, from 0
+    layer_numbers: tuple[int, ...] = ()
     layer_replays: tuple[LayerReplay, ...] = ()
     current_routes: TokenRoutes | None = None
     has_gradients: bool = False  # the pass has gradients
@@ -129,9 +128,8 @@ class LayerReplay:
     layer_index: int  # among this rank's layers with experts
     pending_ids: deque[Tensor] = field(default_factory=deque)
     recorded_ids: list[Tensor] = field(default_factory=list)
-    token_counts: Tensor = field(
-        default_factory=lambda: torch.zeros(3)
-    )  # tokens, with a route, that now pick others
+    # tokens, with a route, that now pick others
+    token_counts: Tensor = field(default_factory=lambda: torch.zeros(3))
     loads_E: Tensor = field(default_factory=lambda: torch.zeros(0))
 
     def reset_counts(self) -> None:

@@ -59,9 +59,8 @@ def _accumulate_gradients_with_torch() -> None:
     """Put the torch functions of `weight_grad` in the place of Apex's extension in megatron's
     layers.
     """
-    from rlhf_megatron.ranks.parallel import (
-        weight_grad,  # imports torch, which those that only read the list do without
-    )
+    # imports torch, which those that only read the list do without
+    from rlhf_megatron.ranks.parallel import weight_grad
 
     layers: Any = importlib.import_module("megatron.core.tensor_parallel.layers")
     setattr(layers, GRADIENT_EXTENSION, weight_grad)

@@ -21,9 +21,8 @@ from typing import Any
 TRANSFORMER_ENGINE = "transformer_engine"
 APEX = "apex"
 DEEP_EP = "deep_ep"
-GRADIENT_EXTENSION = (
-    "fused_weight_gradient_mlp_cuda"  # of Apex: adds a weight's gradient to a float32 buffer
-)
+# of Apex: adds a weight's gradient to a float32 buffer
+GRADIENT_EXTENSION = "fused_weight_gradient_mlp_cuda"
 INSTALL = {
     TRANSFORMER_ENGINE: "pip install --no-build-isolation 'transformer-engine[pytorch]'",
     APEX: (

@@ -32,9 +32,8 @@ class World:
     dp_group: ProcessGroup  # ranks that hold the same shard, one a replica
     dp_cp_group: ProcessGroup  # all ranks that hold the same shard: gradients are summed over them
     model_parallel_group: ProcessGroup  # tp x pp: the ranks that hold one copy of the model
-    expert_dp_group: (
-        ProcessGroup  # ranks that hold the same experts: their gradients are summed over them
-    )
+    # ranks that hold the same experts: their gradients are summed over them
+    expert_dp_group: ProcessGroup
     # ranks of this stage that hold its tensors once together, or more of them alike
     copy_group: ProcessGroup
     leader_rank: int  # rank of this replica's leader

@@ -46,9 +46,8 @@ from rlhf_megatron.weights.shard_plan import find_copy_index, plan_send_shares
 from rlhf_megatron.weights.weight_table import WeightRule
 
 logger = logging.getLogger(__name__)
-PAGE = (
-    mmap.ALLOCATIONGRANULARITY
-)  # bytes; a rank's part of a buffer begins at a multiple: it is mapped alone
+# bytes; a rank's part of a buffer begins at a multiple: it is mapped alone
+PAGE = mmap.ALLOCATIONGRANULARITY
 _FAILED = -1  # in place of a number of bytes
 
 OpenShardBuffers = Callable[[Sequence[int], int, Sequence[str]], BucketBuffers]
@@ -179,16 +178,14 @@ class _ShardSender:
         self.num_readers = num_readers
         self.copy_rank = world.copy_group.rank()
         self.rounds = SendRounds(())
-        self.buffers: BucketBuffers | None = (
-            None  # on the first rank: of all, or its own; over links on every rank
-        )
+        # on the first rank: of all, or its own; over links on every rank
+        self.buffers: BucketBuffers | None = None
         self.num_bytes = 0
         self.digests: dict[str, str] = {}
         self._buffer_parts: Sequence[Tensor] = ()  # of the buffers, on the other ranks
         self._is_device_memory_lent = False  # each rank's part is memory of its own device
-        self._pending_failure: Exception | None = (
-            None  # a failure of the first rank that the other ranks do not know yet
-        )
+        # a failure of the first rank that the other ranks do not know yet
+        self._pending_failure: Exception | None = None
         self._shard_by_name: dict[str, Tensor] = {}
 
     def plan_rounds_together(

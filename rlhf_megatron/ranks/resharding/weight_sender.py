@@ -117,12 +117,10 @@ class SendReport:
 
     num_bytes: int  # of tensors
     seconds: float
-    digests: dict[
-        str, str
-    ]  # Hugging Face name -> digest of what this rank exported of it, in the engine's type
-    failures: dict[str, str] = field(
-        default_factory=dict
-    )  # engine that did not get everything -> what it said
+    # Hugging Face name -> digest of what this rank exported of it, in the engine's type
+    digests: dict[str, str]
+    # engine that did not get everything -> what it said
+    failures: dict[str, str] = field(default_factory=dict)
     bytes_moved: int = 0  # to the ranks of all engines: what they read or were sent
     bytes_needed: int = 0  # of what stands in the ranks of all engines afterwards
 
@@ -237,9 +235,8 @@ def unpack_shards(
         gathered[rule.megatron_name] = (
             [own_shards[rule.megatron_name]] if 0 in find_holder_places(rule, layout) else []
         )
-    for part, sent in zip(
-        packed_by_rank, list_gathered_shards(bucket.rules, layout), strict=False
-    ):  # nothing is packed by one rank
+    # nothing is packed by one rank
+    for part, sent in zip(packed_by_rank, list_gathered_shards(bucket.rules, layout), strict=False):
         start = 0
         for rule, shape in sent:
             gathered[rule.megatron_name].append(part[start : start + prod(shape)].view(shape))

@@ -277,9 +277,8 @@ class CorrectedRowLoss:
         loss_weights zero for rejected rows; the sums of the correction's metrics).
         """
         log_ratio_R = compute_log_mismatch(log_probs_R, columns["rollout_log_probs"])
-        rows = sequences or RowSequences(
-            torch.zeros_like(log_ratio_R, dtype=torch.int64), 1
-        )  # no sequence is looked at
+        # no sequence is looked at
+        rows = sequences or RowSequences(torch.zeros_like(log_ratio_R, dtype=torch.int64), 1)
         found = correct_rows(log_ratio_R, rows, self.params)
         changed: dict[str, Tensor] = dict(columns)
         means_R: dict[str, Tensor] = {}

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from rlhf_megatron.config.schema import MegatronConfig
 from rlhf_megatron.ranks.parallel.world import World
 
-DDP_BUCKET_SIZE: int | None = (
-    None  # parameters whose gradients are reduced together under overlap; None: megatron's choice
-)
+# parameters whose gradients are reduced together under overlap; None: megatron's choice
+DDP_BUCKET_SIZE: int | None = None
 
 
 def wrap_for_data_parallelism(

@@ -153,18 +153,16 @@ class ExpertRoutes:
         replay = self.router_replay
         num_layers = len(self.router_replay.layer_has_experts)
         ordinals = [sum(replay.layer_has_experts[:number]) for number in replay.layer_numbers]
-        layers_of = {
-            sum(replay.layer_has_experts): np.array(ordinals, dtype=np.int64)
-        }  # where files lack the other layers
+        # where files lack the other layers
+        layers_of = {sum(replay.layer_has_experts): np.array(ordinals, dtype=np.int64)}
         layers_of[num_layers] = np.array(replay.layer_numbers, dtype=np.int64)
         rows_NLK = torch.zeros(
             (token_index.samples_N.numel(), len(ordinals), replay.top_k),
             dtype=choose_expert_ids_dtype(replay.num_experts),
         )
         by_sample = token_index.samples_N.argsort(stable=True)
-        counts = torch.bincount(
-            token_index.samples_N + 1, minlength=len(route_files) + 1
-        )  # the first: of no sample
+        # the first: of no sample
+        counts = torch.bincount(token_index.samples_N + 1, minlength=len(route_files) + 1)
         for name, mine in zip(route_files, by_sample.split(counts.tolist())[1:], strict=True):
             if name and mine.numel():
                 positions = token_index.positions_N[mine]

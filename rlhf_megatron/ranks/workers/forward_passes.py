@@ -107,9 +107,8 @@ def compute_top_log_probs(
         ids_RK, log_probs_RK = head.find_likeliest_tokens(
             hidden_SH, micro_batch, temperature, num_top
         )
-        return torch.cat(
-            [ids_RK, log_probs_RK], -1
-        ).T  # ids are whole numbers in float32, too: no vocabulary has 2^24
+        # ids are whole numbers in float32, too: no vocabulary has 2^24
+        return torch.cat([ids_RK, log_probs_RK], -1).T
 
     columns = compute_token_columns(backend, batch, plan, compute_row_top_log_probs)
     if columns is None:

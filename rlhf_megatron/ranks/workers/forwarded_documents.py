@@ -33,9 +33,8 @@ class ForwardedDocuments:
     num_documents: Tensor  # documents of each micro-batch
     num_prompts: Tensor  # of each micro-batch, those that are shared
     start_offsets: Tensor  # [D] the first token in its sample: 0, or what its shared prompt has
-    prompt_indices: Tensor | None = (
-        None  # [D] the document that each goes on from, -1 of none; None: -1
-    )
+    # [D] the document that each goes on from, -1 of none; None: -1
+    prompt_indices: Tensor | None = None
 
     def make_prompt_fields(self, document_range: slice, num_fillers: int) -> dict[str, Any]:
         """Return the MicroBatch fields prompts and num_keys for these documents behind

@@ -62,18 +62,12 @@ from rlhf_megatron.weights.transformers_causal_lm import build_causal_lm, make_c
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, slice_piece
 
-PACKING_CHECK_LENGTHS = (
-    7,
-    5,
-)  # tokens of the documents that are packed, to see whether they see each other
-PACKING_TOLERANCE = {
-    torch.float32: 1e-3,
-    torch.bfloat16: 6e-2,
-}  # relative errors; of a leak they are of order 1
-HEAD_TOLERANCE = {
-    torch.float32: 1e-5,
-    torch.bfloat16: 1e-2,
-}  # the same products; a weak cap is off by 1e-4
+# tokens of the documents that are packed, to see whether they see each other
+PACKING_CHECK_LENGTHS = 7, 5
+# relative errors; of a leak they are of order 1
+PACKING_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 6e-2}
+# the same products; a weak cap is off by 1e-4
+HEAD_TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1e-2}
 logger = logging.getLogger(__name__)
 
 
@@ -186,13 +180,11 @@ class FSDPBackend:
         value that `process_rows` returned for each micro-batch, in order.
         """
         collected = []
-        for micro in (
-            packed_batch.micro_batches
-        ):  # as many on every rank: `data.replica_plan` fills up with no-op samples
+        # as many on every rank: `data.replica_plan` fills up with no-op samples
+        for micro in packed_batch.micro_batches:
             lengths: dict[str, Any] = {}
-            if self.fsdp_config.attn_implementation.startswith(
-                "flash"
-            ):  # else each layer waits for the device
+            # else each layer waits for the device
+            if self.fsdp_config.attn_implementation.startswith("flash"):
                 lengths = {f"cu_seq_lens_{side}": micro.cu_seqlens for side in "qk"}
                 lengths |= {f"max_length_{side}": micro.max_seqlen for side in "qk"}
 
@@ -268,9 +260,8 @@ class FSDPBackend:
         """
         held = self.named_weights()
         named = dict[str, Any](self.model.collect_tensors())
-        with (
-            torch.no_grad()
-        ):  # of each pair of matrices the first is wanted whole, of the second the weight's rows
+        # of each pair of matrices the first is wanted whole, of the second the weight's rows
+        with torch.no_grad():
             downs = {name: named[name].full_tensor() for name in held if name.endswith(DOWN)}
 
         def materialize_tensor(rule: WeightRule) -> Tensor:
@@ -408,9 +399,8 @@ class FSDPBackend:
             fully_shard(layer, **policy)
         fully_shard(self.model, **policy)
         for module in self.model.modules():
-            if isinstance(
-                module, FSDPModule
-            ):  # losses arrive divided by a global count: gradients are only summed
+            # losses arrive divided by a global count: gradients are only summed
+            if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
                 module.set_force_sum_reduction_for_comms(True)  # gloo has no multiplied sum
 

@@ -127,9 +127,8 @@ class MegatronStepOptimizer:
             for state in part.optimizer.state.values()
         ]
         tensors = [value for state in states for value in state.values() if torch.is_tensor(value)]
-        if (
-            not self.state_format.is_default
-        ):  # has the main parameters, and counts steps in host memory
+        # has the main parameters, and counts steps in host memory
+        if not self.state_format.is_default:
             return [tensor for tensor in tensors if tensor.dim()]
         return [*tensors, *self.list_main_parameters()]
 
@@ -163,9 +162,8 @@ class MegatronStepOptimizer:
         self.scheduler.num_steps = 0
         self.scheduler.override_opt_param_scheduler = True
         self.scheduler.load_state_dict(scheduler_state)
-        load_optimizer_state(
-            self.megatron_optimizer, optimizer_state, self.scheduler.num_steps
-        )  # a skipped step counts for neither
+        # a skipped step counts for neither
+        load_optimizer_state(self.megatron_optimizer, optimizer_state, self.scheduler.num_steps)
 
 
 def reset_optimizer(

@@ -37,9 +37,8 @@ class StageMemory:
     num_parameters: int  # elements on one rank, a tied copy and padded vocabulary included
     parameters: int  # in model.dtype; padding of the distributed optimizer's buffers included
     gradients: int  # float32 buffers; padding included
-    main_parameters: tuple[
-        int, ...
-    ]  # float32 copies of bfloat16 parameters, or what these have beyond them
+    # float32 copies of bfloat16 parameters, or what these have beyond them
+    main_parameters: tuple[int, ...]
     moments: tuple[int, ...]  # Adam's two
     reference: int  # parameters of a frozen reference model in the same layout, in model.dtype
     is_optimizer_on_host: bool = False  # main parameters and moments stand in host memory
@@ -151,9 +150,8 @@ def _create_fake_world(layout: ParallelLayout, rank: int) -> Iterator[World]:
     """Yield the world of one rank of `layout` within the block, where new tensors have no storage
     and collectives do nothing.
     """
-    from torch.testing._internal.distributed.fake_pg import (
-        FakeStore,  # registers the backend "fake"
-    )
+    # registers the backend "fake"
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=layout.world_size)
     try:

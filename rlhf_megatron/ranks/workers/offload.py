@@ -29,9 +29,8 @@ from rlhf_megatron.ranks.workers.rank_reports import MemoryReport
 TrainerPart = Literal["gradients", "optimizer", "parameters"]
 TRAINER_PARTS: tuple[TrainerPart, ...] = ("gradients", "optimizer", "parameters")
 
-PIECE_BYTES = (
-    64 << 20
-)  # torch rounds page-locked memory up to a power of two: only the last piece wastes some
+# torch rounds page-locked memory up to a power of two: only the last piece wastes some
+PIECE_BYTES = 64 << 20
 _ALIGNMENT = 64
 Storage = Any  # torch.UntypedStorage
 Tensors = Callable[[], Iterable[Tensor]]
@@ -56,15 +55,12 @@ class OffloadableMemory:
         self._host_copies = {
             part: _HostCopy(device) for part in tensor_getters if part != "gradients"
         }
-        self._dropped_storages: dict[
-            TrainerPart, list[tuple[Storage, int]]
-        ] = {}  # part -> its storages, and their bytes
-        self._restore_marks: dict[
-            TrainerPart, Any
-        ] = {}  # part -> when its bytes are there, where that is not sure yet
-        self._unchanged_parts: set[TrainerPart] = (
-            set()
-        )  # parts whose host copy is what stands on the device
+        # part -> its storages, and their bytes
+        self._dropped_storages: dict[TrainerPart, list[tuple[Storage, int]]] = {}
+        # part -> when its bytes are there, where that is not sure yet
+        self._restore_marks: dict[TrainerPart, Any] = {}
+        # parts whose host copy is what stands on the device
+        self._unchanged_parts: set[TrainerPart] = set()
 
     def drop_parts(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Free the device memory of these parts, after copying their bytes to host memory

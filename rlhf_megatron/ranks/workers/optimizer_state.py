@@ -38,14 +38,12 @@ class ParameterState:
     # what is stepped on: `model_param`, its float32 copy, or a flat shard of these;
     # None: no part of it
     main_param: Tensor | None
-    element_range: (
-        slice | None
-    )  # the elements of the flattened parameter that `main_param` has; None: all of them
+    # the elements of the flattened parameter that `main_param` has; None: all of them
+    element_range: slice | None
     # the inner optimizer's; that of `streamed_adam` also has the copy that `main_param` stands for
     optimizer_state: dict[str, Tensor]
-    sharing_group: (
-        dist.ProcessGroup | None
-    )  # ranks that share the parameter out; None where `element_range` is
+    # ranks that share the parameter out; None where `element_range` is
+    sharing_group: dist.ProcessGroup | None
 
     def decode_tensors(self) -> dict[str, Tensor]:
         """Return this rank's part of the moments and the float32 parameter in float32, by the names
@@ -231,9 +229,8 @@ def _with_writer_rank(
     """
     if writer_rank == 0:
         return sharded_tensor
-    *others, number = (
-        sharded_tensor.replica_id
-    )  # the last one counts the ranks of the data-parallel group
+    # the last one counts the ranks of the data-parallel group
+    *others, number = sharded_tensor.replica_id
     return replace(
         sharded_tensor,
         replica_id=(

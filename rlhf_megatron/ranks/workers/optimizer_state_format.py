@@ -24,9 +24,8 @@ class OptimizerStateFormat:
     is_on_host: bool = False
     exp_avg: torch.dtype = torch.float32
     exp_avg_sq: torch.dtype = torch.float32
-    main_param: torch.dtype = (
-        torch.float32
-    )  # of parameters in bfloat16; int16: see `decode_float32_state`
+    # of parameters in bfloat16; int16: see `decode_float32_state`
+    main_param: torch.dtype = torch.float32
 
     @staticmethod
     def from_megatron_config(megatron: MegatronConfig) -> OptimizerStateFormat:
@@ -69,9 +68,8 @@ def decode_float32_state(stored_state: Tensor, model_param: Tensor) -> Tensor:
     """
     if stored_state.dtype == torch.float32:
         return stored_state
-    here = stored_state.to(
-        model_param.device, non_blocking=True
-    )  # torch converts what it copies to another device on the host
+    # torch converts what it copies to another device on the host
+    here = stored_state.to(model_param.device, non_blocking=True)
     if stored_state.dtype != torch.int16:
         return here.float()
     return (

@@ -25,9 +25,8 @@ from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl
 
-USABLE_MEMORY_SHARE = (
-    0.75  # of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
-)
+# of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
+USABLE_MEMORY_SHARE = 0.75
 _FLOAT32 = 4
 
 
@@ -58,9 +57,8 @@ def estimate_layer_activation_bytes(
         kept += _count_latent_attention_elements(arguments, layout)
     else:
         kept += _count_grouped_attention_elements(arguments, layout, impl)
-    if (
-        has_experts
-    ):  # each choice of a token: as it came to its expert, and gate, up and product there
+    # each choice of a token: as it came to its expert, and gate, up and product there
+    if has_experts:
         choices = arguments["moe_router_topk"] * layout.etp / sequence
         kept += choices * (hidden + 3 * arguments["moe_ffn_hidden_size"] / layout.etp)
     else:
@@ -77,12 +75,10 @@ def _count_grouped_attention_elements(
     groups = arguments.get("num_query_groups", heads)
     dim = arguments["kv_channels"]
     has_norm = arguments.get("qk_layernorm", False)
-    kept = (
-        heads * dim + (heads + groups) * dim
-    ) / tp  # attention's output; queries and keys with positions
-    kept += (
-        ((heads + 2 * groups) if has_norm else groups) * dim / tp
-    )  # the whole q, k, v for their norms, or values
+    # attention's output; queries and keys with positions
+    kept = (heads * dim + (heads + groups) * dim) / tp
+    # the whole q, k, v for their norms, or values
+    kept += ((heads + 2 * groups) if has_norm else groups) * dim / tp
     if has_norm and impl == "local":  # queries are copied for the norm, values for attention
         kept += (heads + groups) * dim / tp
     if layout.cp > 1:  # keys and values of the other ranks
@@ -99,12 +95,10 @@ def _count_latent_attention_elements(arguments: Mapping[str, Any], layout: Paral
     width = arguments["kv_channels"]
     turned = arguments["qk_pos_emb_head_dim"]
     narrow = (arguments["q_lora_rank"] or 0) + arguments["kv_lora_rank"]
-    kept = (
-        2 * narrow + turned
-    ) / sequence  # the narrow vectors before and after their norms; the keys' position part
-    kept += heads * (
-        4 * width + arguments["v_head_dim"]
-    )  # queries, keys, values, attention's output, and that cut
+    # the narrow vectors before and after their norms; the keys' position part
+    kept = (2 * narrow + turned) / sequence
+    # queries, keys, values, attention's output, and that cut
+    kept += heads * (4 * width + arguments["v_head_dim"])
     if layout.cp > 1:  # keys and values of the other ranks
         kept += heads * (width + arguments["v_head_dim"]) * layout.cp
     return float(kept)

@@ -93,9 +93,8 @@ def run_micro_batches(
     )
     for model in map(unwrap_model_chunk, chunks):
         megatron: Any = model
-        megatron.set_input_tensor(
-            None
-        )  # what came from another stage would stay until the next pass
+        # what came from another stage would stay until the next pass
+        megatron.set_input_tensor(None)
     return collected
 
 

@@ -49,9 +49,8 @@ class NonFiniteReport:
 
     rank_name: str  # "dp1 pp0 tp0"
     grad_norm: float  # global; nan or inf
-    gradients: tuple[
-        BadTensor, ...
-    ]  # at most MAX_REPORTED_ENTRIES; a distributed optimizer's: of all that this rank summed up
+    # at most MAX_REPORTED_ENTRIES; a distributed optimizer's: of all that this rank summed up
+    gradients: tuple[BadTensor, ...]
     parameters: tuple[BadTensor, ...]
     losses: tuple[float, ...]  # of each micro-batch, this rank's share
     # of the shard: those with a log-prob (a value) that is not finite, at most MAX_REPORTED_ENTRIES
@@ -70,9 +69,8 @@ class ReplicaDifference:
 
     tensor: str
     group: str  # what these ranks are to each other
-    ranks: tuple[
-        str, ...
-    ]  # that differ from most of the others: all, where no value is that of a majority
+    # that differ from most of the others: all, where no value is that of a majority
+    ranks: tuple[str, ...]
     num_ranks: int  # of the group
     max_abs_diff: float | None  # from a rank of the majority; None: not measured
 
@@ -117,9 +115,8 @@ class MemoryReport:
     reports of all its models.
     """
 
-    held_bytes: (
-        int  # of the model's own storages on the device: parameters, gradients, optimizer state
-    )
+    # of the model's own storages on the device: parameters, gradients, optimizer state
+    held_bytes: int
     copied_bytes: int  # of the copies of these in host memory
     process_bytes: int  # that this process has allocated on the device; 0 on a CPU
     used_bytes: int  # of the device, by all processes; 0 on a CPU

@@ -208,9 +208,8 @@ def _find_differing_positions(local_digests: Tensor, process_group: ProcessGroup
     """
     absent = local_digests == _ABSENT
     bounds = torch.stack([local_digests, torch.where(absent, local_digests, -local_digests)])
-    dist.all_reduce(
-        bounds, ReduceOp.MAX, group=process_group
-    )  # the largest, and minus the smallest
+    # the largest, and minus the smallest
+    dist.all_reduce(bounds, ReduceOp.MAX, group=process_group)
     return ((bounds[0] != -bounds[1]) & (bounds[0] != _ABSENT)).nonzero().flatten().tolist()
 
 

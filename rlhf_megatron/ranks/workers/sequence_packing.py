@@ -69,28 +69,23 @@ class MicroBatch:
 
     token_ids: Tensor  # [1, S / cp] int64, this rank's share
     position_ids: Tensor  # [1, S / cp] int64, from 0 in each document, or on from its prompt's
-    cu_seqlens: (
-        Tensor  # [D + 1] int32 of whole documents, padding and filler documents included; by length
-    )
+    # [D + 1] int32 of whole documents, padding and filler documents included; by length
+    cu_seqlens: Tensor
     max_seqlen: int  # tokens of the longest document, with its prompt
     # [R] int64, indices into this rank's share whose next token is in response_mask; some
     # more than once
     rows: Tensor
     targets: Tensor  # [R] int64, the token after each row
-    sequence_ids: (
-        Tensor  # [R] int64, the sample of each row, in [0, num_sequences); the same on all cp ranks
-    )
+    # [R] int64, the sample of each row, in [0, num_sequences); the same on all cp ranks
+    sequence_ids: Tensor
     num_sequences: int  # samples
     columns: dict[str, Tensor]  # column name -> [R]
-    documents: Tensor | None = (
-        None  # [S / cp] int64, the document of each token, -1 of none; where requested
-    )
-    source_tokens: Tensor | None = (
-        None  # [S / cp] int64, the shard's token that each is, -1 of none; where requested
-    )
-    routes: tuple[Tensor, Tensor] | None = (
-        None  # experts that tokens are to meet: RoutedTokens of ranks.models.router_replay
-    )
+    # [S / cp] int64, the document of each token, -1 of none; where requested
+    documents: Tensor | None = None
+    # [S / cp] int64, the shard's token that each is, -1 of none; where requested
+    source_tokens: Tensor | None = None
+    # experts that tokens are to meet: RoutedTokens of ranks.models.router_replay
+    routes: tuple[Tensor, Tensor] | None = None
     # Where prompts are shared.
     prompts: Tensor | None = None  # [D] int64, the document that each goes on from, -1 of none
     num_keys: int = 0  # tokens of all documents, each with its prompt
@@ -105,10 +100,8 @@ class PackedBatch:
     token_index: Tensor
     num_tokens: int  # T
     seq_length: int  # S where the micro-batches share one length; else the largest
-    forwarded_counts: tuple[int, int] = (
-        0,
-        0,
-    )  # tokens and documents of real samples, over all cp ranks
+    # tokens and documents of real samples, over all cp ranks
+    forwarded_counts: tuple[int, int] = 0, 0
 
     def unpack_rows(self, row_values: Sequence[Tensor]) -> Tensor:
         """Return one token column [T] float32 on the CPU from per-row results of each micro-batch,
@@ -160,14 +153,12 @@ def pack_batch(
     document, positions = _select_cp_share(padded, layout.cp, cp_rank)
     is_token = positions < lengths[document]
     positions = positions + parts.start_offsets[document]
-    source = batch.offsets[order][document] + positions.where(
-        is_token, 0
-    )  # packed token -> token of the shard
+    # packed token -> token of the shard
+    source = batch.offsets[order][document] + positions.where(is_token, 0)
     token_ids = batch.token_ids[source].to(torch.int64).where(is_token, 0)
     is_real = torch.tensor(plan.samples)[order] != NO_OP
-    is_row = (
-        batch.response_mask.roll(-1)[source] & is_token
-    )  # the next token trains; no sample's first token does
+    # the next token trains; no sample's first token does
+    is_row = batch.response_mask.roll(-1)[source] & is_token
     places = is_row.nonzero().flatten()
     of_rows = parts.add_rows_after_shared_prompts(
         TargetRows(places, document[places], source[places] + 1), batch.offsets
@@ -182,9 +173,8 @@ def pack_batch(
     ends = parts.num_documents.cumsum(0)
     token_ends = (padded.cumsum(0)[ends - 1] // layout.cp).tolist()
     row_ends = torch.searchsorted(of_rows.document_indices, ends).tolist()
-    filler = _select_cp_share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[
-        1
-    ]  # positions of a filler document
+    # positions of a filler document
+    filler = _select_cp_share(torch.tensor([layout.document_multiple]), layout.cp, cp_rank)[1]
     is_used = is_token & is_real[document]
     micro_batches = []
     seq_length = 0

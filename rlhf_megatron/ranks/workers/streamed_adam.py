@@ -30,9 +30,8 @@ from rlhf_megatron.ranks.workers.optimizer_state_format import (
     encode_float32_state,
 )
 
-MAX_PIECE_ELEMENTS = (
-    16 << 20
-)  # elements: a piece and its moments are 192 MiB, of which there are two on the device
+# elements: a piece and its moments are 192 MiB, of which there are two on the device
+MAX_PIECE_ELEMENTS = 16 << 20
 CPU_PIECE_ELEMENTS = 1 << 16  # elements of a piece of small parameters on a CPU
 
 
@@ -52,9 +51,8 @@ def replace_with_streamed_adam(
         device,
         state_format,
     )
-    chained_optimizer._copy_main_params_to_model_params = (
-        _skip_parameter_copy  # in the step itself, piece by piece
-    )
+    # in the step itself, piece by piece
+    chained_optimizer._copy_main_params_to_model_params = _skip_parameter_copy
 
 
 class StreamedAdam:
@@ -191,9 +189,8 @@ class _OptimizerPiece:
 
     grads: list[Tensor]
     models: list[Tensor]  # what the forward pass reads
-    stored_states: list[
-        Tensor
-    ]  # the moments, and the float32 parameters where `models` are in half precision
+    # the moments, and the float32 parameters where `models` are in half precision
+    stored_states: list[Tensor]
     param_group: Mapping[str, Any]
     num_steps: float  # this one included
 

@@ -46,9 +46,8 @@ class UpdateResult:
     lr: float
     # a gradient, the norm or a loss is not finite on some rank: nothing was changed, on no rank
     is_skipped: bool
-    old_log_probs: TokenLogProbs | None = (
-        None  # of the policy before the step, where the mini-batch came without old_log_probs
-    )
+    # of the policy before the step, where the mini-batch came without old_log_probs
+    old_log_probs: TokenLogProbs | None = None
 
 
 class ModelWorker(Protocol):

@@ -199,9 +199,8 @@ class SandboxGuardian:
                 sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
                 sandbox_layers.enter_private_root(self.readable_paths, self.limits)
                 sandbox_layers.become_inside_user()
-                sandbox_layers.invoke_prctl(
-                    sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL
-                )  # a change of user clears it
+                # a change of user clears it
+                sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
             gate.close()
             self._apply_layers(work_dir)
             harness.serve_programs(
@@ -227,9 +226,8 @@ class SandboxGuardian:
         os.environ["HOME"] = os.environ["TMPDIR"] = work
         sandbox_layers.set_resource_limits(self.limits, counts_all_of_user=not has_own_root)
         sandbox_layers.forbid_new_privileges()
-        sandbox_layers.invoke_prctl(
-            sandbox_layers.PR_SET_DUMPABLE, 0
-        )  # no process of the same user reads or changes this one
+        # no process of the same user reads or changes this one
+        sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_DUMPABLE, 0)
         if LANDLOCK in self.active_layers:
             proc = ("/proc", "/dev") if has_own_root else ("/dev/urandom", "/dev/random")
             sandbox_layers.apply_landlock((*self.readable_paths, *proc), ("/dev/null", work))

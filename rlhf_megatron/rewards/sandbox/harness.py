@@ -182,9 +182,8 @@ def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
         if program["function"] is not None:
             value = find_program_function(main, program["function"])(*run_input["arguments"])
             with open(VALUE, "w", closefd=False) as file:
-                json.dump(
-                    value, file, default=lambda one: one.tolist()
-                )  # numbers and arrays of numpy
+                # numbers and arrays of numpy
+                json.dump(value, file, default=lambda one: one.tolist())
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:

@@ -46,9 +46,8 @@ BOOT = (
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 MESSAGE_BYTES = 1 << 16
 START_S = 120.0
-OVERLOAD = (
-    20  # times its limit that a run may take in all, with the time that the machine kept it waiting
-)
+# times its limit that a run may take in all, with the time that the machine kept it waiting
+OVERLOAD = 20
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",

@@ -126,9 +126,8 @@ def run_on_sandbox_fusion(sandbox: RemoteSandbox, code: str, stdin: str) -> Prog
     if answer["status"] == "SandboxError":
         raise RewardEndpointError(f"the sandbox server failed: {answer.get('message')!r}")
     if answer.get("run_result") is None:
-        return ProgramResult(
-            "exit", 1, stderr=str(answer.get("message") or "")
-        )  # it did not get to run
+        # it did not get to run
+        return ProgramResult("exit", 1, stderr=str(answer.get("message") or ""))
     run = msgspec.convert(answer["run_result"], SandboxFusionRun)
     ending: Literal["timeout", "exit"] = "timeout" if run.status == "TimeLimitExceeded" else "exit"
     return ProgramResult(

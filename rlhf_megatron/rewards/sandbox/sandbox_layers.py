@@ -53,9 +53,8 @@ READ_ONLY = 1 | 2 | 4
 
 # a folder that every system has; the namespace covers it by a file system of its own at once
 STAGE = "/tmp"
-NEW_ROOT = (
-    f"{STAGE}/root-of-sandbox"  # on that file system: no folder of the machine bears the name
-)
+# on that file system: no folder of the machine bears the name
+NEW_ROOT = f"{STAGE}/root-of-sandbox"
 
 EXECUTE = 1
 WRITE = 2
@@ -103,18 +102,16 @@ FCNTLS = (
 # of the flags of open
 TRUNCATES = 0x200
 ACCESS = 3
-WRITES_THROUGH = 0x1000 | (
-    0x10000 if IS_ARM else 0x4000
-)  # O_DSYNC, which is in O_SYNC, and O_DIRECT
+# O_DSYNC, which is in O_SYNC, and O_DIRECT
+WRITES_THROUGH = 0x1000 | (0x10000 if IS_ARM else 0x4000)
 
 
 @dataclass(frozen=True)
 class SandboxLimits:
     """The resources that one program may use."""
 
-    memory_mib: int = (
-        1024  # address space of a process, and resident memory of all its processes together
-    )
+    # address space of a process, and resident memory of all its processes together
+    memory_mib: int = 1024
     cpu_s: int = 10  # of a process
     processes: int = 32  # and threads, of one program
     file_mib: int = 64  # of one file, and of its folder
@@ -339,9 +336,8 @@ def enter_private_root(readable_paths: Sequence[str], limits: SandboxLimits) -> 
         os.makedirs(root + folder, exist_ok=True)
     size = f"size={limits.file_mib}m,nr_inodes={limits.files},mode=1777"
     mount_file_system("tmpfs", root + "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, size)
-    with contextlib.suppress(
-        OSError
-    ):  # where parts of /proc are masked, the kernel gives no new one
+    # where parts of /proc are masked, the kernel gives no new one
+    with contextlib.suppress(OSError):
         mount_file_system("proc", root + "/proc", "proc", MS_NOSUID | MS_NODEV | MS_NOEXEC)
     raise_on_error(
         call_syscall_unchecked(
@@ -508,9 +504,8 @@ def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
             SHARED_ANONYMOUS,
         ),  # memory that can be kept and not be resident
     ]
-    if (
-        denies_metadata
-    ):  # truncating without opening for writing, which Landlock sees from version 3 on
+    # truncating without opening for writing, which Landlock sees from version 3 on
+    if denies_metadata:
         opens = [(openat, THIRD)] if IS_ARM else [(openat, THIRD), (2, SECOND)]
         calls += [
             (call, flags, TRUNCATES | ACCESS, EQUAL, TRUNCATES | mode)

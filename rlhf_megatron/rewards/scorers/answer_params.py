@@ -17,14 +17,12 @@ BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\.|[{}]", re.DOTALL)
 class AnswerParams:
     """Parameters of a reward that reads an answer. A subclass may have more, or other defaults."""
 
-    pattern: str | None = (
-        None  # regular expression; group 1 of its last match is the answer. null: whole response
-    )
+    # regular expression; group 1 of its last match is the answer. null: whole response
+    pattern: str | None = None
     max_answer_chars: int = 256  # a longer answer is malformed
     allow_truncated: bool = False  # true: also read a response that ended by length
-    wrong_score: float = (
-        0.0  # of an answer that is not right, malformed or too slow; a right one scores 1
-    )
+    # of an answer that is not right, malformed or too slow; a right one scores 1
+    wrong_score: float = 0.0
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of range, or a pattern without a group."""

@@ -51,9 +51,8 @@ UNWRAPPED = (
 
 @dataclass(frozen=True)
 class BenchmarkRuleParams:
-    answerable_labels: ClassVar[
-        tuple[str, str]
-    ]  # regular expression of those that an answer can equal, and what that is
+    # regular expression of those that an answer can equal, and what that is
+    answerable_labels: ClassVar[tuple[str, str]]
     wrong_score: float = 0.0  # of an answer that is not right or malformed; a right one scores 1
 
     def __post_init__(self) -> None:

@@ -46,9 +46,8 @@ PYTHON = ("python", "python3", "py")
 class CodeParams:
     """How programs are tested, and where they run."""
 
-    score: Literal["all", "share"] = (
-        "all"  # share: of the tests that pass, which pays for half a solution
-    )
+    # share: of the tests that pass, which pays for half a solution
+    score: Literal["all", "share"] = "all"
     test_timeout_s: float = 6.0  # of one test, CPU time and sleep
     max_tests: int | None = None  # of a label, the first ones; null: all
     memory_mib: int = 1024  # of a program

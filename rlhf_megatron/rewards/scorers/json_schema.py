@@ -56,9 +56,8 @@ def _make_validator(schema: str) -> Any:
         kind.check_schema(found)
     except SchemaError as error:
         raise ValueError(f"schema at {error.json_path}: {error.message:.200}.") from error
-    return kind(
-        found, format_checker=kind.FORMAT_CHECKER, registry=Registry()
-    )  # which fetches nothing
+    # which fetches nothing
+    return kind(found, format_checker=kind.FORMAT_CHECKER, registry=Registry())
 
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))

@@ -64,25 +64,21 @@ PROBE = {
 class LlmJudgeParams:
     """The judge's servers, the question, and the way to read the answer."""
 
-    server: RewardEndpoint | None = (
-        None  # its url with the path, such as http://HOST:8000/v1/chat/completions
-    )
+    # its url with the path, such as http://HOST:8000/v1/chat/completions
+    server: RewardEndpoint | None = None
     model: str = "default"  # name of the judge at the server
-    template: str | None = (
-        None  # with {prompt}, {response}, {label}, {rubric}; null: asks for a rating of 1 to 10
-    )
+    # with {prompt}, {response}, {label}, {rubric}; null: asks for a rating of 1 to 10
+    template: str | None = None
     rubric: str = ""  # where the row has none of its own (key `rubric`)
-    pattern: str = (
-        r"\[\[(\d+(?:\.\d+)?)\]\]"  # group 1 of its last match in the judge's answer is the verdict
-    )
+    # group 1 of its last match in the judge's answer is the verdict
+    pattern: str = r"\[\[(\d+(?:\.\d+)?)\]\]"
     lowest: float = 1.0  # verdict that scores 0
     highest: float = 10.0  # verdict that scores 1
     num_votes: int = 1  # answers of the judge, of which the mean counts
     temperature: float = 0.0  # of the judge
     max_tokens: int = 1024  # of the judge's answer
-    servers: tuple[
-        RewardEndpoint, ...
-    ] = ()  # in place of server: replicas of one model, which stand in for each other
+    # in place of server: replicas of one model, which stand in for each other
+    servers: tuple[RewardEndpoint, ...] = ()
     patience_s: float = 120.0  # in which one of servers must answer; later the sample is masked
     rest_s: float = 10.0  # that one of servers which failed is asked only where no other answers
 

@@ -145,9 +145,8 @@ class MathVerifyParams(AnswerParams):
                 f"the reward math_verify needs a package that is not there ({error});"
                 " pip install 'rlhf-megatron[math]'."
             ) from error
-        logging.getLogger("math_verify").setLevel(
-            logging.ERROR
-        )  # it warns at each call that it has no time-out
+        # it warns at each call that it has no time-out
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
         for text in REHEARSAL:
             math_verify.verify(_parse_formula(text), _parse_formula(text), timeout_seconds=None)
 

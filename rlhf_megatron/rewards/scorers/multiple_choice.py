@@ -23,9 +23,8 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 @dataclass(frozen=True)
 class MultipleChoiceParams:
     letters: str = "ABCDEFGHIJ"  # of the choices
-    lenient: bool = (
-        False  # true: where none is named as the answer, the last capital letter that stands alone
-    )
+    # true: where none is named as the answer, the last capital letter that stands alone
+    lenient: bool = False
     allow_truncated: bool = False  # true: also read a response that ended by length
 
     def __post_init__(self) -> None:

@@ -31,9 +31,8 @@ EXTRA_KEY = "reasoning_gym"  # of the sample's extra: {"dataset", "config", "ent
 @dataclass(frozen=True)
 class ReasoningGymRewardParams(AnswerParams):
     max_answer_chars: int = 4096
-    score: Literal["exact", "library"] = (
-        "exact"  # library: from 0 to 1, with partial credit as each task has it
-    )
+    # library: from 0 to 1, with partial credit as each task has it
+    score: Literal["exact", "library"] = "exact"
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """Return what is wrong with the label, or ""; see `LabelCheckingParams`. With score:

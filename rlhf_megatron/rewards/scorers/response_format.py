@@ -20,9 +20,8 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 @dataclass(frozen=True)
 class FormatParams:
     pattern: str  # regular expression; a dot also matches a line's end
-    match: Literal["whole", "somewhere"] = (
-        "whole"  # whether the whole response, but for white space around it, must match
-    )
+    # whether the whole response, but for white space around it, must match
+    match: Literal["whole", "somewhere"] = "whole"
 
     def __post_init__(self) -> None:
         """Raise ValueError for a pattern that is no regular expression."""

@@ -41,21 +41,17 @@ TOLERANCE = 1e-2
 class RewardServerParams:
     """The servers of the reward model, the text that they score, and the scale of the score."""
 
-    servers: tuple[
-        RewardEndpoint, ...
-    ]  # replicas of one model, with the path, such as http://HOST:30000/classify
-    ending: str = (
-        ""  # text behind the response, such as <|im_end|>, that the model was trained to score at
-    )
+    # replicas of one model, with the path, such as http://HOST:30000/classify
+    servers: tuple[RewardEndpoint, ...]
+    # text behind the response, such as <|im_end|>, that the model was trained to score at
+    ending: str = ""
     model: str = "default"  # name of the model, for /v1/embeddings
-    tokenizer: str | None = (
-        None  # directory; its ids are sent. null: text, to which servers may add tokens
-    )
+    # directory; its ids are sent. null: text, to which servers may add tokens
+    tokenizer: str | None = None
     mean: float = 0.0  # subtracted from a score
     std: float = 1.0  # by which it is divided then
-    activation: Literal["none", "sigmoid"] = (
-        "none"  # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
-    )
+    # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
+    activation: Literal["none", "sigmoid"] = "none"
     patience_s: float = 120.0  # in which some server must answer; later the sample is masked
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
 
@@ -168,9 +164,8 @@ def _request_score(
             else list(_load_tokenizer_once(params.tokenizer).encode(text))
         )
         if not what:
-            raise RewardEndpointRefusedError(
-                "the sample has no text."
-            )  # an SGLang server takes harm from an empty list
+            # an SGLang server takes harm from an empty list
+            raise RewardEndpointRefusedError("the sample has no text.")
         if is_openai:
             return {"model": params.model, "input": what}
         return {"text" if params.tokenizer is None else "input_ids": what}

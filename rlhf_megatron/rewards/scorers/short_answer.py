@@ -33,9 +33,8 @@ class ShortAnswerParams(AnswerParams):
     """Without a pattern the whole response is the answer."""
 
     pattern: str | None = r"(?s)<answer>(.*?)</answer>"
-    score: Literal["exact", "f1", "contains"] = (
-        "exact"  # contains: a right answer stands in the answer
-    )
+    # contains: a right answer stands in the answer
+    score: Literal["exact", "f1", "contains"] = "exact"
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """Return what is wrong with a label that holds no right answer with words, or ""; see

@@ -49,9 +49,8 @@ class FunctionParams:
     path: str  # "package.module:function" or "path/to/file.py:function" (beside the YAML file)
     kwargs: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
     max_memory_gib: float = 4.0  # that the worker process may use
-    server: RewardEndpoint | None = (
-        None  # that it asks itself: each sample takes a turn of its limits, and is masked if late
-    )
+    # that it asks itself: each sample takes a turn of its limits, and is masked if late
+    server: RewardEndpoint | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a path without a function, a memory limit out of range, or kwargs

@@ -67,13 +67,11 @@ FOLDER = "reward_servers"  # in the run directory
 SERVER = "reward"  # begins their names
 SCORE = "/classify"
 CHAT = "/v1/chat/completions"
-JUDGE_TOLERANCE = (
-    0.5  # of a log-prob: half-precision kernels differ by less, lost or other weights by more
-)
+# of a log-prob: half-precision kernels differ by less, lost or other weights by more
+JUDGE_TOLERANCE = 0.5
 MEMORY_S = 120.0  # to release memory, or to get it
-CPU_BACKUP = (
-    "enable-weights-cpu-backup"  # or the weights of a server that slept come back without contents
-)
+# or the weights of a server that slept come back without contents
+CPU_BACKUP = "enable-weights-cpu-backup"
 
 
 def check_model_servers(engine_setup: EngineSetup, reward_model: RewardModelConfig) -> None:

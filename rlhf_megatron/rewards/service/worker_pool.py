@@ -171,13 +171,11 @@ class _TaskBatch:
         self.tasks = tasks
         self.results: dict[int, RewardResult] = {}
         self.waiting_numbers = deque(range(len(tasks)))
-        self.retry_numbers: deque[int] = (
-            deque()
-        )  # their worker died: each is for a fresh one, alone
+        # their worker died: each is for a fresh one, alone
+        self.retry_numbers: deque[int] = deque()
         self.num_deaths: Counter[int] = Counter()
-        self.last_reply_at: dict[
-            int, float
-        ] = {}  # component -> when a worker answered for it: others may await their turn
+        # component -> when a worker answered for it: others may await their turn
+        self.last_reply_at: dict[int, float] = {}
         self.num_restarts = 0
 
     def score_batch(self) -> list[RewardResult]:

@@ -47,9 +47,8 @@ class RewardWorkerProcess:
     pid: int
     connection: socket.socket
     line_reader: SocketLineReader = field(init=False)
-    task_numbers: deque[int] = field(
-        default_factory=deque
-    )  # numbers of the tasks that it has, the one it works at first
+    # numbers of the tasks that it has, the one it works at first
+    task_numbers: deque[int] = field(default_factory=deque)
     batch_token: str = ""  # of these
     started_at: float = 0.0  # that one, as far as the controller knows
     stopwatch: ProcessStopwatch = field(init=False)  # of that one, once it has taken a while
@@ -87,9 +86,8 @@ class RewardWorkerProcess:
         self.task_numbers.extend(tasks)
         self.is_used = True
         self.start_task_clock()
-        if num_sent < len(
-            data
-        ):  # sending nothing fails, too, where the task has ended the worker already
+        # sending nothing fails, too, where the task has ended the worker already
+        if num_sent < len(data):
             self.connection.sendall(data[num_sent:])
 
     def read_replies(self) -> Iterator[RewardTaskReply]:

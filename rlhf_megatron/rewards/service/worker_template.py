@@ -87,22 +87,19 @@ class WorkerTemplate:
         os.set_blocking(self._wake_write_fd, False)
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        set_process_option(
-            PR_SET_CHILD_SUBREAPER, 1
-        )  # what workers leave behind becomes a child of this process
+        # what workers leave behind becomes a child of this process
+        set_process_option(PR_SET_CHILD_SUBREAPER, 1)
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-        set_process_option(
-            PR_SET_PDEATHSIG, signal.SIGTERM
-        )  # not SIGKILL: there are children to end
+        # not SIGKILL: there are children to end
+        set_process_option(PR_SET_PDEATHSIG, signal.SIGTERM)
 
     def serve_controller(self) -> None:
         """Fork and kill workers on request until the controller closes the control socket, or ends;
         then kill all children.
         """
         try:
-            with contextlib.suppress(
-                BrokenPipeError
-            ):  # it has gone while this process had something to say
+            # it has gone while this process had something to say
+            with contextlib.suppress(BrokenPipeError):
                 self._handle_requests()
         finally:
             self._kill_all_children()
@@ -160,10 +157,8 @@ class WorkerTemplate:
     def _kill_worker(self, pid: int) -> None:
         """Kill a worker and its process group, unless the worker has been reaped."""
         if pid in self.worker_pids:  # not yet buried, so the number is still its own
-            for end in (
-                os.killpg,
-                os.kill,
-            ):  # a worker that has not got to setpgid has no group yet
+            # a worker that has not got to setpgid has no group yet
+            for end in (os.killpg, os.kill):
                 try:
                     end(pid, signal.SIGKILL)
                 except ProcessLookupError:
@@ -175,9 +170,8 @@ class WorkerTemplate:
         """
         with contextlib.suppress(ChildProcessError):
             while ended := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-                self._kill_worker(
-                    ended.si_pid
-                )  # what it has started and left behind, while the number is still its own
+                # what it has started and left behind, while the number is still its own
+                self._kill_worker(ended.si_pid)
                 pid, status = os.waitpid(ended.si_pid, 0)
                 if pid in self.worker_pids:
                     self.worker_pids.discard(pid)
@@ -204,10 +198,8 @@ def main() -> None:
     parent's pid.
     """
     control_fd, parent = map(int, sys.argv[1:])
-    for number in (
-        signal.SIGINT,
-        signal.SIGUSR1,
-    ):  # the controller answers to them, and ends this process
+    # the controller answers to them, and ends this process
+    for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     kill_with_parent(parent)
     faulthandler.enable()

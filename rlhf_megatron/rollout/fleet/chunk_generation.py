@@ -42,9 +42,8 @@ logger = logging.getLogger(__name__)
 POLL_S = 0.1
 _ABORT_TIMEOUT_S = 5.0
 _MAX_DRIVER_LOSSES = 20  # of a piece with drivers that end: then it may be what ends them
-_CANCEL_DELAY_S = (
-    60.0  # that an engine gets to end what nobody awaits any more; its connection is closed then
-)
+# that an engine gets to end what nobody awaits any more; its connection is closed then
+_CANCEL_DELAY_S = 60.0
 # Clients give up by themselves so much after `request_timeout_s`: weight syncs, which are not
 # counted, end before.
 _ALLOWANCE_S = 86400.0
@@ -112,18 +111,15 @@ class ChunkGeneration:
         self._is_session = is_session
         self._read_clock = resources.lock.read_unlocked_clock if is_session else time.monotonic
         self._waiting_chunks = deque(chunks)
-        self._task_by_call: dict[
-            ChunkCall, http_client.EventLoopTask
-        ] = {}  # in the order in which they were sent
+        # in the order in which they were sent
+        self._task_by_call: dict[ChunkCall, http_client.EventLoopTask] = {}
         self._ended_calls: deque[tuple[ChunkCall, asyncio.Task[SampleGroups]]] = deque()
         self._wake_event = threading.Event()
         self._is_abandoned = False
-        self.outstanding_load = (
-            OutstandingLoad()
-        )  # of what is on its way; only the thread that has the lock may read it
-        self._call_counts: Counter[tuple[FleetMember | None, InferenceEngine | None]] = (
-            Counter()
-        )  # where it is
+        # of what is on its way; only the thread that has the lock may read it
+        self.outstanding_load = OutstandingLoad()
+        # where it is
+        self._call_counts: Counter[tuple[FleetMember | None, InferenceEngine | None]] = Counter()
         self._keeps_failures = keeps_failures
         self.failed_chunks: list[tuple[RequestChunk, EngineError]] = []
 
@@ -202,14 +198,12 @@ class ChunkGeneration:
                 continue
             except EngineError as error:
                 if isinstance(error, EngineStaleError) and call.version != version:
-                    self._waiting_chunks.appendleft(
-                        sent.chunk
-                    )  # it came when the sync had begun, which is over
+                    # it came when the sync had begun, which is over
+                    self._waiting_chunks.appendleft(sent.chunk)
                     continue
                 if isinstance(error, DriverLostError):
-                    self._abort_on_engines(
-                        [call] if call.call_name else ()
-                    )  # nobody reads what the engine still makes
+                    # nobody reads what the engine still makes
+                    self._abort_on_engines([call] if call.call_name else ())
                     self._retry_chunk(sent, str(error), "a driver")
                     continue
                 if not self._resources.balancer.is_balancer_failure(error):

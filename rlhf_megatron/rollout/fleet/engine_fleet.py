@@ -115,9 +115,8 @@ class EngineFleet:
             request_timeout_s,
             request_retries,
         )
-        self._current_generation: ChunkGeneration | None = (
-            None  # of the call of `generate` that is under way
-        )
+        # of the call of `generate` that is under way
+        self._current_generation: ChunkGeneration | None = None
 
     @property
     def engines(self) -> tuple[InferenceEngine, ...]:
@@ -302,9 +301,8 @@ class EngineFleet:
         supervisor = self._supervisor
         members = supervisor.list_members(MemberState.SYNCING)
         futures = supervisor.start_commits(members, version)
-        waits_for_all = waits_for_all or not isinstance(
-            self._balancer, LeastOutstandingBalancer
-        )  # a router sends to any engine
+        # a router sends to any engine
+        waits_for_all = waits_for_all or not isinstance(self._balancer, LeastOutstandingBalancer)
         supervisor.await_commits(version, VERB_TIMEOUT_S, num_required=None if waits_for_all else 1)
         supervisor.await_commits(version, _LATE_COMMIT_WAIT_S)
         late = [member.name for member in members if member.is_committing]

@@ -126,9 +126,8 @@ class EngineSetup:
         `placement` puts them, or attach to running ones. The first sync brings the weights. Raise
         EngineError, and ValueError for the balancer.
         """
-        get_balancer_kind(self.rollout.router).check_rollout(
-            self.rollout
-        )  # servers take a minute to start
+        # servers take a minute to start
+        get_balancer_kind(self.rollout.router).check_rollout(self.rollout)
         return get_engine_kind(self.rollout.engine).start_servers(
             self, run_dir, transfer_dir, progress, placement
         )

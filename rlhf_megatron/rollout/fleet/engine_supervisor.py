@@ -30,12 +30,10 @@ from rlhf_megatron.rollout.fleet.server_watch import PROCESS_POLL_S, ServerWatch
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-VERB_TIMEOUT_S = (
-    3600.0  # of any verb; the clients have deadlines of their own for each HTTP call in it
-)
-_PROCESS_CHECKS_PER_SECOND = (
-    500  # at the processes of all engines together, each from a thread of its own
-)
+# of any verb; the clients have deadlines of their own for each HTTP call in it
+VERB_TIMEOUT_S = 3600.0
+# at the processes of all engines together, each from a thread of its own
+_PROCESS_CHECKS_PER_SECOND = 500
 # an engine that is found with other weights more often, without a good answer between, is replaced
 _MAX_STALE_IN_A_ROW = 1
 _PROBE_REQUEST = GenerateRequest((0,), (0,), SamplingParams(max_new_tokens=1))
@@ -60,12 +58,10 @@ class RestartableServers(Protocol):
 class SupervisionSettings:
     """The means and limits of a supervisor."""
 
-    servers: RestartableServers | None = (
-        None  # None: somebody else's engines, which are neither killed nor started again
-    )
-    make_client: Callable[[EngineAddress], InferenceEngine] | None = (
-        None  # a client; goes with `servers`
-    )
+    # None: somebody else's engines, which are neither killed nor started again
+    servers: RestartableServers | None = None
+    # a client; goes with `servers`
+    make_client: Callable[[EngineAddress], InferenceEngine] | None = None
     health_interval_s: float = 10.0
     health_timeout_s: float = 30.0
     max_restarts: int = 0  # over all engines
@@ -89,9 +85,8 @@ class FleetMember:
     engine: InferenceEngine
     state: MemberState = MemberState.SERVING
     reason: str = ""  # why it does not serve: what it said last
-    pending_call: Future[Any] | None = (
-        None  # of CHECKED and a commit (its version) and STARTING (its address)
-    )
+    # of CHECKED and a commit (its version) and STARTING (its address)
+    pending_call: Future[Any] | None = None
     is_suspect: bool = False  # CHECKED, as are all others, since nobody knows which of them failed
     max_running_samples: int | None = None  # samples that it decodes at once; None: not known
     num_stale_in_a_row: int = 0  # times in a row that it was found without the current weights
@@ -117,9 +112,8 @@ class EngineSupervisor:
         call_log: EngineCallLog,
     ) -> None:
         self.members = tuple(FleetMember(engine.address.name, engine) for engine in engines)
-        self.resync_engines: Callable[[Sequence[InferenceEngine]], object] | None = (
-            None  # gives engines the current weights, verified
-        )
+        # gives engines the current weights, verified
+        self.resync_engines: Callable[[Sequence[InferenceEngine]], object] | None = None
         self.counters: Counter[str] = Counter()
         self.num_restarts = 0
         self._settings = settings

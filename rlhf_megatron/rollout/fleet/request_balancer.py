@@ -33,9 +33,8 @@ class RequestChunk:
 
     start: int  # index of the first request
     requests: Sequence[GenerateRequest]
-    failure_by_engine: dict[str, str] = field(
-        default_factory=dict
-    )  # engine name -> what it said last
+    # engine name -> what it said last
+    failure_by_engine: dict[str, str] = field(default_factory=dict)
     num_failures: int = 0
     num_driver_losses: int = 0  # with drivers that ended
     is_session: bool = False  # of a session
@@ -99,9 +98,8 @@ class ChunkAssignment:
 
     chunk: RequestChunk
     target_name: str  # of the engine or router, in messages
-    generate: Callable[
-        ..., Coroutine[Any, Any, SampleGroups]
-    ]  # as `InferenceEngine.generate_async`
+    # as `InferenceEngine.generate_async`
+    generate: Callable[..., Coroutine[Any, Any, SampleGroups]]
     member: FleetMember | None  # None: any of those that serve, as a router picks
     engine: InferenceEngine | None  # of `member` then: a restart changes it
 

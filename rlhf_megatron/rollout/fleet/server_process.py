@@ -491,9 +491,8 @@ def await_server_ready(
 
 def write_token_file(path: Path) -> str:
     """Write a new random token to a file that only this user can read, and return the token."""
-    token = secrets.token_hex(
-        32
-    )  # letters and digits: one that begins with - would be taken for an option
+    # letters and digits: one that begins with - would be taken for an option
+    token = secrets.token_hex(32)
     write_private_file(path, token)
     return token
 

@@ -117,9 +117,8 @@ class SpanningServerLaunch:
         first.start()
         self.started_parts = [first]
         meeting = first.get_rendezvous_address()
-        for part in (
-            others if meeting else ()
-        ):  # else the first could not be started, and `wait_until_healthy` tells why
+        # else the first could not be started, and `wait_until_healthy` tells why
+        for part in others if meeting else ():
             part.rendezvous_address = meeting
             part.start()
             self.started_parts.append(part)

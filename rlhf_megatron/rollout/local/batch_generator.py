@@ -27,15 +27,12 @@ from rlhf_megatron.rollout.local.cache_slots import (
 from rlhf_megatron.rollout.local.local_model import DecodeAttention, LocalModel, count_storage_bytes
 from rlhf_megatron.rollout.local.token_sampling import RowSampling, check_sampling_params
 
-_LOGITS_TOKENS = (
-    512  # whose logits over the whole vocabulary are in memory while given tokens are scored
-)
-_PREFILL_TOKENS = (
-    8192  # padded prompt tokens of one forward pass, unless one prompt alone is longer
-)
-_LOOKAHEAD_TOKENS = (
-    1024  # prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
-)
+# whose logits over the whole vocabulary are in memory while given tokens are scored
+_LOGITS_TOKENS = 512
+# padded prompt tokens of one forward pass, unless one prompt alone is longer
+_PREFILL_TOKENS = 8192
+# prompts are read ahead of free rows, so that passes are not tiny: so many tokens ...
+_LOOKAHEAD_TOKENS = 1024
 _LOOKAHEAD_GROUPS = 64  # ... and groups, whose logits are kept
 
 
@@ -439,9 +436,8 @@ class BatchGenerator:
         slots.tokens[rows, ages] = tokens
         slots.log_probs[rows, ages] = log_probs
         is_full = slots.host_ages[span] + 1 >= slots.host_limits[span]
-        is_stop = (
-            (tokens.unsqueeze(1) == slots.stop_ids[span]).any(1).cpu().numpy()
-        )  # the step's one transfer
+        # the step's one transfer
+        is_stop = (tokens.unsqueeze(1) == slots.stop_ids[span]).any(1).cpu().numpy()
         ended = (is_full | is_stop).nonzero()[0]
         if len(ended) == 0:
             return []

@@ -25,9 +25,8 @@ from rlhf_megatron.rollout.engine_interface import (
 )
 from rlhf_megatron.rollout.local.local_model import LocalModel
 
-_COLUMN_STEP = (
-    16  # columns that attention sees are a multiple of it (CUDA kernels want aligned masks)
-)
+# columns that attention sees are a multiple of it (CUDA kernels want aligned masks)
+_COLUMN_STEP = 16
 
 
 def round_up_columns(num_columns: int) -> int:
@@ -56,9 +55,8 @@ class CacheSlots:
         self.column_numbers = torch.arange(num_columns, device=device)
         # The host's copies, so that a step needs no other transfer than "who drew a stop token".
         self.host_ages = np.zeros(num_rows, dtype=np.int64)
-        self.host_limits = np.zeros(
-            num_rows, dtype=np.int64
-        )  # tokens, prompt included, at which a row ends
+        # tokens, prompt included, at which a row ends
+        self.host_limits = np.zeros(num_rows, dtype=np.int64)
         self.host_join_ages = np.zeros(num_rows, dtype=np.int64)  # age at which it joined
 
     @property
@@ -150,21 +148,17 @@ class PendingSample:
     num_given: int = 0  # of `prompt_ids`: tokens of the response, for which seeds have drawn before
     routes_dir: str = ""  # "": nobody asks which experts its tokens met
     routes_bytes: int = 0
-    routes: list[Tensor] = field(
-        default_factory=list
-    )  # in order: [tokens, layers, experts], as each was first read
-    token_ids: list[int] = field(
-        default_factory=list
-    )  # response; brought up to date when it leaves its row
+    # in order: [tokens, layers, experts], as each was first read
+    routes: list[Tensor] = field(default_factory=list)
+    # response; brought up to date when it leaves its row
+    token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None  # None: not finished
-    num_cached_tokens: int = (
-        0  # of the prompt, copied from what another sample of the group made the engine read
-    )
+    # of the prompt, copied from what another sample of the group made the engine read
+    num_cached_tokens: int = 0
     num_retractions: int = 0
-    _version_starts: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # (version, first token drawn from its weights)
+    # (version, first token drawn from its weights)
+    _version_starts: list[tuple[int, int]] = field(default_factory=list)
 
     @property
     def context_ids(self) -> list[int]:

@@ -25,9 +25,8 @@ from rlhf_megatron.weights.bucket_manifest import BucketManifest
 from rlhf_megatron.weights.bucket_messages import BucketExchange
 from rlhf_megatron.weights.engine_links import LinkInvitation
 
-STALE_ANSWER = (
-    " answered 503: STALE"  # part of what a client says where the server refuses for its weights
-)
+# part of what a client says where the server refuses for its weights
+STALE_ANSWER = " answered 503: STALE"
 T = TypeVar("T")
 
 

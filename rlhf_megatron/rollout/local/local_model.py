@@ -27,12 +27,10 @@ from torch import Tensor
 from rlhf_megatron.device import empty_device_cache
 
 ATTENTION_NAME = "rlhf_megatron_local"
-_STOCK_ATTENTION = {
-    "gpt_oss": "eager"
-}  # transformers' attention that ours is compared with, where it is not sdpa
-_MODEL_TYPE_ALIASES = {
-    "kimi_k2": "deepseek_v3"
-}  # model_type -> the one that transformers has for such a model
+# transformers' attention that ours is compared with, where it is not sdpa
+_STOCK_ATTENTION = {"gpt_oss": "eager"}
+# model_type -> the one that transformers has for such a model
+_MODEL_TYPE_ALIASES = {"kimi_k2": "deepseek_v3"}
 
 
 @dataclass(frozen=True)
@@ -193,14 +191,12 @@ class LocalModel:
         self.max_positions: int = config.max_position_embeddings
         self.num_layers: int = config.num_hidden_layers
         self.num_key_heads: int = config.num_key_value_heads or config.num_attention_heads
-        head_size = getattr(config, "qk_head_dim", None) or getattr(
-            config, "head_dim", None
-        )  # the first: latent
+        # the first: latent
+        head_size = getattr(config, "qk_head_dim", None) or getattr(config, "head_dim", None)
         self.head_size: int = head_size or config.hidden_size // config.num_attention_heads
         self._transformer = module.base_model
-        self._picked_experts: list[
-            Tensor
-        ] = []  # of a forward pass: the experts of its tokens in each layer that has any
+        # of a forward pass: the experts of its tokens in each layer that has any
+        self._picked_experts: list[Tensor] = []
         self.num_expert_layers = self._hook_expert_layers()
         self.top_k = int(getattr(config, "num_experts_per_tok", 0) or 0)
         self._lm_head = module.get_output_embeddings()
@@ -366,9 +362,8 @@ def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) ->
             module = AutoModelForCausalLM.from_config(config, **kind)
         module.tie_weights()
         with torch.no_grad():
-            for parameter in (
-                module.parameters()
-            ):  # not zeros: the check of the forward pass needs logits that differ
+            # not zeros: the check of the forward pass needs logits that differ
+            for parameter in module.parameters():
                 parameter.normal_(std=0.05) if parameter.dim() > 1 else parameter.fill_(1.0)
         return LocalModel(_set_latent_norm_epsilon(module))
     if not list(path.glob("*.safetensors")):

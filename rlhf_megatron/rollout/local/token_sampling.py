@@ -146,9 +146,8 @@ class ProbabilityCuts:
         keep_NT &= top_NT >= top_NT[:, :1] * self.min_p_N.unsqueeze(-1)
         num_kept_N1 = keep_NT.sum(-1, keepdim=True)
         lowest_N1 = top_NT.gather(-1, (num_kept_N1 - 1).clamp(min=0))
-        room_N1 = num_kept_N1 - (top_NT > lowest_N1).sum(
-            -1, keepdim=True
-        )  # for tokens as likely as the last kept
+        # for tokens as likely as the last kept
+        room_N1 = num_kept_N1 - (top_NT > lowest_N1).sum(-1, keepdim=True)
         is_lowest_NV = probs_NV == lowest_N1
         keep_NV = (probs_NV > lowest_N1) | (
             is_lowest_NV & (is_lowest_NV.cumsum(-1, dtype=torch.int32) <= room_N1)

@@ -155,9 +155,8 @@ class WeightReceiver:
             (parameter, parameter.shape) for parameter in (*module.parameters(), *of_blocks)
         ]
         self._open_version: int | None = None  # of the transaction
-        self._digest_by_span: dict[
-            str, dict[TensorSpan, int]
-        ] = {}  # name -> digests of its parts, taken when they were written
+        # name -> digests of its parts, taken when they were written
+        self._digest_by_span: dict[str, dict[TensorSpan, int]] = {}
         self.is_released = False
         self.links = EngineRankLinks()
 

@@ -62,9 +62,8 @@ _ADMIN_TIMEOUT_S = 10.0
 _CHANGE_TIMEOUT_S = 30.0  # to have its workers changed
 _MAX_FAILED_CHANGES = 3  # in a row
 _POLL_S = 0.02
-_LATE_WORKER_S = (
-    WORKER_STARTUP_S + 5.0
-)  # a worker that it was told to take and then to drop can turn up for so long
+# a worker that it was told to take and then to drop can turn up for so long
+_LATE_WORKER_S = WORKER_STARTUP_S + 5.0
 _WORKER_CHECK_INTERVAL_S = 1.0
 
 
@@ -290,9 +289,8 @@ class SGLangRouterBalancer:
         self._call_log = EngineCallLog()
         self._router_client: RouterClient | None = None
         self._server_watch: ServerWatch | None = None
-        self._confirmed_workers: dict[
-            str, str
-        ] = {}  # URL -> key, of what it has; empty while that is not sure
+        # URL -> key, of what it has; empty while that is not sure
+        self._confirmed_workers: dict[str, str] = {}
         self._worker_keys: dict[str, str] = {}  # that it was given
         self._target_workers: dict[str, str] = {}
         self._engine_limits: ServerLimits | None = None  # of the engines, which are all alike

@@ -57,9 +57,8 @@ IGNORED_CONFIG_KEYS = (  # what may differ between the config.json of server and
     "use_cache",
 )
 
-UNFINISHED_VERSION = (
-    "unfinished"  # weight version of a server that was left in the middle of a weight update
-)
+# weight version of a server that was left in the middle of a weight update
+UNFINISHED_VERSION = "unfinished"
 _OPEN_UPDATE_WAIT_S = 90.0  # so long may a weight update be open that another run has begun
 _VERB_TIMEOUT_S = 60.0
 _RELEASE_TIMEOUT_S = 30.0
@@ -136,9 +135,8 @@ def inspect_server(address: EngineAddress, requirements: ServerRequirements) -> 
         warnings.append(
             "its keys go over the network in clear, since the address begins with http; use https."
         )
-    if (
-        info.get("enable_dp_attention") is True and not is_seeded and not has_loader
-    ):  # see loader.draw_apart
+    # see loader.draw_apart
+    if info.get("enable_dp_attention") is True and not is_seeded and not has_loader:
         problems.append(
             "its ranks under DP attention draw with the same random numbers, so that samples of a"
             f" group would be the same; start it with --custom-weight-loader {LOAD_FORMAT}"

@@ -111,18 +111,16 @@ class SGLangEngine:
         self._served_version: int | None = None  # that is served
         self._last_version: int | None = None  # of the last commit
         self._open_sync_version: int | None = None  # of the open sync
-        self._has_open_session = (
-            False  # the server's, of a sync that was begun here and not committed
-        )
+        # the server's, of a sync that was begun here and not committed
+        self._has_open_session = False
         self._stale_reason: str | None = None
         self._released_parts: set[MemoryPart] = set()
         self._committed_digests: dict[str, str] | None = {}  # of the last commit
         self._generate_gate = GenerateGate()
         self._limits_lock = asyncio.Lock()
         self._pause_mode: PauseMode | None = None  # by `pause_decoding`, until `resume_decoding`
-        self._halt_mode: PauseMode | None = (
-            None  # what the server was told last, whatever the reason
-        )
+        # what the server was told last, whatever the reason
+        self._halt_mode: PauseMode | None = None
         self._limits: ServerLimits | None = None  # asked for once
 
     def require_endpoints(self) -> None:
@@ -297,9 +295,8 @@ class SGLangEngine:
         """Halt decoding and free these parts of the server's memory. Without its weights the engine
         is STALE.
         """
-        self._halt_decoding(
-            "retract"
-        )  # the server ends itself when it is asked to while it decodes
+        # the server ends itself when it is asked to while it decodes
+        self._halt_decoding("retract")
         if "weights" in memory_parts:
             self._served_version = None
             self._open_sync_version = None
@@ -318,9 +315,8 @@ class SGLangEngine:
         """Take the released parts back, and continue decoding where nothing else prevents it.
         Weights that were released stay STALE until the next sync.
         """
-        gone = [
-            part for part in memory_parts if part in self._released_parts
-        ]  # the server ends itself when asked for others
+        # the server ends itself when asked for others
+        gone = [part for part in memory_parts if part in self._released_parts]
         if gone:
             tags = [tag for part in gone for tag in _MEMORY_TAGS[part]]
             self._admin_http.post("/resume_memory_occupation", {"tags": tags}, ADMIN_TIMEOUT_S)

@@ -50,9 +50,8 @@ _DP_SIZE_REASON = (
     " enable-dp-attention are)"
 )
 DP_HEAD = "enable-dp-lm-head"
-DP_ATTENTION = (
-    "enable-dp-attention"  # one copy, whose ranks share the experts and not their requests
-)
+# one copy, whose ranks share the experts and not their requests
+DP_ATTENTION = "enable-dp-attention"
 
 # Argument -> (values that will do, why no others, what to do instead).
 ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
@@ -91,18 +90,16 @@ ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
     "is-embedding": ((None, False), "it must generate", "start it without"),
 }
 
-OPTIONS_CACHE_DIR = Path(
-    ".cache"
-)  # the list of arguments takes the server's interpreter seconds; kept here by version
+# the list of arguments takes the server's interpreter seconds; kept here by version
+OPTIONS_CACHE_DIR = Path(".cache")
 _INSTALL_ADVICE = (
     "install it there (`make sglang-cpu` on a machine without a GPU, else pip"
     " install 'rlhf-megatron[sglang]')"
 )
 _INTERPRETER_TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
-RELEASE_GRAPHS_VARIABLE = (
-    "SGLANG_MEMORY_SAVER_CUDA_GRAPH"  # or CUDA graphs keep their memory when the rest is given back
-)
+# or CUDA graphs keep their memory when the rest is given back
+RELEASE_GRAPHS_VARIABLE = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 _VERSION_CODE = "import importlib.metadata as m; print(m.version('sglang'))"
 _NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
     "import torch; cuda = torch.version.cuda and torch.distributed.is_nccl_available();"
@@ -114,13 +111,11 @@ _NCCL_CODE = (  # "none": a torch without CUDA, whose groups are gloo's
 class MachineGpus:
     """GPUs of the machine that the servers run on."""
 
-    num_visible_gpus: int = (
-        0  # to this process; 0: none, or only the servers' environment knows of them
-    )
+    # to this process; 0: none, or only the servers' environment knows of them
+    num_visible_gpus: int = 0
     num_trainer_gpus: int = 0  # of those, the first: one a rank of the trainer
-    is_placed_by_launcher: bool = (
-        False  # somebody says where servers run, and they may span machines
-    )
+    # somebody says where servers run, and they may span machines
+    is_placed_by_launcher: bool = False
     is_shared: bool = False  # rollout.colocated: trainer and servers take turns
 
 
@@ -484,9 +479,8 @@ def _load_known_options(
     """Return the options of the installed sglang, from the cache file or from its interpreter, and
     write the cache file. Raise ValueError where sglang cannot be imported.
     """
-    place_of = hashlib.sha256(python.encode()).hexdigest()[
-        :12
-    ]  # what a version takes depends on what is beside it
+    # what a version takes depends on what is beside it
+    place_of = hashlib.sha256(python.encode()).hexdigest()[:12]
     file = cache_dir / f"sglang-{version}-{place_of}.json"
     with contextlib.suppress(OSError, ValueError):
         return parse_options(file.read_text())

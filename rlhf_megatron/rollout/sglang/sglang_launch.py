@@ -90,20 +90,17 @@ _ADVICE_BY_ERROR = (
 )
 
 POLL_TIMEOUT_S = 5.0
-PORT_ATTEMPTS = (
-    3  # another process can take a port between the look for it and the server's own bind
-)
+# another process can take a port between the look for it and the server's own bind
+PORT_ATTEMPTS = 3
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]  # the loader runs in the server from here
-_BIND_FAILED = re.compile(
-    r"error while attempting to bind on address", re.IGNORECASE
-)  # it hangs then, and does not end
+# it hangs then, and does not end
+_BIND_FAILED = re.compile(r"error while attempting to bind on address", re.IGNORECASE)
 _PORT_LOST = re.compile(
     r"address already in use|EADDRINUSE|port \S+ is already in use|port\w* at \d+ is not available",
     re.IGNORECASE,
 )
-_NUM_RENDEZVOUS_PORTS = (
-    14  # from the meeting's on: ranks under DP attention listen to some up to the 13th behind it
-)
+# from the meeting's on: ranks under DP attention listen to some up to the 13th behind it
+_NUM_RENDEZVOUS_PORTS = 14
 
 MODEL_OVERRIDE = "json-model-override-args"
 
@@ -269,9 +266,8 @@ class SGLangServerLaunch:
     is_engine: bool = True
     quantization: str | None = None
     process: ServerProcess | None = None
-    fixed_port: int | None = (
-        None  # the only one that will do, where others know its address for good
-    )
+    # the only one that will do, where others know its address for good
+    fixed_port: int | None = None
     log_start: int = 0  # of this attempt, bytes into the log
     host: str = LOOPBACK
     address: EngineAddress = field(init=False)
@@ -418,9 +414,8 @@ class SGLangServerLaunch:
         try:
             client.get("/health", POLL_TIMEOUT_S)
             if self.part_index == 0:  # another one answers for its health alone
-                client.get(
-                    "/model_info", POLL_TIMEOUT_S
-                )  # takes the key of this run: not another server on the port
+                # takes the key of this run: not another server on the port
+                client.get("/model_info", POLL_TIMEOUT_S)
         except EngineError:
             return False
         return True

@@ -36,9 +36,8 @@ from rlhf_megatron.rollout.fleet.engine_calls import list_sample_names
 from rlhf_megatron.rollout.http_client import HttpClient, run_in_event_loop
 
 _TOP_P_OF_ONE = 1e-6  # below the probability of the likeliest token of any vocabulary
-_NAN_REASON = (
-    "NaN happened"  # SGLang's words; it ends such a sample with a stop token that nobody drew
-)
+# SGLang's words; it ends such a sample with a stop token that nobody drew
+_NAN_REASON = "NaN happened"
 
 _VOCAB_RANGE_PATTERN = re.compile(r"valid range is \[0, (\d+)\)")
 _MAX_RUNNING_KEY = "effective_max_running_requests_per_dp"
@@ -172,9 +171,8 @@ class _MetaInfoAnswer(msgspec.Struct, Generic[Rows]):
 
     finish_reason: _FinishReasonAnswer
     output_token_logprobs: Rows = None  # type: ignore[assignment]
-    input_token_logprobs: list[tuple[float | None, int, Any]] | None = (
-        None  # where the request is to be scored
-    )
+    # where the request is to be scored
+    input_token_logprobs: list[tuple[float | None, int, Any]] | None = None
     completion_tokens: int | None = None
     cached_tokens: _Count = 0
     num_retractions: _Count = 0

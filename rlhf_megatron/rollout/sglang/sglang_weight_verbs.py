@@ -66,12 +66,10 @@ class LoadedWeights:
     """
 
     digest_by_key: dict[str, str] = field(default_factory=dict)  # of those that stand
-    fault_by_key: dict[str, str] = field(
-        default_factory=dict
-    )  # of those that do not: why, in words
-    incomparable_by_key: dict[str, str] = field(
-        default_factory=dict
-    )  # of those that cannot be compared (quantised): why
+    # of those that do not: why, in words
+    fault_by_key: dict[str, str] = field(default_factory=dict)
+    # of those that cannot be compared (quantised): why
+    incomparable_by_key: dict[str, str] = field(default_factory=dict)
 
     def __or__(self, other: LoadedWeights) -> LoadedWeights:
         """Return the states of both, the other's where both have a key."""
@@ -222,9 +220,8 @@ def _describe_disagreement(
     (most, votes), (_, others) = values.most_common(2)
     where = _describe_part(span_key, shape)
     if votes == others:
-        ranks = {
-            part.rank for part in part_digests
-        }  # one rank alone: what it has made of a matrix is not of that matrix
+        # one rank alone: what it has made of a matrix is not of that matrix
+        ranks = {part.rank for part in part_digests}
         return f"{_format_ranks(ranks)} hold{'s' * (len(ranks) == 1)} different values for {where}"
     odd = {part.rank for part in part_digests if part.digest != most}
     return (

@@ -40,9 +40,8 @@ from rlhf_megatron.weights.engine_links import EngineLink, find_address_towards_
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_ENGINES_AT_ONCE = (
-    8  # engines that a rank sends to, so that all is really under way: each takes a share of a GPU
-)
+# engines that a rank sends to, so that all is really under way: each takes a share of a GPU
+MAX_ENGINES_AT_ONCE = 8
 LEAVE_TIMEOUT_S = 10.0
 _OTHER_SIDE_TIMEOUT_S = 2.0  # for the side that has not failed to say its part
 
@@ -54,9 +53,8 @@ class EngineProcessGroups:
 
     def __init__(self) -> None:
         self.file_pool = MappedFilePool()
-        self.roster_by_group: dict[
-            str, HeldSpansByRank
-        ] = {}  # by name of a group: what the ranks of its engine hold
+        # by name of a group: what the ranks of its engine hold
+        self.roster_by_group: dict[str, HeldSpansByRank] = {}
         self.send_slots = threading.BoundedSemaphore(MAX_ENGINES_AT_ONCE)
         self._group_by_engine: dict[str, tuple[EngineAddress, EngineLink]] = {}
         self._leave_by_group: dict[str, Callable[[], None]] = {}  # by name of a group

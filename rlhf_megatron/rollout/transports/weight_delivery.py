@@ -80,24 +80,20 @@ class WeightDelivery:
         """Deliver through `transports`, one for each engine. `world` is the sender's. `file_pool`
         holds the mapped files that the rank keeps between syncs.
         """
-        self.alignment = (
-            ALIGNMENT if transport_kind == "tensor" else 1
-        )  # a broadcast and a safetensors file have no gaps
-        self.failure_by_engine: dict[
-            str, str
-        ] = {}  # engine name -> what it said first; it has not got everything
+        # a broadcast and a safetensors file have no gaps
+        self.alignment = ALIGNMENT if transport_kind == "tensor" else 1
+        # engine name -> what it said first; it has not got everything
+        self.failure_by_engine: dict[str, str] = {}
         self.traffic = DeliveryTraffic()
         self._transport_kind = transport_kind
-        self._makes_engine_requests = (
-            True  # over links the first rank of a copy does, and the others only send
-        )
+        # over links the first rank of a copy does, and the others only send
+        self._makes_engine_requests = True
         self._transfer_dir = transfer_dir
         self._world = world
         self._file_pool = file_pool
         self._transports = tuple(transports)
-        self._num_engines_at_once = max(
-            1, len(transports)
-        )  # the same ones on all ranks of a copy that send together
+        # the same ones on all ranks of a copy that send together
+        self._num_engines_at_once = max(1, len(transports))
         self._thread_pool = ThreadPoolExecutor(
             max(1, len(self._transports)), thread_name_prefix="deliver"
         )
@@ -259,9 +255,8 @@ class WeightDelivery:
         if lent_segments:
             for transport in self._transports:
                 if transport.engine_name in self.failure_by_engine:
-                    decline_lent_segments(
-                        lent_segments[self._get_reader_slice(transport)]
-                    )  # it opens no more memory
+                    # it opens no more memory
+                    decline_lent_segments(lent_segments[self._get_reader_slice(transport)])
         for start in range(0, len(self._transports), self._num_engines_at_once):
             some = self._transports[start : start + self._num_engines_at_once]
             for traffic in self._run_on_transports(
@@ -292,9 +287,8 @@ class WeightDelivery:
         futures = [
             (transport, self._thread_pool.submit(action, transport)) for transport in standing
         ]
-        wait(
-            [future for _, future in futures]
-        )  # while one reads the bucket nobody may be told that it can go
+        # while one reads the bucket nobody may be told that it can go
+        wait([future for _, future in futures])
         results = []
         for transport, future in futures:
             error = future.exception()  # raised, it would keep the bucket's memory

@@ -173,9 +173,8 @@ class RayCluster:
         there. Raise ValueError where no cluster answers.
         """
         self.is_own = address is None
-        self.is_stuck = (
-            False  # it was left though it did not answer: threads of Ray still wait for it
-        )
+        # it was left though it did not answer: threads of Ray still wait for it
+        self.is_stuck = False
         self._placement_group: PlacementGroup | None = None
         self._bundles: Sequence[ResourceBundle] = ()
         self._objects: list[RayObject] = []
@@ -207,9 +206,8 @@ class RayCluster:
                         " this shell the cluster's token, or leave ray.address and RAY_ADDRESS out"
                         " for a cluster of this machine."
                     ) from error
-        self.address = (
-            LOOPBACK if self.is_own else ray.util.get_node_ip_address()
-        )  # of this process's machine
+        # of this process's machine
+        self.address = LOOPBACK if self.is_own else ray.util.get_node_ip_address()
         self._raylet_children = _find_raylet_children() if self.is_own else []
 
     @property
@@ -246,9 +244,8 @@ class RayCluster:
         """
         assert self._placement_group is None, "one reservation a run"
         self._bundles = bundles
-        resources = [
-            bundle.resources or {"CPU": 0.001} for bundle in bundles
-        ]  # Ray refuses empty ones
+        # Ray refuses empty ones
+        resources = [bundle.resources or {"CPU": 0.001} for bundle in bundles]
         self._placement_group = placement_group(
             resources, strategy="SPREAD" if is_spread else "PACK"
         )
@@ -256,9 +253,8 @@ class RayCluster:
         began = time.monotonic()
         deadline = began + limit_s
         is_told = False
-        while not self._placement_group.wait(
-            min(POLL_S, max(0.0, deadline - time.monotonic()))
-        ):  # signals act in between
+        # signals act in between
+        while not self._placement_group.wait(min(POLL_S, max(0.0, deadline - time.monotonic()))):
             if time.monotonic() > deadline:
                 raise ValueError(
                     describe_shortage(
@@ -320,9 +316,8 @@ class RayCluster:
         """
         if ray.is_initialized():
             self._leave_cluster_in_time()
-        for child in (
-            self._raylet_children
-        ):  # where that was killed its agents would notice it after a minute only
+        # where that was killed its agents would notice it after a minute only
+        for child in self._raylet_children:
             child.kill()
 
     def _leave_cluster_in_time(self) -> None:

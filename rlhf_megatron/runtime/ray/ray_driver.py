@@ -84,9 +84,8 @@ class RayJob:
     trainer: TrainerConfig
     ray: RayConfig
     rollout: RolloutConfig
-    served_reward_model: (
-        ServedRewardModelConfig | None
-    )  # servers of a reward model, where the run starts some
+    # servers of a reward model, where the run starts some
+    served_reward_model: ServedRewardModelConfig | None
     megatron_sections: Sequence[MegatronConfig]  # of all pools
     pools: Sequence[PoolSpec]
     build_roles: BuildRoles  # Ray carries it to the ranks

@@ -58,9 +58,8 @@ class ResourceBundle:
             for name, amount in ((CPU, self.num_cpus), (GPU, self.num_gpus))
             if amount > 0
         }
-        return found | (
-            {f"node:{self.machine_address}": 0.001} if self.machine_address else {}
-        )  # every machine has 1 of its own
+        # every machine has 1 of its own
+        return found | ({f"node:{self.machine_address}": 0.001} if self.machine_address else {})
 
     def __str__(self) -> str:
         """Return the bundle as messages name it: "ranks 0-7: 8 CPU, 8 GPU on 10.0.0.1"."""
@@ -79,9 +78,8 @@ def make_rank_bundles(
     each = trainer.n_gpus_per_node
     num_machines = trainer.nnodes
     shares = [range(machine * each, (machine + 1) * each) for machine in range(num_machines)]
-    num_parts = (
-        len(list_engine_part_names(rollout)) if rollout.colocated else 0
-    )  # dealt out to the machines
+    # dealt out to the machines
+    num_parts = len(list_engine_part_names(rollout)) if rollout.colocated else 0
     engines = [len(range(machine, num_parts, num_machines)) for machine in range(num_machines)]
     return tuple(
         ResourceBundle(
@@ -151,9 +149,8 @@ def describe_shortage(
     asked = _sum_resources([bundle.resources for bundle in bundles])
     total = _sum_resources(machines)
     missing = {name: amount for name, amount in asked.items() if amount > total.get(name, 0)}
-    limit = (
-        "" if is_own_cluster else " (ray.start_timeout_s)"
-    )  # a cluster of this machine does not grow
+    # a cluster of this machine does not grow
+    limit = "" if is_own_cluster else " (ray.start_timeout_s)"
     lines = [f"the Ray cluster has no place for this run after {waited_s:.0f} s{limit}. Asked for:"]
     lines += [f"  {bundle}" for bundle in bundles]
     lines += ["The cluster has:"]

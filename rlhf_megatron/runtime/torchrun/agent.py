@@ -24,9 +24,8 @@ import threading
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-if (
-    __name__ == "__main__"
-):  # what comes while torch is imported waits until `LocalRanks.forward_signals`
+# what comes while torch is imported waits until `LocalRanks.forward_signals`
+if __name__ == "__main__":
     signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT))
 
 # Read when torch is imported. A store that goes away is an ordinary end here, no reason for a
@@ -92,9 +91,8 @@ class LocalRanks:
         self._torch_handler = elastic_processes._terminate_process_handler
         # mypy sees a function
         setattr(elastic_processes, "_terminate_process_handler", self._forward_signal)  # noqa: B010
-        for (
-            number
-        ) in SIGNALS:  # torch sets those that it knows once more; SIGUSR1 only newer versions do
+        # torch sets those that it knows once more; SIGUSR1 only newer versions do
+        for number in SIGNALS:
             signal.signal(number, self._forward_signal)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 

@@ -41,11 +41,8 @@ def find_controller(timeout_s: float, secret: bytes | None) -> tuple[str, bytes,
     without a rank; None where that run is over. Wait `timeout_s` at most. Set torchrun's variables
     in os.environ. Raise RuntimeError where there is no store.
     """
-    place = {
-        "RANK": "1",
-        "WORLD_SIZE": "2",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }  # nobody counts the connections
+    # nobody counts the connections
+    place = {"RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
     os.environ |= {**place, "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "engines"}
     store = open_rendezvous_store("control", timeout_s)
     controller = store.get(ADDRESS_KEY).decode()

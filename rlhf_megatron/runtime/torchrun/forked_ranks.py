@@ -68,9 +68,8 @@ def import_while_checking(
     if log_level is None:
         del os.environ[_LOG_LEVEL_ENV]
     checks = ForkedProcess("checks", partial(_run_check, run_checks))
-    with contextlib.suppress(
-        Exception
-    ):  # each rank finds it again, and tells it with its coordinates
+    # each rank finds it again, and tells it with its coordinates
+    with contextlib.suppress(Exception):
         importlib.import_module("rlhf_megatron.ranks.parallel.megatron_setup").prepare_megatron()
         for name in modules:
             importlib.import_module(name)

@@ -62,9 +62,8 @@ from rlhf_megatron.runtime.torchrun.machine_servers import (
 
 logger = logging.getLogger(__name__)
 
-_ADDRESS_ENV = (
-    "RLHF_MEGATRON_KEEPER_OF"  # HOST:PORT of the controller, where a host has started this keeper
-)
+# HOST:PORT of the controller, where a host has started this keeper
+_ADDRESS_ENV = "RLHF_MEGATRON_KEEPER_OF"
 _PARENT_ENV = "RLHF_MEGATRON_KEEPER_PARENT"  # and that host's process
 _REGISTER_S = 15.0  # for the controller to take a keeper that has just been told its address
 _LOOK_AGAIN_S = 1.0
@@ -214,9 +213,8 @@ class MachineKeeper:
         self._machine = machine
         self._run_dir = run_dir
         self._address = address
-        self._engine_launches: dict[
-            str, ServerLaunch
-        ] = {}  # of all engines of the run, not started
+        # of all engines of the run, not started
+        self._engine_launches: dict[str, ServerLaunch] = {}
         self._reward_server_launches: list[ServerLaunch] = []  # of the reward model, the same
         self._server_keepers: dict[str, ServerKeeper] = {}
         self._transfer_dir: TransferDirectory | None = None  # made here

@@ -55,9 +55,8 @@ class OtherNodesWatcher:
         """Start the thread that watches node 0's store. `end_ranks` asks the ranks of this node to
         end, `kill_ranks` kills them.
         """
-        self.early_exit: tuple[str, int] | None = (
-            None  # which one, with the exit code that is to be this agent's too
-        )
+        # which one, with the exit code that is to be this agent's too
+        self.early_exit: tuple[str, int] | None = None
         self._store_address = (store_address, store_port)
         self._node_rank = node_rank
         self._end_ranks = end_ranks
@@ -103,9 +102,8 @@ class OtherNodesWatcher:
             if not self._is_over.wait(GRACE_S):
                 self.early_exit = ended
                 self._end_ranks()
-                if not self._is_over.wait(
-                    LIMIT_S
-                ):  # the main thread sits in a call to a store that is gone
+                # the main thread sits in a call to a store that is gone
+                if not self._is_over.wait(LIMIT_S):
                     self._kill_ranks()
                     sys.stderr.write(format_early_exit(ended[0]))
                     os._exit(ended[1])

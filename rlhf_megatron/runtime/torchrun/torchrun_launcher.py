@@ -312,9 +312,8 @@ def _start_controller(
         code = 128 - code if code < 0 else code
         with contextlib.suppress(RuntimeError):  # the store is gone: so are the others
             store.set(EXIT_CODE_KEY, str(code))
-        if (
-            code != 0 and not is_single_node
-        ):  # torchrun ends all ranks, and the store, as soon as this one has failed
+        # torchrun ends all ranks, and the store, as soon as this one has failed
+        if code != 0 and not is_single_node:
             time.sleep(5 * EXIT_CODE_POLL_S)
         published.set_result(code)
 

@@ -394,9 +394,8 @@ class TorchDistTarget:
             )
             return
         parts = self._chunks_by_rule[rule.megatron_name]
-        if (
-            rule.to_megatron is concatenate_tensors and len(parts) == 1
-        ):  # one behind the other: no copy is made
+        # one behind the other: no copy is made
+        if rule.to_megatron is concatenate_tensors and len(parts) == 1:
             _write_chunk_archive(
                 parts[0],
                 chain.from_iterable(

@@ -280,9 +280,8 @@ class _ConversionJournal:
         ):
             shutil.rmtree(partial_directory, ignore_errors=True)
             self._file.close()
-            self._file = self._open_locked_file(
-                path
-            )  # before a file is made: another process may have come first
+            # before a file is made: another process may have come first
+            self._file = self._open_locked_file(path)
             for file, size in target.file_bytes.items():
                 (partial_directory / file).parent.mkdir(parents=True, exist_ok=True)
                 with open(partial_directory / file, "wb") as opened:
@@ -335,9 +334,8 @@ class _ConversionJournal:
         try:  # not flock: processes that are forked off this one would hold it after its end
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
-                raise FileNotFoundError(
-                    path
-                )  # another process began anew between the two calls above
+                # another process began anew between the two calls above
+                raise FileNotFoundError(path)
         except OSError as error:
             file.close()
             raise ValueError(

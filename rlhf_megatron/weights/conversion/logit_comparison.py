@@ -32,9 +32,8 @@ _STANDS_OUT = 5.0
 """Times the median of all layers: a cast changes every layer a little,
 a mistake one of them a lot.
 """
-_SAME_KIND = {
-    "kimi_k2": "deepseek_v3"
-}  # model_type -> the one that transformers has for such a model
+# model_type -> the one that transformers has for such a model
+_SAME_KIND = {"kimi_k2": "deepseek_v3"}
 InputsAndOutputs = dict[str, tuple[Tensor, Tensor]]
 """Module -> its input and output for the prompts; an expert -> the probe and its output."""
 
@@ -128,9 +127,8 @@ def _run_streamed_forward(
     body = causal.base_model
     embedding = causal.get_input_embeddings()
     head = causal.get_output_embeddings()
-    rules.setdefault(
-        f"{names[head]}.weight", rules[f"{names[embedding]}.weight"]
-    )  # the head of a tied model
+    # the head of a tied model
+    rules.setdefault(f"{names[head]}.weight", rules[f"{names[embedding]}.weight"])
     modules = [embedding, *packed.decoder_layers, body.norm, head]
     for module in modules:
         _stream_module_weights(

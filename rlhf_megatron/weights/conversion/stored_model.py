@@ -44,9 +44,8 @@ of every tensor.
 LATEST = "latest_checkpointed_iteration.txt"
 """Beside the checkpoints of Megatron-LM: which of them is the newest one."""
 QUANTISATION = "quantization_config"
-PIECE_BYTES = (
-    96 << 13
-)  # which a cache holds while all that needs them goes over them; whole lines of the digest
+# which a cache holds while all that needs them goes over them; whole lines of the digest
+PIECE_BYTES = 96 << 13
 
 
 @dataclass(frozen=True)
@@ -56,9 +55,8 @@ class ConversionItem:
     rule: WeightRule
     dtype: str
     is_mtp: bool = False  # no model has it: it goes along as it is
-    fp8_block: tuple[int, int] | None = (
-        None  # in which its matrices are written in FP8; None: they are not
-    )
+    # in which its matrices are written in FP8; None: they are not
+    fp8_block: tuple[int, int] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -74,9 +72,8 @@ class ItemTensors:
 
     rule: WeightRule
     tensors: tuple[Tensor, ...]
-    recorded_digests: Mapping[
-        str, str
-    ]  # the digests that they must have; empty where none are known
+    # the digests that they must have; empty where none are known
+    recorded_digests: Mapping[str, str]
     _computed_digests: dict[str, str] = field(default_factory=dict)
 
     def digest_and_yield_pieces(self, tensor_index: int) -> Iterator[Tensor]:
@@ -124,9 +121,8 @@ class StoredModel:
     source: WeightSource
     directory: Path  # of the weights
     companions_directory: Path | None  # directory with the tokenizer's files
-    recorded_digests: Mapping[
-        str, str
-    ]  # as recorded by an earlier conversion; empty where there are none
+    # as recorded by an earlier conversion; empty where there are none
+    recorded_digests: Mapping[str, str]
     head: HeadKind = "vocabulary"
     is_written_by_fsdp: bool = False  # the source knows transformers' names
     fp8_block: tuple[int, int] | None = None  # of FP8, where the files are quantised

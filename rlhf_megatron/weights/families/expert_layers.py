@@ -54,15 +54,13 @@ class ExpertLayers:
     gate: str = "mlp.gate"  # the router's Hugging Face name in a layer
     prefix: str = "mlp.experts"
     matrices: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
-    shared_ffn_hidden_size: int = (
-        0  # of the experts that every token meets, all together; 0: there are none
-    )
+    # of the experts that every token meets, all together; 0: there are none
+    shared_ffn_hidden_size: int = 0
     has_bias: bool = False  # the router adds one to the scores by which it picks
     has_linear_bias: bool = False  # of the router's matrix and those of the experts
     rules: ExpertRuleMaker | None = None  # of one expert; None: three matrices of its own on disk
-    arguments: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # of TransformerConfig: how the router scores
+    # of TransformerConfig: how the router scores
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def has_shared_experts(self) -> bool:

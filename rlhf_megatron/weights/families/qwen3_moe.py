@@ -38,9 +38,8 @@ def _read_qwen3_moe_experts(hf_config: HFConfig) -> ExpertLayers:
     step = read_positive_int(hf_config, "decoder_sparse_step", 1)
     dense_layers = hf_config.get("mlp_only_layers") or ()
     layers = range(read_positive_int(hf_config, "num_hidden_layers"))
-    num = (
-        "num_experts" if "num_experts" in hf_config else "num_local_experts"
-    )  # the hub's name; that of transformers 5
+    # the hub's name; that of transformers 5
+    num = "num_experts" if "num_experts" in hf_config else "num_local_experts"
     return read_expert_layers(
         hf_config,
         num,

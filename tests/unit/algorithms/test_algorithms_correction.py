@@ -285,11 +285,8 @@ def test_rows_in_any_order_and_over_ranks_are_the_same() -> None:
     assert whole.weights_N.tolist() == pytest.approx([w for row in weights for w in row], rel=1e-12)
     assert whole.keep_N.tolist() == [x for row in kept for x in row]
     order = torch.randperm(len(ids_N), generator=torch.Generator().manual_seed(1))
-    shares = [
-        order[: len(order) // 3],
-        order[len(order) // 3 :],
-        order[:0],
-    ]  # the last rank has no row
+    # the last rank has no row
+    shares = [order[: len(order) // 3], order[len(order) // 3 :], order[:0]]
     sums: list[Tensor] = []
     for share in shares:  # first pass: each rank's own sums
 

@@ -191,9 +191,8 @@ def test_both_modes_have_one_gradient_where_the_policy_has_not_moved(
     assert decoupled[1].abs().max() > 0
     torch.testing.assert_close(bypass[1], decoupled[1], rtol=3e-7, atol=1e-12)
     cut = gradient(moving, batch, start.double(), [[4, 0], [8, 7, 1], [2], [3, 5, 6]])
-    torch.testing.assert_close(
-        cut[1], bypass[1], rtol=1e-13, atol=1e-16
-    )  # whatever the micro-batches
+    # whatever the micro-batches
+    torch.testing.assert_close(cut[1], bypass[1], rtol=1e-13, atol=1e-16)
     assert cut[2] == pytest.approx(bypass[2], rel=1e-12)
     single = gradient(moving, batch, start)
     torch.testing.assert_close(single[1].double(), bypass[1], rtol=2e-5, atol=1e-8)

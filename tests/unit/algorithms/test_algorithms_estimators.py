@@ -109,9 +109,8 @@ def test_opo_by_hand() -> None:
 def test_opo_counts_response_tokens_and_not_a_tool_s() -> None:
     inputs = inputs_of([8, 0], [0, 0], [1, 5])
     mask = inputs.response_mask_T.clone()
-    mask[4:6] = (
-        False  # of the second sample's 5 tokens (3 .. 7), 2 are a tool's: lengths 1 and 3 as above
-    )
+    # of the second sample's 5 tokens (3 .. 7), 2 are a tool's: lengths 1 and 3 as above
+    mask[4:6] = False
     outputs = ADV_ESTIMATORS.get("opo").build(replace(inputs, response_mask_T=mask), None)
     assert outputs.advantages_T.tolist() == [0, 6, 0, -2, 0, 0, -2, -2]
 

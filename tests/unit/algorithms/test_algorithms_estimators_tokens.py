@@ -84,11 +84,8 @@ def test_reinforce_plus_plus_without_masked_samples_and_with_one_token_or_none()
     assert advantages("reinforce_plus_plus", inputs_of([[0, 1]], [0, 5])) == [0, 5]
     assert advantages("reinforce_plus_plus", inputs_of([[0, 0]], [0, 5])) == [0, 0]
     assert advantages("reinforce_plus_plus", inputs_of([], [])) == []
-    assert advantages("reinforce_plus_plus", inputs_of([[0, 1, 1]], [0, 0, 0.1])) == [
-        0,
-        0,
-        0,
-    ]  # equal: nothing
+    # equal: nothing
+    assert advantages("reinforce_plus_plus", inputs_of([[0, 1, 1]], [0, 0, 0.1])) == [0, 0, 0]
     with pytest.raises(ValueError, match=r"gamma \(1.5\) must be"):
         ReinforcePlusPlusParams(gamma=1.5)
 

@@ -117,9 +117,8 @@ def test_kl_estimates_by_hand() -> None:
 def test_k3_clamps() -> None:
     log_probs = torch.tensor([0.0, -30.0, 30.0], dtype=torch.float64, requires_grad=True)
     kl = estimate_kl(log_probs, torch.tensor([-4.0, 0.0, 0.0], dtype=torch.float64), "k3")
-    assert kl.tolist() == pytest.approx(
-        [math.exp(-4) + 3, 10.0, 10.0]
-    )  # third: exp(-20) + 19, cut to 10
+    # third: exp(-20) + 19, cut to 10
+    assert kl.tolist() == pytest.approx([math.exp(-4) + 3, 10.0, 10.0])
     kl.sum().backward()
     assert log_probs.grad is not None and log_probs.grad.tolist() == pytest.approx(
         [1 - math.exp(-4), 0.0, 0.0]

@@ -55,9 +55,8 @@ def test_operations_of_a_training_step_by_hand() -> None:
     weights_of_a_layer = 8 * 8 + 2 * (8 * 4) + 8 * 8 + 3 * 8 * 16  # q, k and v, o, mlp
     flop = step_flop(config, [3, 5], num_rows=6)
     assert flop.layers == 3 * 2 * (2 * weights_of_a_layer) * 8
-    assert flop.attention == 3 * 2 * (2 * 8) * 2 * (
-        9 / 2 + 25 / 2
-    )  # twice 2 operations a pair and channel
+    # twice 2 operations a pair and channel
+    assert flop.attention == 3 * 2 * (2 * 8) * 2 * (9 / 2 + 25 / 2)
     assert flop.head == 3 * 2 * 8 * 100 * 6
     assert flop.head_share == flop.head / (flop.layers + flop.attention + flop.head)
     assert step_flop(config, [3, 5], 6, num_passes=1).total == flop.total / 3

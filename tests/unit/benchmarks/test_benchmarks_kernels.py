@@ -54,9 +54,8 @@ def scripted(
 def test_a_ratio_is_the_median_of_the_rounds_and_its_spread_their_middle_half() -> None:
     ratio = Ratio.of([0.8, 0.9, 1.0, 2.0, 0.85])
     assert (ratio.value, len(ratio.values)) == (0.9, 5)
-    assert ratio.spread == pytest.approx(
-        (1.0 - 0.85) / 0.9
-    )  # the quartiles of five are the second and the fourth
+    # the quartiles of five are the second and the fourth
+    assert ratio.spread == pytest.approx((1.0 - 0.85) / 0.9)
     assert Ratio.of([3.0]).spread == math.inf
 
 
@@ -122,9 +121,8 @@ def test_schemes_of_others_compute_the_same(scheme: Any, with_entropy: bool) -> 
     assert chunk_of(1100, 8, 301) == 32  # 38 chunks wanted, 29 tokens each, the next power of two
     expected = run_head(naive(with_entropy), problem)
     found = run_head(scheme, problem)
-    assert found.loss == pytest.approx(
-        expected.loss, rel=1e-6
-    )  # token_chunks has its softmax in float32
+    # token_chunks has its softmax in float32
+    assert found.loss == pytest.approx(expected.loss, rel=1e-6)
     assert torch.allclose(found.grad_hidden_TH, expected.grad_hidden_TH, rtol=1e-4, atol=1e-9)
     assert found.grad_weight_VH is not None and expected.grad_weight_VH is not None
     assert torch.allclose(found.grad_weight_VH, expected.grad_weight_VH, rtol=1e-4, atol=1e-8)

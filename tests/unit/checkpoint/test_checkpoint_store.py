@@ -266,9 +266,8 @@ def test_old_ones_go_and_broken_ones_do_not_count(store: CheckpointStore) -> Non
     for step in range(1, 7):
         make(store, step)
     (store.directory / "step_000006" / "run_state.batch").unlink()
-    (store.directory / "step_000004" / "run_state.batch").write_bytes(
-        b"xxx"
-    )  # the same size: only its digest tells
+    # the same size: only its digest tells
+    (store.directory / "step_000004" / "run_state.batch").write_bytes(b"xxx")
     assert CheckpointStore(store.directory).prune_old_checkpoints(0) == []
     assert CheckpointStore(store.directory).prune_old_checkpoints(2) == [2, 1]
     assert store.list_steps() == [6, 5, 4, 3]

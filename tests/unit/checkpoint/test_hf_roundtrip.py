@@ -336,10 +336,8 @@ def test_companions_are_copied_and_the_type_is_named(tmp_path: Path) -> None:
         "model.safetensors",
     ):
         (tmp_path / "from" / name).write_text(name)
-    specs = [
-        TensorSpec("a", "bfloat16", (2,)),
-        TensorSpec("bias", "float32", (1,)),
-    ]  # a buffer keeps its own type
+    # a buffer keeps its own type
+    specs = [TensorSpec("a", "bfloat16", (2,)), TensorSpec("bias", "float32", (1,))]
     with open_hf_directory_writer(
         tmp_path / "hf", specs, CONFIG, companions_directory=tmp_path / "from"
     ) as writer:

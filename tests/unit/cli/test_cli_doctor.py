@@ -93,9 +93,8 @@ def test_this_machine_and_a_run_that_asks_for_more(run_file: Path) -> None:
     assert done.returncode == 1, done.stderr
     found = json.loads(done.stdout)
     rows = {entry["path"]: entry for entry in found["rows"]}
-    assert rows["torch"]["taken"].startswith(
-        f"{torch.__version__}, built "
-    )  # with its CPU build, or for CUDA
+    # with its CPU build, or for CUDA
+    assert rows["torch"]["taken"].startswith(f"{torch.__version__}, built ")
     assert rows["accelerator"]["state"] == "not live"
     assert rows["megatron-core"]["state"] == "live"
     assert (
@@ -359,9 +358,8 @@ def test_what_a_run_wants(facts: MachineFacts, tmp_path: Path, run_file: Path) -
     config = run_config(run_file, f"model.path={tmp_path}", "trainer.device=cuda")
     wanted = read_path_settings(config, facts)
     assert (wanted.device, wanted.head_dim, wanted.dtype) == ("cuda", 48, config.model.dtype)
-    assert (
-        read_path_settings(run_config(run_file), facts).head_dim == 128
-    )  # a model that is fetched later
+    # a model that is fetched later
+    assert read_path_settings(run_config(run_file), facts).head_dim == 128
     assert limit_to_this_machine(wanted, on_gpu(facts)).device == "cuda"
     if not facts.has_cuda:
         assert limit_to_this_machine(wanted, facts).device == "cpu"

@@ -49,13 +49,8 @@ def test_names_of_a_hub(text: str) -> None:
 
 
 NO_NAMES = ("/data/model", "./a/b", "../a/b", "~/a/b", "model", "a/b/c", "a/", "a b/c")
-REFUSED = (
-    "runs/my--model",
-    "a/b..c",
-    "a/b.",
-    "a/b.git",
-    "a/" + "b" * 97,
-)  # by huggingface_hub, as an error of its own
+# by huggingface_hub, as an error of its own
+REFUSED = "runs/my--model", "a/b..c", "a/b.", "a/b.git", "a/" + "b" * 97
 
 
 @pytest.mark.parametrize("text", (*NO_NAMES, *REFUSED))
@@ -84,9 +79,8 @@ def test_a_job_downloads_the_model_and_every_later_look_finds_it(
     with pytest.raises(ConfigError):
         _ = TrainJob(path).config
     assert len(hub.asked) == asked
-    with pytest.raises(
-        ValueError, match=f"{COMMIT}.*safetensors"
-    ):  # `generate owner/tiny`: these are no weights
+    # `generate owner/tiny`: these are no weights
+    with pytest.raises(ValueError, match=f"{COMMIT}.*safetensors"):
         load_job_config(Path("owner/tiny"), [], [])
 
 

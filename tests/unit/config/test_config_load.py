@@ -64,9 +64,8 @@ rollout: {dtype: null, sglang: {env: {OMP_NUM_THREADS: 08}, args: {mem-fraction-
 
 def test_a_section_given_in_part_keeps_its_own_defaults(tmp_path: Path) -> None:
     config = read_run_config(write(tmp_path / "run.yaml", "rollout: {val_kwargs: {n: 4}}")).config
-    assert config.rollout.val_kwargs == SamplingConfig(
-        temperature=0.0, n=4
-    )  # SamplingConfig() alone has 1.0
+    # SamplingConfig() alone has 1.0
+    assert config.rollout.val_kwargs == SamplingConfig(temperature=0.0, n=4)
 
 
 @pytest.mark.parametrize(
@@ -205,9 +204,8 @@ def test_later_wins_and_every_value_knows_its_place(tmp_path: Path) -> None:
     loaded = read_run_config(
         run, ["actor.optim.lr=1e-5", "actor.optim.lr=1e-6", "data.train_files=[/c]"]
     )
-    assert (
-        loaded.config.actor.ppo_epochs == 3
-    )  # root is read once: right's copy of it does not undo left
+    # root is read once: right's copy of it does not undo left
+    assert loaded.config.actor.ppo_epochs == 3
     assert loaded.config.actor.mini_batch_size == 8
     assert loaded.config.actor.optim.lr == 1e-6
     assert loaded.config.reward.params == {"a": 1, "b": 3}

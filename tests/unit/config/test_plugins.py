@@ -55,9 +55,8 @@ def test_a_file_counts_from_the_one_that_names_it(run_file: Path, tmp_path: Path
     assert config.plugins == (str(tmp_path / "mine.py"),)
     again = tmp_path / "again.yaml"
     again.write_text(render_config_yaml(config))
-    assert (
-        load_run_config(again, with_files=False).config == config
-    )  # an absolute path: it is found from anywhere
+    # an absolute path: it is found from anywhere
+    assert load_run_config(again, with_files=False).config == config
 
 
 def test_on_the_command_line_it_counts_from_the_working_directory(
@@ -125,9 +124,8 @@ def test_check_says_what_it_runs_and_show_runs_nothing(
     run_file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run_file.with_name("mine.py").write_text(f"print('it runs')\n{ESTIMATOR}")
-    assert (
-        main(["config", "show", str(run_file), "model.path=''"]) == 2
-    )  # its own problem, and none of the estimator
+    # its own problem, and none of the estimator
+    assert main(["config", "show", str(run_file), "model.path=''"]) == 2
     shown = capsys.readouterr()
     assert "it runs" not in shown.out and "adv_estimator" in shown.out and "1 problem" in shown.err
     assert main(["config", "check", str(run_file), "--no-files", "--no-plugins"]) == 0

@@ -272,9 +272,8 @@ def test_another_source_or_target_begins_anew(tmp_path: Path, hf: Path) -> None:
     assert [killed("hf", 3), killed("hf", 5), killed("torch_dist", 2)] == [4, 6, 3]
     os.utime(own / "model.safetensors")
     assert killed("torch_dist", 1) == 2
-    assert (
-        killed("stacked", 1) == 2
-    )  # the same places of the same files, and another shape in each archive
+    # the same places of the same files, and another shape in each archive
+    assert killed("stacked", 1) == 2
     apart, stacked = (target_of(kind, open_stored_model(own)) for kind in ("torch_dist", "stacked"))
     assert apart.file_bytes == stacked.file_bytes and apart.file_headers == stacked.file_headers
 

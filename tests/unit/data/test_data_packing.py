@@ -118,10 +118,8 @@ def test_exchanges_by_hand() -> None:
     shares = deal_bins(bins, 2)  # dealt: 9 and 2, 5 and 4
     assert sorted(sum(each.cost for each in share) for share in shares) == [9, 11]
 
-    for lengths in (
-        [9, 1, 5, 1, 4, 2, 3],
-        [5, 1, 9, 1, 4, 2, 3],
-    ):  # the one that is moved may be the first
+    # the one that is moved may be the first
+    for lengths in ([9, 1, 5, 1, 4, 2, 3], [5, 1, 9, 1, 4, 2, 3]):
         shares = [
             [
                 DocumentBin.from_documents((0, 1), lengths, lengths),

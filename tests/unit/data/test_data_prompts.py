@@ -131,10 +131,8 @@ ROWS = [PromptRow(f"{i}+1=", str(i + 1), "t", f"t:{i}") for i in range(8)]
 
 
 def test_solved_rows_are_taken_out_of_training() -> None:
-    rows = [
-        *ROWS,
-        PromptRow("3+1=", "four", "t", "t:8"),
-    ]  # the first row of a prompt is the one that is shown
+    # the first row of a prompt is the one that is shown
+    rows = [*ROWS, PromptRow("3+1=", "four", "t", "t:8")]
     text, left, taken = draw_few_shot_examples(
         rows, FewShotConfig(num_shots=3, template="{prompt}{label};", seed=5), "({prompt})"
     )

@@ -14,9 +14,8 @@ from rlhf_megatron.data.expert_route_files import map_route_file, write_route_fi
 
 @pytest.mark.parametrize(("largest", "bytes_an_id"), [(255, 1), (256, 2), (1023, 2)])
 def test_ids_come_back_as_they_were(tmp_path: Path, largest: int, bytes_an_id: int) -> None:
-    ids = np.array(
-        [[[0, largest], [1, 2]], [[largest, 3], [4, 0]]]
-    )  # two tokens, two layers, two experts each
+    # two tokens, two layers, two experts each
+    ids = np.array([[[0, largest], [1, 2]], [[largest, 3], [4, 0]]])
     handle = write_route_file(str(tmp_path / "routes"), ids)
     found = map_route_file(handle, (2, 5), 2)
     assert found.tolist() == ids.tolist() and found.dtype.itemsize == bytes_an_id

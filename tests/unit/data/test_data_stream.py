@@ -78,12 +78,8 @@ def test_a_batch_depends_on_seed_and_step_only() -> None:
     assert (
         stream_of(items(50), batch_size=20, shuffle=True, seed=4).draw_step_prompts(1) != forward[0]
     )
-    assert forward[0].prompts[:4] == (
-        "47",
-        "42",
-        "5",
-        "26",
-    )  # pinned: the order must not change between versions
+    # pinned: the order must not change between versions
+    assert forward[0].prompts[:4] == ("47", "42", "5", "26")
 
 
 def test_group_ids_are_unique_even_when_a_batch_repeats_prompts() -> None:

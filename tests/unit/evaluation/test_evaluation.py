@@ -84,9 +84,8 @@ def test_the_interval_of_several_right_or_wrong_samples() -> None:
     assert compute_item_interval(items) == pytest.approx(
         compute_wilson_interval(0.5, 6, compute_t95_quantile(3))
     )
-    alike = [
-        [1.0, 0.0]
-    ] * 4  # no difference between items: every sample is an answer of its own, never more
+    # no difference between items: every sample is an answer of its own, never more
+    alike = [[1.0, 0.0]] * 4
     assert compute_item_interval(alike) == pytest.approx(
         compute_wilson_interval(0.5, 8, compute_t95_quantile(3))
     )

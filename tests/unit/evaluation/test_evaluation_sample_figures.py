@@ -69,9 +69,8 @@ def test_a_majority_of_drawn_subsets_converges() -> None:
     scores = np.tile([1.0] * 6 + [0.0] * 4, (400, 1))
     codes = np.tile([0] * 6 + [1] * 4, (400, 1))
     found = compute_majority_score(scores, codes, 5, np.random.default_rng(0))
-    assert found.mean() == pytest.approx(
-        186 / 252, abs=0.01
-    )  # 40000 draws: a standard error of 0.0022
+    # 40000 draws: a standard error of 0.0022
+    assert found.mean() == pytest.approx(186 / 252, abs=0.01)
 
 
 def test_the_same_input_gives_the_same_figures_and_the_order_of_samples_is_no_matter() -> None:

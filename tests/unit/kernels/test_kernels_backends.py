@@ -32,9 +32,8 @@ class Case:
     """
 
     num_tokens: int = 6
-    num_rows: int | None = (
-        None  # chosen by `rows_R`, several of a token where there are more; None: without `rows_R`
-    )
+    # chosen by `rows_R`, several of a token where there are more; None: without `rows_R`
+    num_rows: int | None = None
     vocab_rows: int = 53
     vocab_size: int = 53
     chunk_size: int = 16

@@ -135,9 +135,8 @@ def test_16_and_32_bit_inputs_keep_float32_precision(dtype: torch.dtype) -> None
     assert found[2].dtype == found[3].dtype == dtype
     for value, expected in zip(found[:2], exact[:2], strict=True):
         assert (value - expected).abs().max() < 1e-5
-    bound = (
-        2e-6 if dtype == torch.float32 else 3e-3
-    )  # the one rounding of the result to bfloat16 is 2^-9
+    # the one rounding of the result to bfloat16 is 2^-9
+    bound = 2e-6 if dtype == torch.float32 else 3e-3
     for value, expected in zip(found[2:], exact[2:], strict=True):
         assert (value.double() - expected).norm() < bound * expected.norm()
 

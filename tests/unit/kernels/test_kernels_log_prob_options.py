@@ -34,9 +34,8 @@ def test_rows_temperatures_and_squares_by_hand(backend: LogProbBackend) -> None:
     """Logits log 1, log 2, log 5: probabilities 1/8, 2/8, 5/8 at temperature 1; 1/30,
     4/30, 25/30 at 1/2.
     """
-    hidden_SH = torch.tensor(
-        [[7.0], [1.0], [9.0], [1.0]], requires_grad=True
-    )  # tokens 0 and 2 are no rows
+    # tokens 0 and 2 are no rows
+    hidden_SH = torch.tensor([[7.0], [1.0], [9.0], [1.0]], requires_grad=True)
     weight_VH = torch.tensor([[math.log(1)], [math.log(2)], [math.log(5)]], requires_grad=True)
     outputs = compute_linear_log_probs(
         hidden_SH,
@@ -156,9 +155,8 @@ def test_the_sink_gets_what_autograd_would(
             grads_R,
         ).backward()
         expected = num_passes * leaves[1].grad
-        if not (
-            backend == "reference" and dtype == torch.bfloat16
-        ):  # autograd rounds to bfloat16 there
+        # autograd rounds to bfloat16 there
+        if not (backend == "reference" and dtype == torch.bfloat16):
             assert (sink.buffer.double() - expected).norm() < bound * expected.norm()
         assert sink.num_asked == num_passes
     assert torch.equal(sink.buffer[65:], torch.zeros(5, 16, dtype=buffer_dtype))

@@ -18,11 +18,8 @@ from rlhf_megatron.ranks.kernels.chosen_token_logits import (
 
 V = 29
 H = 12
-BARS = {
-    torch.float64: 1e-13,
-    torch.float32: 2e-6,
-    torch.bfloat16: 2e-6,
-}  # of a product with the same operands
+# of a product with the same operands
+BARS = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 2e-6}
 
 
 def drawn(num_tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:

@@ -294,9 +294,8 @@ def test_equals_eager(
     exact = eager(inputs, weights, PARAMS, regularizers)
     assert_equal(fused(inputs, weights, PARAMS, regularizers), exact, 1e-12, 1e-15)
     single = in_dtype(inputs, torch.float32)
-    in_single = eager(
-        in_dtype(single, torch.float64), weights, PARAMS, regularizers
-    )  # of the rounded columns
+    # of the rounded columns
+    in_single = eager(in_dtype(single, torch.float64), weights, PARAMS, regularizers)
     weights_32 = (weights[0].float(), weights[1].float())
     assert_equal(fused(single, weights_32, PARAMS, regularizers), in_single, 1e-5, 1e-6)
 

@@ -81,9 +81,8 @@ def results(ops: TileOps, case: Case, device: str) -> dict[str, Tensor]:
     inv_temperature_R = (
         (0.5 + randn(num_rows, seed=2).abs()).to(device) if case.has_temperature else None
     )
-    columns_R = (torch.arange(num_rows) * 7919 % (2 * num_columns) - num_columns // 2).to(
-        device
-    )  # half of them elsewhere
+    # half of them elsewhere
+    columns_R = (torch.arange(num_rows) * 7919 % (2 * num_columns) - num_columns // 2).to(device)
     columns_R[:2] = torch.tensor([0, num_columns - 1])[:num_rows]
     running = torch.zeros(5, num_rows, device=device)
     running[0] = MIN_LOGIT
@@ -162,9 +161,8 @@ def check(pairs: Pairs) -> None:
         is_float32 = found.dtype == torch.float32
         rtol = 2e-6 if is_float32 else 1.01 * info.eps
         step = info.smallest_normal * info.eps  # of float16 below 6e-5
-        atol = (
-            1.01 * step + 1e-6 * expected.float().abs().max().item()
-        )  # differences cancel to less than their terms
+        # differences cancel to less than their terms
+        atol = 1.01 * step + 1e-6 * expected.float().abs().max().item()
         assert (found.double() - expected.double()).abs().sub(
             rtol * expected.double().abs()
         ).max() <= atol, name

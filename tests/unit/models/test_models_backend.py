@@ -141,9 +141,8 @@ def load(world: World, directory: Path, megatron: MegatronConfig) -> dict[str, b
             parameter.fill_(torch.nan)
     state = load_sharded_state(directory, _sharded(world, model.chunks))
     for index, chunk in enumerate(model.chunks):
-        chunk.load_state_dict(
-            state[f"chunk{index}"], strict=False
-        )  # what is missed is no tensor, or still nan
+        # what is missed is no tensor, or still nan
+        chunk.load_state_dict(state[f"chunk{index}"], strict=False)
     return {
         name: torch.equal(p, want[name])
         for name, p in collect_named_parameters(model.chunks).items()
@@ -180,7 +179,6 @@ def test_checkpoints_load_under_the_other_names_and_another_layout(
     assert all(all(rank.values()) for rank in ranks)
     fused = {name for rank in ranks for name in rank if "linear_" in name and "norm" in name}
     assert len(fused) == (8 if loaded[0] is TE else 0)
-    if (
-        "sequence_parallel" in saved[1]
-    ):  # finalize_model_grads sums the gradients of what is so marked
+    # finalize_model_grads sums the gradients of what is so marked
+    if "sequence_parallel" in saved[1]:
         assert all(is_marked == ("norm" in name) for name, is_marked in marks[0].items())

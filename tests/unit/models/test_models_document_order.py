@@ -53,9 +53,8 @@ def test_tables_by_hand() -> None:
     assert compute_chunk_positions(8, cp=2, cp_rank=1).tolist() == [2, 3, 4, 5]
     queries, keys, places = locate_prefix_keys(borders, 12, cp=2, cp_rank=1)
     assert queries.tolist() == [0, 2, 4, 5, 6] and queries.dtype == torch.int32
-    assert (
-        keys.tolist() == [0, 4, 10, 12, 15] and keys.dtype == torch.int32
-    )  # 0..3, 0..5, 8..9, 8..10
+    # 0..3, 0..5, 8..9, 8..10
+    assert keys.tolist() == [0, 4, 10, 12, 15] and keys.dtype == torch.int32
     gathered = [0, 1, 6, 7, 8, 11, 2, 3, 4, 5, 9, 10]
     assert [gathered[place] for place in places] == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 8, 9, 8, 9, 10]
 

@@ -72,9 +72,8 @@ def test_a_table_has_the_tensors_that_transformers_saves(family: str, tmp_path: 
     model = make_model(hf_config, state, torch.float32)
     model.save_pretrained(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    on_disk = unfused(
-        stored, hf_config["model_type"]
-    )  # files of GPT-OSS have the experts of a layer in one tensor
+    # files of GPT-OSS have the experts of a layer in one tensor
+    on_disk = unfused(stored, hf_config["model_type"])
     tied = {"lm_head.weight"} if hf_config["tie_word_embeddings"] else set()
     table = make_weight_table(hf_config)
     assert {hf.name: hf.shape for rule in table for hf in rule.hf_tensors} == {

@@ -107,9 +107,8 @@ def test_bands_of_llama3_by_hand() -> None:
     between them blended.
     """
     rotary = read_rotary_config({"rope_scaling": LLAMA3_ROPE, "rope_theta": 100.0})
-    plain = [
-        100 ** (-i / 4) for i in range(4)
-    ]  # head_dim 8; waves of 6.3, 19.9, 62.8 and 198.7 positions
+    # head_dim 8; waves of 6.3, 19.9, 62.8 and 198.7 positions
+    plain = [100 ** (-i / 4) for i in range(4)]
     smooth = (32 / (2 * math.pi / plain[1]) - 1) / 3
     expected = [
         plain[0],

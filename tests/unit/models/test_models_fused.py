@@ -201,9 +201,8 @@ def test_the_configuration_of_megatron_follows(setting: bool | None) -> None:
         ).transformer_config
     finally:
         destroy_world()
-    assert config.gradient_accumulation_fusion is bool(
-        setting
-    )  # on a CPU only where it is asked for
+    # on a CPU only where it is asked for
+    assert config.gradient_accumulation_fusion is bool(setting)
     assert not config.bias_activation_fusion and not config.bias_dropout_fusion
     assert (
         not config.apply_rope_fusion
@@ -440,9 +439,8 @@ def test_deterministic_gradients_are_asked_for() -> None:
     q = torch.randn(2, 1, 8)
     torch.use_deterministic_algorithms(True)
     try:
-        _attend_with_flash(
-            q, q, q, docs, 0.3, wrap_flash_attn_package(flash_attn_2)
-        )  # which asserts that it is told
+        # which asserts that it is told
+        _attend_with_flash(q, q, q, docs, 0.3, wrap_flash_attn_package(flash_attn_2))
     finally:
         torch.use_deterministic_algorithms(False)
 

@@ -76,9 +76,8 @@ def test_kernels_that_are_not_there_are_refused(
     world: World, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], message: str
 ) -> None:
     megatron = MegatronConfig(**change)
-    monkeypatch.setattr(
-        transformer_config, "_check_expert_settings", lambda *_: None
-    )  # one rank shares nothing out
+    # one rank shares nothing out
+    monkeypatch.setattr(transformer_config, "_check_expert_settings", lambda *_: None)
     with pytest.raises(ValueError, match=message):
         build_megatron_model(EXPERT_FAMILIES["qwen3_moe"], world, torch.float32, megatron)
     with pytest.raises(

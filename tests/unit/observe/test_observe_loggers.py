@@ -105,9 +105,8 @@ def test_histograms_are_those_of_the_columns(tmp_path: Path) -> None:
         2.71828**-9, rel=1e-4
     )
     counts = dict(zip(difference.bucket_limit, difference.bucket, strict=True))
-    assert (
-        sum(count for limit, count in counts.items() if limit <= 1.5) == 3
-    )  # 1 token of sample 0 and 2 of sample 1
+    # 1 token of sample 0 and 2 of sample 1
+    assert sum(count for limit, count in counts.items() if limit <= 1.5) == 3
     assert of("returns").sum == 2 * of("values").sum and of("values").num == 55
 
 
@@ -343,9 +342,8 @@ def test_no_line_is_wider_than_the_terminal(
     with RunTracker(tmp_path, ("console",), total_steps=2) as tracker:
         tracker.show_stage("engine0 starts (12 s) [a] " + "word " * 30)
         deadline = time.monotonic() + 120
-        while (
-            "engine0" not in terminal.text and time.monotonic() < deadline
-        ):  # a thread of rich's draws now and then
+        # a thread of rich's draws now and then
+        while "engine0" not in terminal.text and time.monotonic() < deadline:
             time.sleep(0.05)
         tracker.log_metrics(1, "step", step_metrics(**CRITIC))
         tracker.show_stage("update")

@@ -176,9 +176,8 @@ def test_tensorboard_goes_on_when_there_is_room(
                 if type(thread).__name__ == "_AsyncWriterThread":
                     thread._next_flush_time = 0  # type: ignore[attr-defined]
             track(tracker, 2)
-            with suppress(
-                KeyError, OSError
-            ):  # of a logger that is off by now, or that finds the disk full here
+            # of a logger that is off by now, or that finds the disk full here
+            with suppress(KeyError, OSError):
                 tracker.logger_set._active_loggers["tensorboard"]._writer.flush()  # type: ignore[attr-defined]
             track(tracker, 3)
             assert "tensorboard" not in tracker.logger_set._active_loggers

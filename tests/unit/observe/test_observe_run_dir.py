@@ -115,9 +115,8 @@ def test_attempts_have_a_start_and_an_end_unless_they_were_killed(tmp_path: Path
     ):
         raise RunStopped("SIGTERM to [controller]")
     with (tmp_path / "attempts.jsonl").open("a") as file:
-        file.write(
-            '{"kind": "start", "time": 300.0, "resumed_from_step": 4}\n{"kind": "en'
-        )  # killed, here in a write
+        # killed, here in a write
+        file.write('{"kind": "start", "time": 300.0, "resumed_from_step": 4}\n{"kind": "en')
     attempts = RunAttempts(tmp_path)
     assert attempts.num_attempts == 3 and attempts.first_start_time == 100.0
     with pytest.raises(ValueError, match="no"), attempts.record_attempt(400.0, 6):

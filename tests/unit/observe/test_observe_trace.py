@@ -74,9 +74,8 @@ def test_steps_and_stages_with_their_times(tmp_path: Path) -> None:
     generate = found["generate"]
     assert (generate["tid"], generate["cat"], generate["args"]) == (1, "stage", {"step": 1})
     assert 30_000 <= generate["dur"] <= (after - before) * 1e6
-    assert (
-        before * 1e6 - 1e4 <= found["evaluate"]["ts"] < generate["ts"] <= after * 1e6 + 1e4
-    )  # wall clock
+    # wall clock
+    assert before * 1e6 - 1e4 <= found["evaluate"]["ts"] < generate["ts"] <= after * 1e6 + 1e4
     threads = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
     assert threads == ["steps", "stages"]
 

@@ -67,9 +67,8 @@ def test_a_third_of_each_kind(count: int, kinds: str) -> None:
 
 
 def test_the_lot_depends_on_seed_and_step_only() -> None:
-    batch = replace(
-        train_batch(40), rewards=torch.zeros(40)
-    )  # all alike: everything is chosen by lot
+    # all alike: everything is chosen by lot
+    batch = replace(train_batch(40), rewards=torch.zeros(40))
     assert choose_logged_samples(3, batch, 6, seed=1) == choose_logged_samples(3, batch, 6, seed=1)
     others = [
         choose_logged_samples(4, batch, 6, seed=1),

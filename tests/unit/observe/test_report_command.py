@@ -194,9 +194,8 @@ def test_the_page_of_several_runs(tmp_path: Path) -> None:
     )
     text = page.text
     assert "base (2 runs) · fast" in text and "3 runs, 2 configurations" in text
-    assert (
-        "0.600 [-0.671, 1.871]" in text and "+0.300" in text
-    )  # 0.9 - 0.6, no interval against a single run
+    # 0.9 - 0.6, no interval against a single run
+    assert "0.600 [-0.671, 1.871]" in text and "+0.300" in text
     assert "base-seed2" in text and "interrupted" not in text
     figures = [a["data-chart"] for tag, a in page.tags if tag == "figure"]
     assert sorted(map(str, figures)) == sorted(page.data["charts"]) and "samples" not in page.data

@@ -152,9 +152,8 @@ def make_sample(step: int, text: str) -> LoggedSample:
 
 
 def test_samples_within_a_budget_are_of_evenly_chosen_steps() -> None:
-    samples = [
-        make_sample(step, "x" * 350) for step in range(1, 102) for _ in range(2)
-    ]  # a step: 2 x (700 + 300)
+    # a step: 2 x (700 + 300)
+    samples = [make_sample(step, "x" * 350) for step in range(1, 102) for _ in range(2)]
     found = choose_page_samples(samples, max_characters=10_000)
     assert [s.step for s in found] == [s for s in (1, 26, 51, 76, 101) for _ in range(2)]
     assert [s.step for s in choose_page_samples(samples, max_characters=1)] == [1, 1, 101, 101]

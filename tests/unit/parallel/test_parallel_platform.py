@@ -171,9 +171,8 @@ def test_torch_itself_is_left_alone() -> None:
     assert not hasattr(torch.zeros, "__wrapped__")
     with pytest.raises((RuntimeError, AssertionError)):
         torch.zeros([], device="cuda")
-    importlib.import_module(
-        "torch._dynamo"
-    )  # breaks where functions of torch are replaced in place
+    # breaks where functions of torch are replaced in place
+    importlib.import_module("torch._dynamo")
 
 
 def test_gloo_groups_share_one_network_thread() -> None:
@@ -197,9 +196,8 @@ def test_gloo_groups_share_one_network_thread() -> None:
     if other == 0:  # a child has none of its parent's threads and starts its own
         alone = dist.ProcessGroupGloo(dist.HashStore(), 0, 1, timedelta(seconds=7))
         deadline = time.monotonic() + 10
-        while (
-            num_threads() == 0 and time.monotonic() < deadline
-        ):  # a thread takes its name when it first runs
+        # a thread takes its name when it first runs
+        while num_threads() == 0 and time.monotonic() < deadline:
             time.sleep(0.01)
         os._exit(num_threads() != 1 or alone.size() != 1)
     assert os.waitpid(other, 0)[1] == 0

@@ -438,9 +438,8 @@ def test_every_shipped_configuration_folds_to_one_that_breaks_no_rule(
                 "shuffle",
             ):
                 assert getattr(loaded.actor, name) == getattr(config.actor, name)
-            kept = replace(
-                config.algorithm, filter_groups=loaded.algorithm.filter_groups
-            )  # nothing is generated again
+            # nothing is generated again
+            kept = replace(config.algorithm, filter_groups=loaded.algorithm.filter_groups)
             assert (
                 loaded.algorithm == kept
                 and loaded.rollout.temperature == config.rollout.temperature

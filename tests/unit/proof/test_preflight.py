@@ -71,18 +71,16 @@ def test_rounded_weights_are_held_to_percentiles_and_kl(
         CheckConfig(),
         RunConfig(model=ModelConfig(dtype=trainer), rollout=rollout).is_float32_throughout,
     )
-    check(
-        1, scored(), trainer_log_probs(0.01, -0.015, 0.1)
-    )  # median 0.015, p99 0.1, KL about 0.0017
+    # median 0.015, p99 0.1, KL about 0.0017
+    check(1, scored(), trainer_log_probs(0.01, -0.015, 0.1))
     with pytest.raises(
         ValueError, match=r"diff_p50 = 0.03 \(checks.log_prob_p50_abs_diff = 0.02\)"
     ) as error:
         check(1, scored(), trainer_log_probs(0.03, 0.03, 0.0))
     assert "p99" not in str(error.value) and "kl" not in str(error.value)
     with pytest.raises(ValueError) as error:
-        check(
-            1, scored(), trainer_log_probs(0.03, 0.03, 0.5)
-        )  # k3 of 0.5: 0.1487, of 0.03: 0.00045
+        # k3 of 0.5: 0.1487, of 0.03: 0.00045
+        check(1, scored(), trainer_log_probs(0.03, 0.03, 0.5))
     message = str(error.value)
     assert (
         "diff_p50 = 0.03" in message
@@ -266,9 +264,8 @@ def test_preflight_of_an_environment_without_sglang(
 
 
 def test_preflight_of_a_replay(tmp_path: Path) -> None:
-    config = quickstart(
-        tmp_path, rollout={"engine": "sglang"}
-    )  # no engine is started, so none is looked for
+    # no engine is started, so none is looked for
+    config = quickstart(tmp_path, rollout={"engine": "sglang"})
     with pytest.raises(
         ConfigError, match=r"no recorded step under .*gone/record; run with --record first"
     ) as error:

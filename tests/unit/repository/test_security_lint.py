@@ -101,10 +101,8 @@ def call_problems(node: ast.Call) -> Iterator[tuple[int, str, str]]:
     name = name_of(node.func)
     keywords = {keyword.arg: keyword.value for keyword in node.keywords}
     for what in {name, name.rpartition(".")[2]} & FORBIDDEN.keys():
-        is_method = what in ("eval", "exec") and name not in (
-            what,
-            f"builtins.{what}",
-        )  # model.eval() is torch's
+        # model.eval() is torch's
+        is_method = what in ("eval", "exec") and name not in (what, f"builtins.{what}")
         has_filter = what == "extractall" and "filter" in keywords
         if not is_method and not has_filter:
             yield node.lineno, what, FORBIDDEN[what]

@@ -69,13 +69,11 @@ def test_formula(count: int, first: int) -> None:
     assert digest_tensor(words.view(torch.bfloat16), first) == expected
     if count % 2 == 0:
         assert digest_tensor(words.view(torch.float32), first) == expected
-    assert (
-        digest_tensor(torch.cat([words[:1], words])[1:], first) == expected
-    )  # begins anywhere in memory
+    # begins anywhere in memory
+    assert digest_tensor(torch.cat([words[:1], words])[1:], first) == expected
     ends = end_key(first + count) - end_key(first)
-    assert (
-        sum_words_on_device(words, first) + ends
-    ) & MASK == expected  # as on a device that is not the CPU
+    # as on a device that is not the CPU
+    assert (sum_words_on_device(words, first) + ends) & MASK == expected
 
 
 def test_many_chunks_of_a_large_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +304,8 @@ def test_swapped_rows_columns_and_blocks_are_found(
         -tensor,
     ]
     half = rows // 2
-    variants.append(
-        torch.cat([tensor[half : 2 * half], tensor[:half], tensor[2 * half :]])
-    )  # gate and up
+    # gate and up
+    variants.append(torch.cat([tensor[half : 2 * half], tensor[:half], tensor[2 * half :]]))
     found = [digest_tensor(variant) for variant in [tensor, *variants]]
     assert len(set(found)) == len(found)
 

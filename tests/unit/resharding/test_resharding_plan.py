@@ -152,9 +152,8 @@ def test_fingerprint_tells_plans_apart() -> None:
     rules = [make_rule("a", "ga", (10,)), make_rule("b", "gb", (10,))]
     same = [fingerprint_bucket_plan(plan_buckets(rules, "float32", 256)) for _ in range(2)]
     assert same[0] == same[1] and 0 <= same[0] < 2**48
-    assert (
-        fingerprint_bucket_plan(plan_buckets(rules, "bfloat16", 256)) == same[0]
-    )  # 40 and 20 bytes take the same place
+    # 40 and 20 bytes take the same place
+    assert fingerprint_bucket_plan(plan_buckets(rules, "bfloat16", 256)) == same[0]
     assert fingerprint_bucket_plan(plan_buckets(rules, "float32", 64)) != same[0]
     renamed = [rules[0], replace(rules[1], hf_tensors=(HFTensor("c", (10,)),))]
     assert fingerprint_bucket_plan(plan_buckets(renamed, "float32", 256)) != same[0]

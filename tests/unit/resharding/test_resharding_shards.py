@@ -170,9 +170,8 @@ def expected_entries(
     if "embed" in hf.name or "lm_head" in hf.name:
         each = (hf.shape[0] + 63) // 64 * 64 // ways
         return {0: range(min(number * each, hf.shape[0]), min((number + 1) * each, hf.shape[0]))}
-    if any(
-        part in hf.name for part in ("k_proj", "v_proj")
-    ):  # a head is whole, and several ranks may have the same
+    # a head is whole, and several ranks may have the same
+    if any(part in hf.name for part in ("k_proj", "v_proj")):
         heads = 4
         dim = hf.shape[0] // 4
         first = number * heads // ways

@@ -115,9 +115,8 @@ def test_transfer_dir_is_private_and_removed(tmp_path: Path) -> None:
     with make_transfer_directory(tmp_path, 10) as made:
         assert made.path.parent == tmp_path and made.path.stat().st_mode & 0o777 == 0o700
         (made.path / "bucket").write_bytes(b"x")
-        with make_transfer_directory(
-            tmp_path, 10
-        ) as other:  # making another leaves a live one alone
+        # making another leaves a live one alone
+        with make_transfer_directory(tmp_path, 10) as other:
             assert other.path != made.path and (made.path / "bucket").exists()
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(

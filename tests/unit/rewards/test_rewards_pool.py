@@ -246,13 +246,8 @@ def test_scores_of_all_kinds(
     )
 
 
-VALUES = [
-    {"target": ["a", 1]},
-    ["a"],
-    '["a"]',
-    7,
-    "7",
-]  # labels of rows, which verl gives to its functions so
+# labels of rows, which verl gives to its functions so
+VALUES = [{"target": ["a", 1]}, ["a"], '["a"]', 7, "7"]
 
 
 def test_a_function_that_was_written_for_verl(tmp_path: Path) -> None:
@@ -371,9 +366,8 @@ def test_a_batch_that_was_interrupted_leaves_nothing(
     tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """Ctrl-C while all workers sleep; the next batch gets its own results."""
-    before = signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # a job in the background has it ignored
+    # a job in the background has it ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
     request.addfinalizer(lambda: signal.signal(signal.SIGINT, before))
     with make_reward_scorer(config(timeout_s=600.0, num_workers=2), tmp_path / "log") as scorer:
         scorer([sample("7")])
@@ -424,9 +418,8 @@ def test_a_starved_sample_is_not_taken_for_a_hanging_one(tmp_path: Path) -> None
     """On one CPU with eight busy processes, 0.4 s of work take seconds; the limit is 1 s."""
     cpu = min(os.sched_getaffinity(0))
     burn = [sys.executable, "-c", f"import os; os.sched_setaffinity(0, [{cpu}])\nwhile True: pass"]
-    burners = [
-        subprocess.Popen(burn, start_new_session=True) for _ in range(8)
-    ]  # a session has one share of a CPU
+    # a session has one share of a CPU
+    burners = [subprocess.Popen(burn, start_new_session=True) for _ in range(8)]
     before = os.sched_getaffinity(0)
     try:
         os.sched_setaffinity(0, [cpu])  # of this process and of those that it starts

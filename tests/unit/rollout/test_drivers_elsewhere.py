@@ -134,9 +134,8 @@ def test_engines_of_a_machine_without_its_gate_are_asked_from_here(
 
 def test_every_machine_with_engines_has_drivers_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(64))
-    far = [
-        f"10.0.0.{machine}:{9000 + i}" for machine in range(4) for i in range(8)
-    ]  # a gate each, under Ray
+    # a gate each, under Ray
+    far = [f"10.0.0.{machine}:{9000 + i}" for machine in range(4) for i in range(8)]
     assert choose_driver_counts(["", *far[:8]], None) == (0, 0), "small runs have none"
     assert choose_driver_counts(far, None) == (0, 1) and choose_driver_counts(
         [""] * 64 + far, None

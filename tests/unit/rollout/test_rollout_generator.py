@@ -54,9 +54,8 @@ def test_greedy_is_that_of_transformers(name: str, max_num_seqs: int) -> None:
             STOCK[name], sent.prompt_ids, sent.params.max_new_tokens
         )
         assert got.finish_reason == "length"
-        expected = reference_log_probs(
-            STOCK[name], sent.prompt_ids, got.token_ids
-        )  # of temperature 1
+        # of temperature 1
+        expected = reference_log_probs(STOCK[name], sent.prompt_ids, got.token_ids)
         assert (torch.tensor(got.log_probs) - expected).abs().max() <= 1e-4
 
 
@@ -178,9 +177,8 @@ def test_abort_keeps_what_there_is() -> None:
     assert not engine.has_work
     results = [member.make_generated_sample() for member in members]
     assert [r.finish_reason for r in results] == ["abort"] * 3
-    assert (
-        results[0].token_ids == full[0][0].token_ids[:6]
-    )  # the prompt's own pass gives the first of them
+    # the prompt's own pass gives the first of them
+    assert results[0].token_ids == full[0][0].token_ids[:6]
     assert results[1].log_probs == pytest.approx(full[0][1].log_probs[:6], abs=1e-5)
     assert results[2].token_ids == ()
 
@@ -397,9 +395,8 @@ def test_in_place_goes_on_with_the_old_keys_and_values() -> None:
     assert list(one.token_ids[5:]) == tokens
     assert one.log_probs[5:] == pytest.approx(log_probs, abs=1e-4)
     recomputed = reference_log_probs(new, PROMPTS[2], one.token_ids)[5:]
-    assert (
-        torch.tensor(log_probs) - recomputed
-    ).abs().max() > 0.01  # the cache of the new weights is another
+    # the cache of the new weights is another
+    assert (torch.tensor(log_probs) - recomputed).abs().max() > 0.01
     assert one.version_spans == (VersionSpan(-1, 0, 5), VersionSpan(1, 5, 14))
     # Read ahead with the old weights, but no token drawn: it is read anew.
     assert waited.token_ids == reference_greedy(new, PROMPTS[0], 6)
@@ -427,9 +424,8 @@ def test_a_released_cache_is_gone_and_samples_go_on_after_it() -> None:
     old = engine._cache_slots.cache
     engine.release_cache()
     assert engine.cache_bytes == 0 and engine._cache_slots.cache.untyped_storage().nbytes() == 0
-    assert (
-        old.untyped_storage().nbytes() > 0 and old is not engine._cache_slots.cache
-    )  # ours alone held it
+    # ours alone held it
+    assert old.untyped_storage().nbytes() > 0 and old is not engine._cache_slots.cache
     with pytest.raises(AssertionError, match="released"):
         engine.decode_step()
     engine.release_cache()

@@ -388,9 +388,8 @@ def test_the_key_is_needed_and_stands_nowhere_else(rig: Rig) -> None:
         ("/generate", b'{"input_ids":[1],"sampling_params":{}}'),
         ("/workers", None),
     ):
-        other = (
-            address.token if path == "/generate" else address.api_key
-        )  # one key does not do for the other
+        # one key does not do for the other
+        other = address.token if path == "/generate" else address.api_key
         for key in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": f"Bearer {other}"}):
             asked = urllib.request.Request(
                 address.url + path, data, {"Content-Type": "application/json", **key}

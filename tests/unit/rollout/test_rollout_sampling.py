@@ -80,13 +80,8 @@ def test_sample_of_one_hot_logits() -> None:
     assert log_probs.tolist() == [0.0, 0.0]
 
 
-SIXTEENTHS = [
-    8,
-    1,
-    4,
-    2,
-    1,
-]  # by probability: tokens 0, 2, 3, 1, 4; the sums before them are 0, 8, 12, 14, 15
+# by probability: tokens 0, 2, 3, 1, 4; the sums before them are 0, 8, 12, 14, 15
+SIXTEENTHS = [8, 1, 4, 2, 1]
 
 
 @pytest.mark.parametrize(
@@ -224,9 +219,8 @@ def test_first_tokens_follow_the_cut_distribution(params: dict[str, float]) -> N
     total = sum(float(probs[token]) for token in kept)
     cells = [(seen[token], float(probs[token]) / total * count) for token in kept]
     assert set(seen) <= kept and 2 <= len(kept) < 32
-    assert (
-        sum((got - want) ** 2 / want for got, want in cells) < 40
-    )  # 1e-4 quantile of chi2, 12 degrees of freedom
+    # 1e-4 quantile of chi2, 12 degrees of freedom
+    assert sum((got - want) ** 2 / want for got, want in cells) < 40
 
 
 def test_cuts_leave_the_draws_of_other_rows_alone_to_the_bit() -> None:

@@ -108,10 +108,8 @@ def test_a_wrong_bucket_is_refused_and_the_next_sync_mends(
     bad, good = write_buckets(SENT, tmp_path, 1)
     with pytest.raises(ValueError, match=words):
         receiver.load_bucket(damaged(kind, bad, tmp_path))
-    if kind not in (
-        "flipped bit",
-        "digest",
-    ):  # these are seen in what stands: all others before a byte is written
+    # these are seen in what stands: all others before a byte is written
+    if kind not in ("flipped bit", "digest"):
         assert receiver.compute_digests() == before
     assert "failed" in str(receiver.stale_reason)
     with pytest.raises(ValueError, match="open sync is None"):

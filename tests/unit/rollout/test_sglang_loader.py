@@ -392,9 +392,8 @@ def test_a_quantised_engine_says_so(manifest: BucketManifest) -> None:
         "lm_head.weight": "it stands as int8",
     }
     assert len(found.digest_by_key) == len(manifest.tensors) - 2
-    assert (
-        loader.describe_missing_parameters(models[0], set(weights_of())) is None
-    )  # scales are the engine's own
+    # scales are the engine's own
+    assert loader.describe_missing_parameters(models[0], set(weights_of())) is None
 
 
 AXES = {"o_proj.weight": 1, "down_proj.weight": 1}  # the others are cut by rows

@@ -82,11 +82,8 @@ def test_a_sample_keeps_what_the_server_tells() -> None:
     )
     plain = sample_of(weight_versions=None, cached_tokens=None, num_retractions=None)
     assert plain == GeneratedSample((4, 13, 7), (-1.5, -0.25, -0.5), "stop", 6)
-    for name in (
-        "default",
-        "7",
-        "0a1b2c3d-17-7",
-    ):  # before a sync, and weights that another run has brought
+    # before a sync, and weights that another run has brought
+    for name in ("default", "7", "0a1b2c3d-17-7"):
         unsynced = sample_of(weight_versions=[{"version": name, "start": 0, "end": 3}])
         assert (unsynced.policy_version, unsynced.version_spans) == (
             UNSYNCED,
@@ -116,10 +113,8 @@ def test_the_experts_that_tokens_met_go_into_a_file(tmp_path: Path) -> None:
         parse_sample_groups(answer(), [asked])
     aborted = {"finish_reason": {"type": "abort"}}
     written = set(tmp_path.iterdir())
-    for more in (
-        {},
-        {"routed_experts": told(8)},
-    ):  # of two rows of four ids, or four of two: nobody knows
+    # of two rows of four ids, or four of two: nobody knows
+    for more in ({}, {"routed_experts": told(8)}):
         assert parse_sample_groups(answer(**aborted, **more), [asked])[0][0].routes == ""
     assert set(tmp_path.iterdir()) == written
     (tmp_path / "file").touch()
@@ -296,9 +291,8 @@ def test_what_would_end_the_server_is_refused(changes: dict[str, Any], words: st
 def test_what_a_server_can_do_is_not_refused() -> None:
     ServerLimits(32, False).check_requests([request((0, 31), (1,), 1, min_p=0.1)], "engine0")
     ServerLimits(None, True).check_requests([request((99,), (1,), 1)], "engine0")
-    ServerLimits(32, True).check_requests(
-        [request((1,), (1,), 1, 0.0, min_p=0.1)], "engine0"
-    )  # greedy: nothing to cut
+    # greedy: nothing to cut
+    ServerLimits(32, True).check_requests([request((1,), (1,), 1, 0.0, min_p=0.1)], "engine0")
 
 
 class Recorder(BaseHTTPRequestHandler):

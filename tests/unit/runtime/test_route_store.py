@@ -131,9 +131,8 @@ def test_a_file_that_a_machines_end_has_cut_off_or_changed_is_not_there(tmp_path
         path.write_bytes(damaged)
         assert not expert_route_files.has_intact_routes([handle])
     path.write_bytes(whole)
-    other = path.with_name(
-        path.name[:-5] + f"{int(path.name[-5], 16) ^ 1:x}.npy"
-    )  # a digit of its digest
+    # a digit of its digest
+    other = path.with_name(path.name[:-5] + f"{int(path.name[-5], 16) ^ 1:x}.npy")
     path.rename(other)
     assert not expert_route_files.has_intact_routes(
         [handle]

@@ -224,12 +224,10 @@ def test_hosts_register_and_intruders_do_not_hold_them_up() -> None:
     def arrive() -> None:
         with pytest.raises(AuthenticationError):
             register_host("127.0.0.1", port, OTHER, 0, "actor", timeout_s=60)
-        hosts.append(
-            register_host("127.0.0.1", port, SECRET, 1, "judge", timeout_s=60)
-        )  # of another job
-        hosts.append(
-            register_host("127.0.0.1", port, SECRET, 1, "critic", timeout_s=60)
-        )  # it has one rank
+        # of another job
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "judge", timeout_s=60))
+        # it has one rank
+        hosts.append(register_host("127.0.0.1", port, SECRET, 1, "critic", timeout_s=60))
         hosts.append(register_host("127.0.0.1", port, SECRET, 0, "critic", timeout_s=60))
         hosts.append(register_host("127.0.0.1", port, SECRET, 1, "actor", timeout_s=60))
         hosts.append(register_host("127.0.0.1", port, SECRET, 0, "actor", timeout_s=60))
@@ -406,9 +404,8 @@ def test_a_call_that_breaks_while_it_is_sent_ends_the_group_at_once() -> None:
     try:
         earlier = group.broadcast_call("toy.update")
         with pytest.raises(NotImplementedError):
-            group.broadcast_call(
-                "toy.update", batch=torch.empty(2, device="meta")
-            )  # as a device that has failed
+            # as a device that has failed
+            group.broadcast_call("toy.update", batch=torch.empty(2, device="meta"))
         with pytest.raises(
             HostError, match=r"toy.update could not be sent to all hosts: NotImplementedError"
         ):

@@ -83,9 +83,8 @@ def test_a_failed_build_leaves_no_process_group_behind() -> None:
 
 
 def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
-    layout = ParallelLayout(
-        world_size=8, tp=2, pp=2
-    )  # dp 2; leaders are the last stage's tp 0: ranks 4 and 6
+    # dp 2; leaders are the last stage's tp 0: ranks 4 and 6
+    layout = ParallelLayout(world_size=8, tp=2, pp=2)
     batch = batch_of([1, 2, 7], [3, 9], [4, 5, 6, 8])
     scattered = make_scattered_call(
         7, "actor.log_probs", batch, layout, token_budget=8, arguments={"temperature": 0.5}
@@ -102,9 +101,8 @@ def test_scatter_gives_shards_to_leaders_and_plans_to_all() -> None:
         2,
     ]
     shards = [codec.decode_message(b"".join(calls[rank].shard)) for rank in scattered.leader_ranks]
-    assert scattered.max_shard_bytes == max(shard.num_tokens for shard in shards) * (
-        8 + 1
-    )  # int64 ids and a mask
+    # int64 ids and a mask
+    assert scattered.max_shard_bytes == max(shard.num_tokens for shard in shards) * (8 + 1)
     results = [TokenLogProbs(shard.token_ids / 2) for shard in shards]
     whole = join_replica_results("actor.log_probs", results, scattered.replica_plans, batch.offsets)
     assert torch.equal(whole.log_probs, batch.token_ids / 2) and whole.entropies is None

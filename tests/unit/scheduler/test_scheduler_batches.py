@@ -88,9 +88,8 @@ def test_seeds_differ_in_every_part_and_fit_31_bits() -> None:
         for c in range(32)
         for d in range(16)
     ]
-    assert (
-        len(set(seeds)) == len(seeds) == 15360
-    )  # 0.05 collisions are expected of as many random ones
+    # 0.05 collisions are expected of as many random ones
+    assert len(set(seeds)) == len(seeds) == 15360
     assert min(seeds) >= 0 and max(seeds) < 1 << 31
     assert len({derive_seed(1, 2), derive_seed(2, 1), derive_seed(1, 2, 0), derive_seed(12)}) == 4
     mean = sum(seeds) / len(seeds) / (1 << 31)
@@ -220,9 +219,8 @@ def test_weights_have_the_denominator_of_their_mini_batch(mode: str) -> None:
         "seq-mean-token-sum": 19 / 2,
         "seq-mean-token-sum-norm": 19 / 16,
     }.get(mode, 1.0)
-    assert last.loss_weights.sum().item() == pytest.approx(
-        total
-    )  # two samples, of 9 and 10 response tokens
+    # two samples, of 9 and 10 response tokens
+    assert last.loss_weights.sum().item() == pytest.approx(total)
 
 
 def picks_of(

@@ -134,9 +134,8 @@ def test_what_must_be_told_is_asked_for() -> None:
 def test_verl_defaults_are_written_where_ours_differ() -> None:
     result = translated("actor_rollout_ref.model.path=/model")
     found = values(result)
-    assert (
-        found["algorithm.adv_estimator"] == "gae" and "algorithm.params.gamma" not in found
-    )  # 1.0 in both
+    # 1.0 in both
+    assert found["algorithm.adv_estimator"] == "gae" and "algorithm.params.gamma" not in found
     assert found["data.train_batch_size"] == 1024 and found["rollout.n"] == 1
     assert found["actor.mini_batch_size"] == 256 and found["actor.shuffle"] is False
     assert found["actor.optim.betas"] == found["critic.optim.betas"] == [0.9, 0.999]
@@ -297,9 +296,8 @@ def test_micro_batches_as_token_budgets() -> None:
     lengths = ("data.max_prompt_length=100", "data.max_response_length=401")
     layout = ("actor_rollout_ref.actor.megatron.tensor_model_parallel_size=2",)
     of_all = translated(BASE, *lengths, *layout, "actor_rollout_ref.actor.ppo_micro_batch_size=16")
-    assert (
-        values(of_all)["actor.ppo_max_token_len_per_gpu"] == 4 * 501
-    )  # 16 samples over 8 / 2 replicas
+    # 16 samples over 8 / 2 replicas
+    assert values(of_all)["actor.ppo_max_token_len_per_gpu"] == 4 * 501
     shared = translated(
         BASE,
         *lengths,
@@ -347,9 +345,8 @@ def test_what_changes_learning_and_has_no_counterpart(override: str, text: str) 
     result = translated(BASE, "actor_rollout_ref.actor.use_kl_loss=True", override)
     (line,) = learning(result)
     assert line.startswith(override.lstrip("+").partition("=")[0] + ": ") and text in line
-    assert line.split(": ", 1)[1] in " ".join(
-        result.yaml_text.replace("#", "").split()
-    )  # the file says it, too
+    # the file says it, too
+    assert line.split(": ", 1)[1] in " ".join(result.yaml_text.replace("#", "").split())
 
 
 def test_switches_that_are_off_ask_for_nothing() -> None:

@@ -48,9 +48,8 @@ def test_the_plan_is_what_the_head_takes(shape: HeadCallShape) -> None:
 @pytest.mark.dist
 def test_a_split_sequence_is_gathered(dist_pool: DistPool) -> None:
     shape = replace(SHAPE, hidden_size=512, num_columns=3000, num_sequence_parts=2, chunk_size=1024)
-    copy = (
-        4 * shape.num_tokens * shape.hidden_size
-    )  # that gloo makes of what it sums: temporary tensors of collectives
+    # that gloo makes of what it sums: temporary tensors of collectives
+    copy = 4 * shape.num_tokens * shape.hidden_size
     for found in dist_pool.run(
         head_peak, tp=2, sequence_parallel=True, shape=shape, num_parts=2, timeout_s=300
     ):

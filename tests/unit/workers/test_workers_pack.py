@@ -36,19 +36,16 @@ def test_pack_places_documents_filler_rows_and_columns() -> None:
     )
     first, second = packed.micro_batches
 
-    assert first.token_ids.tolist() == [
-        [0, 0, 0, 30, 10, 11, 12]
-    ]  # filler, then by length; no document's last token
+    # filler, then by length; no document's last token
+    assert first.token_ids.tolist() == [[0, 0, 0, 30, 10, 11, 12]]
     assert first.position_ids.tolist() == [[0, 0, 0, 0, 0, 1, 2]]
     assert first.cu_seqlens.tolist() == [0, 1, 2, 3, 4, 7]
     assert first.cu_seqlens.dtype == torch.int32
     assert first.max_seqlen == 3
     assert first.rows.tolist() == [5, 6]
     assert first.targets.tolist() == [12, 13]
-    assert (first.sequence_ids.tolist(), first.num_sequences) == (
-        [1, 1],
-        2,
-    )  # of 30 and 10 .. 12, without the fillers
+    # of 30 and 10 .. 12, without the fillers
+    assert (first.sequence_ids.tolist(), first.num_sequences) == ([1, 1], 2)
     assert first.columns["advantages"].tolist() == [2.0, 3.0]
     assert first.columns["loss_weights"].tolist() == pytest.approx([0.2, 0.3])
     assert set(first.columns) == {"loss_weights", "advantages"}
@@ -183,10 +180,8 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
 
     seen = []
     predicted = []
-    owners: list[set[tuple[int, int]]] = [
-        set(),
-        set(),
-    ]  # of each micro-batch: (its sequence, sample)
+    # of each micro-batch: (its sequence, sample)
+    owners: list[set[tuple[int, int]]] = [set(), set()]
     for rank in range(cp):
         packed = pack_batch(batch, plan, layout, rank)
         predicted += packed.token_index.tolist()
@@ -198,9 +193,8 @@ def test_the_shares_of_all_ranks_are_the_documents(cp: int, tp: int) -> None:
             positions = micro.position_ids[0]
             seen += [(i, p) for i, p in zip(ids.tolist(), positions.tolist(), strict=True) if i > 0]
             assert micro.targets.tolist() == (ids[micro.rows] + 1).tolist()
-            samples = (
-                torch.bucketize(micro.targets - 1, offsets, right=True) - 1
-            )  # a target is 1 + its place
+            # a target is 1 + its place
+            samples = torch.bucketize(micro.targets - 1, offsets, right=True) - 1
             owners[number] |= set(zip(micro.sequence_ids.tolist(), samples.tolist(), strict=True))
             assert micro.num_sequences == len(plan.micro_batches[number])
             chunks = (

@@ -22,11 +22,8 @@ import torch
 
 from tools.cuda_rehearsal.alone.children import in_children
 
-SHARED = {
-    80: 163 << 10,
-    90: 227 << 10,
-    100: 227 << 10,
-}  # bytes that a block of threads can have, by architecture
+# bytes that a block of threads can have, by architecture
+SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}
 COLUMNS = (8192, 4096, 4480)  # of a tile, and of the last tile of 151,936 columns
 
 

@@ -125,9 +125,8 @@ def count(shape: str, recompute: str, stage: int) -> Peak:
         model = ActorModel(
             backend, actor, phases, parse_loss_side_correction(config.algorithm.rollout_correction)
         )
-        batch = batch_of(
-            layout.pp * layout.dp, tokens * layout.cp
-        )  # as many as are under way at the first stage
+        # as many as are under way at the first stage
+        batch = batch_of(layout.pp * layout.dp, tokens * layout.cp)
         plan = plan_replicas(
             batch.lengths.tolist(), layout.dp, tokens * layout.cp, *multiples(layout)
         )[0]

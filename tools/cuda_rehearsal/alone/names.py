@@ -35,9 +35,8 @@ LAYOUTS = {
         Axes(impl=TE, tp=2, sequence_parallel=True, ep=2, etp=1, is_grouped=True),
     )
 }
-OUTPUT_LAYER = (
-    "output_layer.weight"  # tied: of a last stage, a copy of the embedding, which the rule is of
-)
+# tied: of a last stage, a copy of the embedding, which the rule is of
+OUTPUT_LAYER = "output_layer.weight"
 MARKS = {"sequence_parallel": False, "tensor_model_parallel": False, "allreduce": True}
 """What optimizers read of a parameter, and what it means where it is not there."""
 

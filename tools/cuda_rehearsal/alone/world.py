@@ -126,9 +126,8 @@ def _stand_ins(hf_config: HFConfig, loads_weights: bool) -> list[Any]:
     exchanged = MoEAlltoAllTokenDispatcher.preprocess
 
     def judged(self: Any, losses: Any) -> tuple[int, float]:
-        with contextlib.suppress(
-            TypeError, KeyError
-        ):  # the root of a negative sum, a verdict that is none
+        # the root of a negative sum, a verdict that is none
+        with contextlib.suppress(TypeError, KeyError):
             judge(self, losses)
         return 0, 1.0
 
@@ -185,9 +184,8 @@ def _evenly_selected(hf_config: HFConfig) -> Iterator[None]:
     choices = int(arguments["moe_router_topk"])
 
     def masked_select(values: Tensor, mask: Tensor) -> Tensor:
-        torch.nonzero_static(
-            mask, size=mask.numel() * choices // num_experts
-        )  # its indices, as CUDA's kernel has them
+        # its indices, as CUDA's kernel has them
+        torch.nonzero_static(mask, size=mask.numel() * choices // num_experts)
         return values.new_empty(mask.numel() * choices // num_experts)
 
     library = torch.library.Library("aten", "IMPL", "CUDA")

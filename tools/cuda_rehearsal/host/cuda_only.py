@@ -217,9 +217,8 @@ def flash_backward(
     for a, b in documents(SQ, SK):
         g_, q_, o_, k_, v_ = (t.float() for t in (G[a], Q[a], OUT[a], K[b], V[b]))
         weights, own = weights_of(q_, k_, causal, factor, window_size_left, window_size_right)
-        weights = (
-            weights * torch.exp(own - LSE[:, a])[..., None]
-        )  # as the kernel: by the base that it is given
+        # as the kernel: by the base that it is given
+        weights = weights * torch.exp(own - LSE[:, a])[..., None]
         d_weights = torch.einsum("tnd,snd->nts", g_, v_.repeat_interleave(group, 1))
         d_scores = weights * (d_weights - (g_ * o_).sum(-1).T[..., None]) * factor
         dq[a] = torch.einsum("nts,snd->tnd", d_scores, k_.repeat_interleave(group, 1)).to(Q.dtype)

@@ -37,9 +37,8 @@ class BatchView:
 
     samples: tuple[LoggedSample, ...]
     mismatch_step: MismatchStep | None
-    iter_distributions: Callable[
-        [], Iterator[tuple[str, Tensor]]
-    ]  # see `metrics.batch.distributions`; whole columns
+    # see `metrics.batch.distributions`; whole columns
+    iter_distributions: Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class RunLogger:

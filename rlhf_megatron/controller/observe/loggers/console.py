@@ -210,9 +210,8 @@ class ConsoleLogger(RunLogger):
         if not metrics.keys() <= self._seen_metric_keys:
             self._seen_metric_keys |= metrics.keys()
             columns = self._select_columns_for_terminal()
-            self._num_rows = (
-                self._num_rows if columns == self._table_columns else 0
-            )  # the table changes: a header
+            # the table changes: a header
+            self._num_rows = self._num_rows if columns == self._table_columns else 0
             self._table_columns = columns
         if self._num_rows % ROWS_PER_HEADER == 0:
             self._console.print(

@@ -51,9 +51,8 @@ class TensorboardLogger(RunLogger):
         from torch.utils.tensorboard import SummaryWriter
 
         resumed = facts.resumed_from_step
-        purged = (
-            None if resumed is None else resumed + 1
-        )  # the viewer drops what a former process wrote from there on
+        # the viewer drops what a former process wrote from there on
+        purged = None if resumed is None else resumed + 1
         threading.excepthook = _silence_writer_thread_error
         self._writer = SummaryWriter(
             str(run_dir / "tensorboard" / facts.run_name), flush_secs=FLUSH_S, purge_step=purged

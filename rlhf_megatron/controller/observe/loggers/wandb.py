@@ -59,9 +59,8 @@ class WandbLogger(RunLogger):
             )
         import wandb
 
-        can_ask = (
-            "prompt" in inspect.signature(wandb.login).parameters
-        )  # older ones would wait for an answer
+        # older ones would wait for an answer
+        can_ask = "prompt" in inspect.signature(wandb.login).parameters
         if (
             wandb.setup().settings.mode not in OFFLINE_MODES
             and can_ask

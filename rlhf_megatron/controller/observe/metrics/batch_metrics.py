@@ -104,9 +104,8 @@ def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
     is_mixed = groups.have_differing_entries(batch.rewards)
     counts = groups.count_valid_samples()
     is_uniform = (counts > 1) & ~is_mixed
-    rewards = groups.sum_by_group(batch.rewards) / counts.clamp(
-        min=1
-    )  # of a uniform group: of each of its samples
+    # of a uniform group: of each of its samples
+    rewards = groups.sum_by_group(batch.rewards) / counts.clamp(min=1)
     shares = {
         "mixed_groups": is_mixed,
         "uniform_groups": is_uniform,
@@ -297,9 +296,8 @@ def estimate_variance_proxies(batch: TrainBatch, sum_squares_T: Tensor) -> dict[
         batch.old_log_probs.exp().mul_(-2.0).add_(sum_squares_T).add_(1.0).mul_(batch.response_mask)
     )
     w_B = _sum_per_sample(weights_T, batch.offsets)[is_valid_B]
-    sums_B = _sum_per_sample(
-        batch.advantages, batch.offsets
-    )  # advantages are 0 outside of the response
+    # advantages are 0 outside of the response
+    sums_B = _sum_per_sample(batch.advantages, batch.offsets)
     squares_B = (sums_B / count_sampled_tokens(batch).clamp(min=1)).square()[is_valid_B]
     return {
         "variance_proxy/proxy2_total_power": (squares_B * w_B).mean().item(),

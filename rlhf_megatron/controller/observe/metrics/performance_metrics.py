@@ -178,9 +178,8 @@ class PerformanceBasis:
     token_budget: int  # of a micro-batch of the log-probs, on one rank
     max_prompt_length: int
     num_critic_epochs: int
-    policy_hf_config: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # its config.json; empty: not known
+    # its config.json; empty: not known
+    policy_hf_config: Mapping[str, Any] = field(default_factory=dict)
     critic_hf_config: Mapping[str, Any] = field(default_factory=dict)
     device_peak_tflops: float | None = None  # as the configuration says; None: by the device's name
 

@@ -33,9 +33,8 @@ class ChartSpec:
     name: str
     title: str
     metric_keys: tuple[str, ...]
-    labels: Mapping[str, str] = field(
-        default_factory=dict
-    )  # key -> name of its line, where the key says too little
+    # key -> name of its line, where the key says too little
+    labels: Mapping[str, str] = field(default_factory=dict)
     band: str | tuple[str, str] = ""
     kind: str = "lines"  # or "stack": shares of a whole; "points": few measurements
     row_kind: str = "step"  # kind of line of metrics.jsonl that has the keys

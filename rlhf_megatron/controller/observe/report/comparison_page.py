@@ -41,10 +41,8 @@ from rlhf_megatron.controller.observe.report.run_overview import (
 from rlhf_megatron.controller.observe.report.run_page import render_document, render_footer
 
 SEED_SETTINGS = ("trainer.seed", "model.init_seed", "data.seed")
-SETTINGS_IGNORED_IN_GROUPING = (
-    *SEED_SETTINGS,
-    *SETTINGS_WITHOUT_INFLUENCE,
-)  # settings that the runs of a group may differ in
+# settings that the runs of a group may differ in
+SETTINGS_IGNORED_IN_GROUPING = *SEED_SETTINGS, *SETTINGS_WITHOUT_INFLUENCE
 
 BAND_NOTE = (
     "In charts, thick: mean over the runs of a configuration; band: its 95 % interval (Student's"

@@ -27,9 +27,8 @@ from rlhf_megatron.controller.observe.report.run_files import (
     WorstToken,
 )
 
-MAX_TIMELINE_STEPS = (
-    400  # of which bars are embedded; of a longer run the slowest, and an even choice of the rest
-)
+# of which bars are embedded; of a longer run the slowest, and an even choice of the rest
+MAX_TIMELINE_STEPS = 400
 NUM_SLOWEST_STEPS = 100
 
 MAX_STEP_RANGES = 120  # of the map over steps; longer runs add neighbouring steps up

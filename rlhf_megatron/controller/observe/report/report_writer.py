@@ -74,9 +74,8 @@ MATPLOTLIB_STYLE: Any = {
 @dataclass(frozen=True)
 class WrittenReport:
     page_path: Path
-    picture_names: (
-        tuple[str, ...] | None
-    )  # file names beside the page; None: matplotlib is not installed
+    # file names beside the page; None: matplotlib is not installed
+    picture_names: tuple[str, ...] | None
     notes: tuple[str, ...]  # what was left out of the files of the runs
     run_states: tuple[str, ...]  # how each run ended
     is_final: bool = True  # no run goes on
@@ -251,9 +250,8 @@ def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
             value is not None and value < 0 for series in chart.series for value in series.values
         )
         panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]) if has_negative else 0.0)
-    panel.set_title(
-        escape_matplotlib_text(chart.title), fontsize=9.5, loc="left", y=1.0
-    )  # a given place: it is not searched for
+    # a given place: it is not searched for
+    panel.set_title(escape_matplotlib_text(chart.title), fontsize=9.5, loc="left", y=1.0)
     panel.set_xlabel(chart.axis_label)
     if chart.kind == "stack":
         y_label = "share"

@@ -24,12 +24,8 @@ from rlhf_megatron.controller.observe.report.run_overview import (
 
 REWARD_KEY = "critic/rewards/mean"
 NUM_METRICS_NAMED = 5  # metrics of a step in a line
-_TIMING_KEY_PREFIXES = (
-    "timing_s/",
-    "timing_per_token_ms/",
-    "perf/",
-    "memory/",
-)  # metrics that differ in equal runs
+# metrics that differ in equal runs
+_TIMING_KEY_PREFIXES = "timing_s/", "timing_per_token_ms/", "perf/", "memory/"
 _TIMING_UNITS = ("s", "ms", "GiB", "tokens/s", "tokens/s/GPU", "TFLOP/s")
 
 
@@ -57,9 +53,8 @@ class RunDifferences:
     setting_rows: tuple[tuple[str, str, str], ...]
     version_rows: tuple[tuple[str, str, str], ...]
     file_rows: tuple[tuple[str, str, str], ...]  # digests of model, data, rewards and plugins
-    curve_differences: tuple[
-        CurveDifference, ...
-    ]  # reward and held-out accuracy, and each metric whose difference leaves 0 out
+    # reward and held-out accuracy, and each metric whose difference leaves 0 out
+    curve_differences: tuple[CurveDifference, ...]
     num_common_metrics: int  # that both runs have
     first_difference_text: str  # at which step the first figure differs, in words
     notes: tuple[str, ...]

@@ -80,12 +80,10 @@ class LoggedSample:
     finish_reason: str
     num_tokens: int  # of the response
     policy_version: int
-    version_spans: tuple[
-        tuple[int, int, int], ...
-    ] = ()  # (version, start, end) each; (): all of `policy_version`
-    num_cached_tokens: int | None = (
-        None  # of the prompt; None, here and below: an older run did not tell
-    )
+    # (version, start, end) each; (): all of `policy_version`
+    version_spans: tuple[tuple[int, int, int], ...] = ()
+    # of the prompt; None, here and below: an older run did not tell
+    num_cached_tokens: int | None = None
     num_retractions: int | None = None
 
 
@@ -146,18 +144,15 @@ class RunFiles:
     spans: tuple[TraceSpan, ...] = ()
     samples: tuple[LoggedSample, ...] = ()
     mismatch_steps: tuple[MismatchStep, ...] = ()
-    log_errors: tuple[
-        str, ...
-    ] = ()  # what ranks and engines logged as errors, the first of each log
+    # what ranks and engines logged as errors, the first of each log
+    log_errors: tuple[str, ...] = ()
     age_s: float = 0.0  # since the last write to metrics.jsonl
     attempts: tuple[Mapping[str, Any], ...] = ()  # lines of attempts.jsonl
     notes: tuple[str, ...] = ()  # what was left out of which file
-    absence_reasons: Mapping[str, str] = field(
-        default_factory=dict
-    )  # file name -> why there is nothing from it
-    lock_section: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # the section `lock_section` of its lock file
+    # file name -> why there is nothing from it
+    absence_reasons: Mapping[str, str] = field(default_factory=dict)
+    # the section `lock_section` of its lock file
+    lock_section: Mapping[str, Any] = field(default_factory=dict)
 
 
 def read_run_files(run_dir: Path) -> RunFiles:

@@ -41,17 +41,14 @@ class AsynchronousSchedule(Schedule):
     """
 
     max_lag: int = 2  # syncs between the first token of a group and its training, at most
-    partial_rollouts: bool = (
-        True  # generation goes on over a sync; false: the sync waits until no group is generated
-    )
-    late: Literal["wait", "drop", "again"] = (
-        "wait"  # what becomes of a group that others left behind
-    )
+    # generation goes on over a sync; false: the sync waits until no group is generated
+    partial_rollouts: bool = True
+    # what becomes of a group that others left behind
+    late: Literal["wait", "drop", "again"] = "wait"
     oversampling: float = 1.0  # groups in flight for each that can be trained in time
     annotates_early: bool = True  # finished groups get their log-probs while a batch is awaited
-    max_running_groups: int | None = (
-        None  # groups that are generated at a time; null: as many as max_lag allows
-    )
+    # groups that are generated at a time; null: as many as max_lag allows
+    max_running_groups: int | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for parameters out of range, or for oversampling beside `late: wait`."""

@@ -36,9 +36,8 @@ class FlowGroup:
 
     # order in which groups were started, from 0 on; one that is generated anew keeps its number
     number: int
-    oldest_version: (
-        int  # of its tokens; while it runs, the version that was served when it was started
-    )
+    # of its tokens; while it runs, the version that was served when it was started
+    oldest_version: int
     stage: GroupStage = GroupStage.RUNNING
     is_annotated: bool = False  # it has the log-probs of the policy that trains next
 
@@ -84,22 +83,18 @@ class GroupFlow:
         self.last_taken_step = num_steps_done  # the last that was taken: it is trained, or done
         self.is_training = False  # a batch was taken and its weights are not yet served
         self.is_update_done = False  # of that batch: the update is done, the sync is not
-        self.groups_in_flight: dict[
-            int, FlowGroup
-        ] = {}  # by number, in the order in which they were started
-        self.scored_order: list[
-            int
-        ] = []  # numbers of those that can train, in the order in which they were scored
+        # by number, in the order in which they were started
+        self.groups_in_flight: dict[int, FlowGroup] = {}
+        # numbers of those that can train, in the order in which they were scored
+        self.scored_order: list[int] = []
         self.events: list[FlowEvent] = []  # who keeps the ledger may empty it
         self._next_group_number = next_group_number
         self._num_running = 0
-        self._num_by_version: Counter[int] = (
-            Counter()
-        )  # groups in flight by their oldest version; no zeros
+        # groups in flight by their oldest version; no zeros
+        self._num_by_version: Counter[int] = Counter()
         self._num_scored_by_version: Counter[int] = Counter()  # those of them that can train
-        self._unannotated_numbers: dict[
-            int, None
-        ] = {}  # numbers of those that can train and lack log-probs, in their order
+        # numbers of those that can train and lack log-probs, in their order
+        self._unannotated_numbers: dict[int, None] = {}
 
     # What schedules read
 

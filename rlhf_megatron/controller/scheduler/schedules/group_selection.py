@@ -91,9 +91,8 @@ def select_oldest_within_lag(flow: GroupFlow, max_lag: int) -> Sequence[int] | N
     for version, count in flow.num_by_oldest_version.items():
         due += count
         num_chosen = min(num_chosen + flow.count_scored(version), flow.batch_size)
-        room_later = flow.batch_size * (
-            version - is_next
-        )  # in the steps after this one, until these are due
+        # in the steps after this one, until these are due
+        room_later = flow.batch_size * (version - is_next)
         must = min(due - room_later, due, flow.batch_size)
         if num_chosen < must:
             return None

@@ -29,9 +29,8 @@ class StreamingSchedule(Schedule):
     """
 
     oversampling: float = 1.0  # groups in flight for each that a step trains
-    tail: Literal["wait", "drop", "carry_over"] = (
-        "wait"  # what becomes of the slowest groups of a step
-    )
+    # what becomes of the slowest groups of a step
+    tail: Literal["wait", "drop", "carry_over"] = "wait"
     max_lag: int = 0  # syncs that a carried group may see before it is trained
 
     annotates_early: ClassVar[bool] = True

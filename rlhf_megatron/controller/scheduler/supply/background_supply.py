@@ -48,9 +48,8 @@ from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, concat_batches
 from rlhf_megatron.rollout.fleet.generation_session import GenerationSession
 from rlhf_megatron.stop import RunStopped
 
-AnnotateSamples = Callable[
-    [int, ScoredBatch], AnnotatedBatch
-]  # step that trains on the samples, samples
+# step that trains on the samples, samples
+AnnotateSamples = Callable[[int, ScoredBatch], AnnotatedBatch]
 
 THREAD_END_TIMEOUT_S = 20.0  # that a thread gets to end; it is a daemon
 
@@ -146,22 +145,18 @@ class BackgroundSupply:
     mini_batch_size: int  # samples that an early piece has at least
     begin_step: Callable[[], None] = lambda: None  # called first in `take_batch`
     should_stop: Callable[[], None] = lambda: None
-    pause_session: Callable[[], AbstractContextManager[object]] = (
-        nullcontext  # in it the session leaves the engines alone
-    )
-    is_serving: Callable[[], bool] = lambda: (
-        True
-    )  # False: no engine will end what runs before it gets new weights
+    # in it the session leaves the engines alone
+    pause_session: Callable[[], AbstractContextManager[object]] = nullcontext
+    # False: no engine will end what runs before it gets new weights
+    is_serving: Callable[[], bool] = lambda: True
     filter_report: GroupFilterReport | None = None  # of `algorithm.filter_groups`
     journal: GroupJournal | None = None  # keeps finished groups
     resumed_groups: ResumedGroups = ResumedGroups(0)  # what to go on with
-    discard_route_files: Callable[[int, Sequence[str]], None] = lambda step, routes: (
-        None
-    )  # told of files that train nothing
+    # told of files that train nothing
+    discard_route_files: Callable[[int, Sequence[str]], None] = lambda step, routes: None
     report_waiting: Callable[[str], None] = lambda text: None  # told what is waited for
-    on_events: Callable[[Sequence[FlowEvent]], None] = lambda events: (
-        None
-    )  # gets the lines of the Flow, in order
+    # gets the lines of the Flow, in order
+    on_events: Callable[[Sequence[FlowEvent]], None] = lambda events: None
 
     def __post_init__(self) -> None:
         """Make the ledger, and put the groups of a former process into it. No thread is started

@@ -108,15 +108,12 @@ class ScoredGroup:
     has_signal: bool = True  # False: `algorithm.filter_groups` leaves it out
 
 
-DrawPrompts = Callable[
-    [Sequence[int]], PromptBatch
-]  # positions of the prompt stream -> the prompts there
-MakeRequests = Callable[
-    [PromptBatch, int], list[list[GenerateRequest]]
-]  # prompts, version -> requests of each
-ScoreFinishedGroups = Callable[
-    [Sequence[FinishedGroup]], list[ScoredGroup]
-]  # called by one thread, with all groups that have come
+# positions of the prompt stream -> the prompts there
+DrawPrompts = Callable[[Sequence[int]], PromptBatch]
+# prompts, version -> requests of each
+MakeRequests = Callable[[PromptBatch, int], list[list[GenerateRequest]]]
+# called by one thread, with all groups that have come
+ScoreFinishedGroups = Callable[[Sequence[FinishedGroup]], list[ScoredGroup]]
 
 
 @dataclass(frozen=True)
@@ -139,9 +136,8 @@ class TakenBatch:
     num_running: int  # groups that are generated meanwhile
     num_scored: int
     num_with_signal: int
-    drop_counts: Counter[str] = field(
-        default_factory=Counter
-    )  # groups dropped, by reason, and "again"
+    # groups dropped, by reason, and "again"
+    drop_counts: Counter[str] = field(default_factory=Counter)
     unused_route_files: tuple[str, ...] = ()  # files of routes of samples that train nothing
 
     @property
@@ -169,9 +165,8 @@ class GroupLedger:
         groups that a step may score before it trains on fewer than a whole batch; None: any number.
         `on_events` gets the new events of the flow, which the flow then forgets.
         """
-        self.state_changed = (
-            threading.Condition()
-        )  # held by whoever reads or tells; told of every change
+        # held by whoever reads or tells; told of every change
+        self.state_changed = threading.Condition()
         self.flow = flow
         self.schedule = schedule
         self.pending_batch: TakenBatch | None = None  # that the trainer has not fetched
@@ -186,9 +181,8 @@ class GroupLedger:
         self._trainable_groups: dict[int, ScoredGroup] = {}  # that can train
         self._numbers_in_training: tuple[int, ...] = ()
         self._num_drawn = 0
-        self._groups_without_signal: list[
-            ScoredGroup
-        ] = []  # the first without signal since the last batch
+        # the first without signal since the last batch
+        self._groups_without_signal: list[ScoredGroup] = []
         self._drop_counts: Counter[str] = Counter()  # since the last batch
         self._unused_route_files: list[str] = []  # likewise
         self._num_scored = self._num_with_signal = 0

@@ -54,9 +54,8 @@ class EngineDriver:
         self._draw_prompts = draw_prompts
         self._make_requests = make_requests
         self._journal = journal
-        self._running_groups: dict[
-            int, tuple[PromptBatch, int]
-        ] = {}  # by group: its prompt and attempt
+        # by group: its prompt and attempt
+        self._running_groups: dict[int, tuple[PromptBatch, int]] = {}
 
     def run_until_closed(self) -> None:
         """Follow the ledger's orders and report finished groups, until the ledger is closed; then

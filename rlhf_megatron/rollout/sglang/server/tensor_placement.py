@@ -24,10 +24,8 @@ FUSED_MEMBERS = {  # SGLang's fused part -> its Hugging Face members in order
     "gate_up_proj": ("gate_proj", "up_proj"),
     "fused_qkv_a_proj_with_mqa": ("q_a_proj", "kv_a_proj_with_mqa"),
 }
-EXPERT_MEMBERS = {
-    "w13_weight": ("gate_proj", "up_proj"),
-    "w2_weight": ("down_proj",),
-}  # SGLang's [expert, rows, columns]
+# SGLang's [expert, rows, columns]
+EXPERT_MEMBERS = {"w13_weight": ("gate_proj", "up_proj"), "w2_weight": ("down_proj",)}
 # GPT-OSS: an expert's entry of tensors whose input comes first, gate and up by turns.
 EXPERT_ENTRY_NAMES = {
     "w13_weight": "gate_up_proj",
@@ -40,9 +38,8 @@ HEAD_NAME = "lm_head.weight"
 PLAIN_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _EXPERT_PATTERN = re.compile(r"(.*\.experts)\.(\d+)\.(\w+)\.weight(_scale_inv)?")
 _EXPERT_ENTRY_PATTERN = re.compile(r"(.*\.experts)\.(\d+)\.((?:gate_up|down)_proj(?:_bias)?)")
-_SHARED_EXPERT_PATTERN = re.compile(
-    r"(.*)\.shared_experts\.(\w+)\.weight(_scale_inv)?"
-)  # on GPUs it stands behind the other experts
+# on GPUs it stands behind the other experts
+_SHARED_EXPERT_PATTERN = re.compile(r"(.*)\.shared_experts\.(\w+)\.weight(_scale_inv)?")
 _UNQUANTISED_MARK = "Unquant"  # names of SGLang's methods that keep weights as they come
 
 
@@ -182,9 +179,8 @@ def _rebuild_derived_parts(
     if leaf != "kv_b_proj":
         return
     attention = model.get_submodule(prefix)
-    if attention.w_kc is None or is_quantised_layer(
-        attention.kv_b_proj
-    ):  # before the first load; rounded anew
+    # before the first load; rounded anew
+    if attention.w_kc is None or is_quantised_layer(attention.kv_b_proj):
         return
     values = torch.cat([attention.w_kc, attention.w_vc.transpose(1, 2)], 1).flatten(0, 1)
     if values.dtype not in PLAIN_DTYPES:
