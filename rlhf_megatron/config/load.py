@@ -18,6 +18,7 @@ from typing import Any
 
 from rlhf_megatron.config import hub, hub_data
 from rlhf_megatron.config.errors import ConfigError, ConfigProblem
+from rlhf_megatron.config.former_defaults import add_implied_nodes
 from rlhf_megatron.config.key_paths import join_key_path
 from rlhf_megatron.config.rules import PreflightCheck
 from rlhf_megatron.config.rules.validate import find_config_problems, list_file_problems
@@ -45,6 +46,8 @@ _KEY = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*\Z")
 EXTENDS = "extends"
 LOCK = "lock"
 LOCK_FILE = "config.lock.yaml"  # in a run's directory (controller/recovery/config_lock_file.py)
+RESOLVED_FILE = "config.yaml"  # in directories that a run writes, which have one of:
+_RUN_WRITTEN_FILES = ("run.lock", "manifest.json", "capsule.json")
 
 INPUTS = {
     *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "reward_model.path"),
@@ -115,6 +118,7 @@ def load_run_config(
     with_plugins: bool = True,
     checks: Sequence[PreflightCheck] = (),
     log_text: Callable[[str], object] = lambda text: None,
+    adjust_loaded: Callable[[LoadedConfig], LoadedConfig] = lambda loaded: loaded,
 ) -> LoadedConfig:
     """Return the fully checked configuration of a run. Import the plugins that the configuration
     names; otherwise only read files.
@@ -123,12 +127,15 @@ def load_run_config(
     Without, the configuration may name a model that is made later. `with_plugins`: without, plugins
     are not imported, and parts that they may register are not checked. `checks`: further checks,
     which see the configuration with the default in place of each value that cannot be read.
-    `log_text` gets a line with the plugins before they run.
+    `log_text` gets a line with the plugins before they run. `adjust_loaded` returns the
+    configuration that the rules and the checks see, for a run that keeps settings of its checkpoint
+    (config/former_defaults.py).
 
     Raise ConfigError with every problem: syntax, unknown keys, types, contradictions, the model,
     and the problems that `checks` find.
     """
     loaded, problems, broken = _read_config_files(path, overrides)
+    loaded = adjust_loaded(loaded)
     if with_plugins and loaded.config.plugins:
         log_text(f"runs {', '.join(loaded.config.plugins)}\n")
         try:
@@ -265,9 +272,10 @@ class _ConfigFiles:
             self.read(base, base_where)
         self._open_paths.pop()
         self._merged_paths.add(real)
+        resolved = add_implied_nodes(node) if _is_resolved_config(path, node) else node
         items = {
             key: _move_to_layer(item, self.num_layers)
-            for key, item in node.items.items()
+            for key, item in resolved.items.items()
             if key not in (EXTENDS, LOCK)
         }
         self.lock = convert_to_plain(node.items[LOCK]) if LOCK in node.items else self.lock
@@ -325,6 +333,16 @@ class _ConfigFiles:
                 text = "extends must be a file name, relative to this file, or a list of them."
                 self.problems.append(ConfigProblem(text, location=str(extends.origin)))
         return bases
+
+
+def _is_resolved_config(path: Path, root: MappingNode) -> bool:
+    """Return whether a run wrote this file with all of its settings: a lock file, or the
+    configuration in the directory of a run, a checkpoint or a capsule.
+    """
+    is_in_run = path.name == RESOLVED_FILE and any(
+        (path.parent / name).exists() for name in _RUN_WRITTEN_FILES
+    )
+    return is_in_run or LOCK in root.items
 
 
 def read_config_text(path: Path) -> str:

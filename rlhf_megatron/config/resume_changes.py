@@ -12,6 +12,7 @@ from typing import Any
 
 import yaml
 
+from rlhf_megatron.config.former_defaults import FORMER_DEFAULTS
 from rlhf_megatron.config.show import format_yaml_value
 
 NOT_USED = "not in use"
@@ -124,13 +125,21 @@ def compute_settings_digest(
     of its policy.
 
     Layout, engines, deadlines and outputs do not count: the samples of a step stay right when those
-    change. The digests of plugins in `plugin_digests` count.
+    change. A setting that an earlier version did not have does not count with its former default,
+    so a journal of that version stays usable. The digests of plugins in `plugin_digests` count.
     """
-    kept = {
+    implied = {
+        (former.key, format_yaml_value(former.value))
+        for former in FORMER_DEFAULTS
+        if former.is_new_setting
+    }
+    settings_of_steps = {
         key: value
         for key, value in settings.items()
-        if not key.startswith(OF_LAYOUT) and (key.startswith(_OF_A_STEP) or key in _OF_A_STEP_TOO)
+        if not key.startswith(OF_LAYOUT)
+        and (key.startswith(_OF_A_STEP) or key in _OF_A_STEP_TOO)
+        and (key, value) not in implied
     }
     if plugin_digests:
-        kept["plugins"] = ",".join(sorted(plugin_digests.values()))
-    return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+        settings_of_steps["plugins"] = ",".join(sorted(plugin_digests.values()))
+    return hashlib.sha256(json.dumps(settings_of_steps, sort_keys=True).encode()).hexdigest()[:16]

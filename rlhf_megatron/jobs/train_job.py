@@ -16,16 +16,19 @@ from typing import TYPE_CHECKING, Literal
 from rlhf_megatron import faults
 from rlhf_megatron.config.cuda_environment import hide_gpus, set_missing_variables
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.former_defaults import FormerDefault, keep_former_defaults
 from rlhf_megatron.config.hub import fetch_models
 from rlhf_megatron.config.hub_data import fetch_data_splits
 from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
 from rlhf_megatron.config.load import LOCK_FILE, load_run_config, read_run_config
+from rlhf_megatron.config.resume_changes import flatten_config_yaml
 from rlhf_megatron.config.rules import PreflightCheck
 from rlhf_megatron.config.rules.run_rules import has_served_model, list_pool_layouts
 from rlhf_megatron.config.rules.validate import check_world_size
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import redact_secrets, reveal_secrets
 from rlhf_megatron.config.show import format_yaml_value, render_config_yaml
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.runtime.process_control import KEEPER_ENV
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
@@ -88,12 +91,42 @@ class TrainJob:
             capsule = self.replay if isinstance(self.replay, Path) else None
             last_step = self.replay if isinstance(self.replay, int) else None
             checks += list_preflight_checks(self.replay_from, last_step, capsule)
-        loaded = load_run_config(self.path, self.overrides, checks=checks)
+        kept: list[FormerDefault] = []
+
+        def keep_resumed_settings(loaded: LoadedConfig) -> LoadedConfig:
+            """Return the configuration with the former defaults that the resumed run keeps."""
+            resumed, former_defaults = keep_former_defaults(
+                loaded, self._read_resumed_settings(loaded.config)
+            )
+            kept.extend(former_defaults)
+            return resumed
+
+        loaded = load_run_config(
+            self.path, self.overrides, checks=checks, adjust_loaded=keep_resumed_settings
+        )
+        for former in kept if is_first else ():
+            print(former.describe(get_config_value(RunConfig(), former.key)), flush=True)
         if is_first and loaded.lock_contents is not None:
             from rlhf_megatron.controller.recovery.config_lock_file import check_config_lock
 
             check_config_lock(loaded, self.allow_changes, partial(print, flush=True))
         return reveal_secrets(loaded.config, os.environ)
+
+    def _read_resumed_settings(self, config: RunConfig) -> dict[str, str]:
+        """Return the settings, each as text, of the checkpoint, recorded run or capsule that this
+        job goes on from or repeats; {} for a new run.
+        """
+        from rlhf_megatron.controller.recovery.resume_point import (
+            CONFIG,
+            read_resumed_settings,
+        )
+
+        if self.replay is None:
+            return read_resumed_settings(self._locate_run_dir(config), config.trainer)
+        recorded = self.replay if isinstance(self.replay, Path) else self.replay_from
+        if recorded is None or not (recorded / CONFIG).is_file():
+            return {}  # another message says what is wrong with the replay
+        return flatten_config_yaml((recorded / CONFIG).read_text(encoding="utf-8"))
 
     def _fetch_hub_files(self) -> None:
         """Download the hub's models and data of the run on this machine. Of several ranks on one
@@ -122,8 +155,12 @@ class TrainJob:
         """Return the run's directory. A replay gets a directory of its own beside that of the run
         it reads, which mostly has the same configuration.
         """
-        name = self.config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
-        return Path(self.config.trainer.default_local_dir) / name
+        return self._locate_run_dir(self.config)
+
+    def _locate_run_dir(self, config: RunConfig) -> Path:
+        """Return the directory of a run with this configuration."""
+        name = config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
+        return Path(config.trainer.default_local_dir) / name
 
     def start(self) -> int:
         """Run this process's part of the job, as launcher, host or controller, and return its exit

@@ -256,6 +256,13 @@ class OptimConfig:
     lr_decay_steps: int | None = declare_setting(
         "optimizer steps until min_lr; null: all of the run", None, COUNT
     )
+    lr_decay_ends: Literal["after_last_step", "at_last_step"] = declare_setting(
+        (
+            "where the decay reaches min_lr: one optimizer step after its last one, which trains"
+            " too, or at the last one, which trains nothing where min_lr is 0"
+        ),
+        "after_last_step",
+    )
     min_lr: float = declare_setting("floor of the schedule", 0.0, BELOW_ONE)
     weight_decay: float = declare_setting("decoupled; norms and biases are exempt", 0.01, FRACTION)
     weight_decay_end: float | None = declare_setting(

@@ -6,10 +6,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
+from rlhf_megatron.config.former_defaults import add_implied_defaults
 from rlhf_megatron.config.resume_changes import (
     OF_DATA_ORDER,
     ConfigChanges,
@@ -24,6 +28,7 @@ from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore, 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.item_stream import ItemStream, StreamCursor
 from rlhf_megatron.plugins import compute_plugin_digests
+from rlhf_megatron.weights.checkpoint_manifest import verify_file_sizes
 from rlhf_megatron.weights.hf_reader import read_hf_config
 
 CHECKPOINTS = "checkpoints"
@@ -109,6 +114,28 @@ def is_run_resumed(run_dir: Path, trainer: TrainerConfig) -> bool:
     return bool(starts) and starts[0].get("resumed_from") == str(trainer.resume_from_path)
 
 
+def read_resumed_settings(run_dir: Path, trainer: TrainerConfig) -> dict[str, str]:
+    """Return the settings, each as text, of the checkpoint that a run in this directory would go on
+    from; {} for a new run.
+
+    Every process of a run reads the settings, before the data are read, so only the sizes of the
+    checkpoint's files are compared with the manifest here. `find_resume_point` verifies the
+    checkpoint, and says what is wrong where no checkpoint is good.
+    """
+    if is_run_resumed(run_dir, trainer):
+        store = CheckpointStore(run_dir / CHECKPOINTS)
+        paths = [store.get_checkpoint_path(step) for step in store.list_steps()]
+    elif trainer.resume_mode == "resume_path" and trainer.resume_from_path is not None:
+        paths = [Path(trainer.resume_from_path)]
+    else:
+        return {}
+    for path in paths:
+        with suppress(OSError, ValueError, yaml.YAMLError):
+            verify_file_sizes(path)
+            return flatten_config_yaml((path / CONFIG).read_text(encoding="utf-8"))
+    return {}
+
+
 def describe_complete_run(run_dir: Path, trainer: TrainerConfig) -> str | None:
     """Return a message for a run that has made all of its steps; None when there is work to do."""
     if not is_run_resumed(run_dir, trainer):
@@ -147,7 +174,7 @@ def find_resume_point(
     else:
         return None
     state = read_run_state(found)
-    before = flatten_config_yaml((found.path / CONFIG).read_text())
+    before = add_implied_defaults(flatten_config_yaml((found.path / CONFIG).read_text()))
     now = compute_plugin_digests(config.plugins)
     changes = compare_run_settings(
         before | _label_plugin_digests(state.plugins),
