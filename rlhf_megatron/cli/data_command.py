@@ -18,6 +18,7 @@ from rlhf_megatron.controller.supervised.supervised_run import load_supervised_d
 from rlhf_megatron.data.assistant_turns import TokenDocument
 from rlhf_megatron.data.document_samples import InMemorySampleSet, SampleSource
 from rlhf_megatron.data.document_sets import DocumentSets, make_answer_samples
+from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.published_datasets import (
     PUBLISHED_DATASETS,
@@ -37,6 +38,7 @@ def run_data_show_command(args: argparse.Namespace) -> None:
     """
     config = load_run_config(args.config, args.overrides).config
     sets, tokenizer = _load_document_sets(config)
+    items_name = "prompts" if config.job == "train" else "documents"
     marks = COLOUR_MARKS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else TEXT_MARKS
     for line in format_sample_lines(
         sets.sources if args.split == "train" else sets.held_out_sources, tokenizer, args.n, marks
@@ -50,6 +52,8 @@ def run_data_show_command(args: argparse.Namespace) -> None:
             ]
         )
     )
+    first_document = sets.sources[0].items[0].documents[0]
+    print(describe_opening_tokens(tokenizer, config.data, first_document.token_ids, items_name))
 
 
 def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:

@@ -51,6 +51,12 @@ FORMER_DEFAULTS = (
         FormerDefault(f"{section}.optim.lr_decay_ends", "at_last_step", True, _DECAY_ENDS)
         for section in ("actor", "critic", "warmup")
     ),
+    FormerDefault(
+        "data.add_special_tokens",
+        False,
+        True,
+        "the run began when plain text got no token in front, such as <s>",
+    ),
 )
 
 

@@ -1,4 +1,6 @@
-"""One row of a supervised or preference job as samples: a conversation, or a pair of answers."""
+"""One row of a supervised or preference job as samples: a conversation, a plain text, or a pair of
+answers.
+"""
 
 from __future__ import annotations
 
@@ -88,6 +90,26 @@ def parse_conversation_row(
         replace(s, teacher_top_tokens=told.select_positions(b, e))
         for s, b, e in zip(samples, ends, ends[1:], strict=False)
     ]
+
+
+def parse_text_row(
+    row: Mapping[str, Any],
+    text_key: str,
+    data: DataConfig,
+    sft: SFTConfig,
+    tokenizer: Tokenizer,
+    counts: RowOutcomeCounts | None = None,
+) -> list[DocumentSample]:
+    """Return the plain text under `text_key` as a document with the token ids of transformers' own
+    call; all tokens but the first train, since nothing predicts that one. `counts` stays as it is.
+    Raise ValueError where the row has no text.
+    """
+    text = look_up_key(row, text_key, "a row")
+    if not isinstance(text, str):
+        raise ValueError(f"{text_key!r} must be a text, not {type(text).__name__}")
+    ids = tokenizer.encode_document(text, data.add_special_tokens)
+    trained_spans = ((1, len(ids)),) if len(ids) > 1 else ()
+    return [DocumentSample((TokenDocument(ids, trained_spans),), "", parse_sample_weight(row, sft))]
 
 
 def _tokenize_row_turns(
@@ -218,9 +240,10 @@ def parse_preference_row(
             _parse_answer(value, key)
             for value, key in ((chosen, sft.chosen_key), (rejected, sft.rejected_key))
         ]
-        prompt_ids, *answer_ids = tokenizer.encode_texts(
+        text_ids, *answer_ids = tokenizer.encode_texts(
             [prompt_format.format_prompt(prompt), *answers]
         )
+        prompt_ids = (*prompt_format.select_opening_ids(tokenizer), *text_ids)
         ends = [(*prompt_ids, *ids, tokenizer.eos_token_id) for ids in answer_ids]
         documents = tuple(TokenDocument(ids, ((len(prompt_ids), len(ids)),)) for ids in ends)
     if documents[0].token_ids == documents[1].token_ids:

@@ -1,5 +1,5 @@
-"""The rows of supervised and preference jobs as samples:
-prompts and answers, conversations, pairs.
+"""The rows of supervised and preference jobs as samples: prompts and answers, conversations, plain
+texts, pairs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from rlhf_megatron.data.document_row_parsing import (
     parse_conversation_row,
     parse_preference_row,
     parse_sample_weight,
+    parse_text_row,
 )
 from rlhf_megatron.data.document_samples import DocumentSample, InMemorySampleSet, SampleSource
 from rlhf_megatron.data.prompt_items import PromptFormat, PromptItem, Truncation, truncate_ids
@@ -70,7 +71,7 @@ def load_documents(
     limit; also for a task or parameter that does not exist, and for a missing chat template.
     """
     counts = RowOutcomeCounts()
-    if is_pairs or sft.messages_key is not None:
+    if is_pairs or sft.messages_key is not None or sft.text_key is not None:
         train, held_out = _load_row_samples(data, sft, tokenizer, is_pairs, counts)
     else:
         train, held_out = _load_prompt_samples(data, sft, tokenizer, counts)
@@ -128,19 +129,26 @@ def load_held_out_samples(
 ) -> tuple[DocumentSample, ...]:
     """Return the held-out documents of a job, to be scored. The first row of the files decides
     their kind: prompts and answers, pairs where `is_pairs`, conversations (under "messages" where
-    sft.messages_key is null), or plain texts ("text").
+    sft.messages_key is null), or plain texts (under "text" where sft.text_key is null).
 
     Raise ValueError as `load_documents` does.
     """
     first = _read_first_row(data)
     is_pairs = is_pairs and sft.chosen_key in first
-    is_other = not is_pairs and sft.messages_key is None and data.prompt_key not in first
+    names_kind = sft.messages_key is not None or sft.text_key is not None
+    is_other = not is_pairs and not names_kind and data.prompt_key not in first
     if is_other and MESSAGES_KEY in first:
         sft = replace(sft, messages_key=MESSAGES_KEY)
         data = replace(data, apply_chat_template=True)
-    elif is_other and TEXT_KEY in first:
+    elif (is_other and TEXT_KEY in first) or sft.text_key is not None:
         counts = RowOutcomeCounts()
-        read = partial(_parse_text_row, tokenizer=tokenizer)
+        read = partial(
+            parse_text_row,
+            text_key=TEXT_KEY if sft.text_key is None else sft.text_key,
+            data=data,
+            sft=sft,
+            tokenizer=tokenizer,
+        )
         samples: Iterable[DocumentSample] = _read_samples(
             data.val_files, DataSourceConfig(""), read, data, counts
         )
@@ -149,17 +157,6 @@ def load_held_out_samples(
     return tuple(
         held_out.items[i] for held_out in sets.held_out_sources for i in range(len(held_out.items))
     )
-
-
-def _parse_text_row(row: Mapping[str, Any], tokenizer: Tokenizer) -> list[DocumentSample]:
-    """Return the plain text of a row as a document; all tokens but the first train. Raise
-    ValueError where the row has no text.
-    """
-    text = look_up_key(row, TEXT_KEY, "a row")
-    if not isinstance(text, str):
-        raise ValueError(f"{TEXT_KEY!r} must be a text, not {type(text).__name__}")
-    ids = tokenizer.encode(text)
-    return [DocumentSample((TokenDocument(ids, ((1, len(ids)),) if len(ids) > 1 else ()),), "")]
 
 
 # (name, weight, samples) of each source
@@ -216,7 +213,7 @@ def _load_row_samples(
     data: DataConfig, sft: SFTConfig, tokenizer: Tokenizer, is_pairs: bool, counts: RowOutcomeCounts
 ) -> tuple[SourceSamples, SamplesBySource]:
     """Return the training samples by source and the held-out samples by name, for files of
-    conversations or, with `is_pairs`, of pairs.
+    conversations, of plain texts or, with `is_pairs`, of pairs.
     """
     chat = None
     if data.apply_chat_template:
@@ -224,15 +221,27 @@ def _load_row_samples(
     train: SourceSamples = []
     held_out: SamplesBySource = {}
     for key, source in resolve_sources(data).items():
-        form = PromptFormat(source.prompt_template or "{prompt}", chat=chat)
+        prompt_format = PromptFormat(
+            source.prompt_template or "{prompt}",
+            chat=chat,
+            add_special_tokens=data.add_special_tokens,
+        )
         if is_pairs:
             read = partial(
                 parse_preference_row,
                 data=data,
                 sft=sft,
-                prompt_format=form,
+                prompt_format=prompt_format,
                 tokenizer=tokenizer,
                 counts=counts,
+            )
+        elif sft.text_key is not None:
+            read = partial(
+                parse_text_row,
+                text_key=sft.text_key,
+                data=data,
+                sft=sft,
+                tokenizer=tokenizer,
             )
         else:
             assert chat is not None, "a rule demands the template of conversations"
@@ -269,7 +278,9 @@ def _read_samples(
     skipped, where no row is left, and for a task.
     """
     if source.task is not None or not files:
-        raise ValueError("conversations and pairs come from files; name train_files, and no task.")
+        raise ValueError(
+            "conversations, plain texts and pairs come from files; name train_files, and no task."
+        )
     rows = (
         (path, number, 0, value)
         for path in map(Path, files)
@@ -293,7 +304,9 @@ def _stream_samples(
     once, one row at a time, as `_read_samples` and `_apply_length_limit` do.
     """
     if source.task is not None or not source.train_files:
-        raise ValueError("conversations and pairs come from files; name train_files, and no task.")
+        raise ValueError(
+            "conversations, plain texts and pairs come from files; name train_files, and no task."
+        )
     files = [Path(name) for name in source.train_files]
     for path in files:
         if not path.is_file():

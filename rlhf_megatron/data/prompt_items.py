@@ -26,7 +26,7 @@ class PromptItem:
     """One question, ready to be asked."""
 
     prompt_ids: tuple[int, ...]
-    prompt: str  # the same as text
+    prompt: str  # the same as text, without what the tokenizer writes before text
     label: str
     source: str
     extra: str = ""  # JSON object of what else a reward may read
@@ -106,6 +106,14 @@ class PromptFormat:
     template: str = "{prompt}"  # around a text prompt
     shots: str = ""  # solved rows in front of it
     chat: ChatFormat | None = None  # None: the text is read as it is
+    # write what the tokenizer writes before text, where no chat format writes it
+    add_special_tokens: bool = True
+
+    def select_opening_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
+        """Return the token ids that stand before the text of each prompt: those that the tokenizer
+        writes before plain text, and none before a chat, whose template writes its own.
+        """
+        return tokenizer.opening_ids if self.add_special_tokens and self.chat is None else ()
 
     def format_prompt(self, prompt: Prompt) -> str:
         """Return the text that the model reads: a text prompt in the template, behind the solved
@@ -185,6 +193,9 @@ def encode_prompt_rows(
     """Return the rows as items, with their counts; prompts over the limit are dropped or cut as
     `prompt_limit` says.
 
+    A prompt begins with the ids that `PromptFormat.select_opening_ids` names; they count as a part
+    of its length, and a cut leaves them in place.
+
     Raise ValueError that names the rows that `prompt_format` refuses, that have no tokens or that
     the tokenizer cannot spell (with `must_encode_labels` also their labels), unless
     `skip_bad_rows`; for a prompt that is too long where `prompt_limit` neither drops nor cuts it;
@@ -192,24 +203,36 @@ def encode_prompt_rows(
     """
     spelled, problems = _tokenize_rows(rows, tokenizer, prompt_format, must_encode_labels)
     raise_on_bad_rows(problems, len(spelled), skip_bad_rows)
+    opening_ids = prompt_format.select_opening_ids(tokenizer)
+    most_text_tokens = prompt_limit.max_prompt_length - len(opening_ids)
+    if most_text_tokens < 1:
+        raise ValueError(
+            f"data.max_prompt_length ({prompt_limit.max_prompt_length}) leaves no token for a"
+            f" prompt's text: the tokenizer writes {len(opening_ids)} before each text; raise it,"
+            " or set data.add_special_tokens=false."
+        )
     items: list[PromptItem] = []
     num_dropped = num_cut = 0
-    lengths = [len(ids) for _, _, ids in spelled]
-    for row, text, ids in spelled:
-        if len(ids) > prompt_limit.max_prompt_length:
+    lengths = [len(opening_ids) + len(text_ids) for _, _, text_ids in spelled]
+    for row, text, text_ids in spelled:
+        if len(text_ids) > most_text_tokens:
             if prompt_limit.filter_overlong:
                 num_dropped += 1
                 continue
             if prompt_limit.truncation == "error":
                 raise ValueError(
                     _describe_overlong_prompt(
-                        row, len(ids), lengths, prompt_limit.max_prompt_length
+                        row,
+                        len(opening_ids) + len(text_ids),
+                        lengths,
+                        prompt_limit.max_prompt_length,
                     )
                 )
-            ids = truncate_ids(ids, prompt_limit.max_prompt_length, prompt_limit.truncation)
-            text = tokenizer.decode_with_special_tokens(ids)
+            text_ids = truncate_ids(text_ids, most_text_tokens, prompt_limit.truncation)
+            text = tokenizer.decode_with_special_tokens(text_ids)
             num_cut += 1
-        items.append(PromptItem(ids, text, row.label, row.source, row.extra))
+        prompt_ids = (*opening_ids, *text_ids)
+        items.append(PromptItem(prompt_ids, text, row.label, row.source, row.extra))
     if not items:
         raise ValueError(
             f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"
@@ -219,7 +242,7 @@ def encode_prompt_rows(
     return EncodedPrompts(tuple(items), num_dropped, num_cut, len(problems))
 
 
-# row, what the model reads, the same as token ids
+# row, the text that the model reads, that text as token ids
 TokenizedRow = tuple[PromptRow, str, tuple[int, ...]]
 
 

@@ -179,14 +179,14 @@ def _load_prompt_source(
             raise ValueError(
                 "every held-out prompt is used as a solved example; lower few_shot.num_shots."
             )
-        form = PromptFormat(source.prompt_template, shots, chat)
+        prompt_format = PromptFormat(source.prompt_template, shots, chat, config.add_special_tokens)
         limit = PromptLimit(
             config.max_prompt_length, config.filter_overlong_prompts, config.truncation
         )
         encode_rows = partial(
             encode_prompt_rows,
             tokenizer=tokenizer,
-            prompt_format=form,
+            prompt_format=prompt_format,
             prompt_limit=limit,
             skip_bad_rows=config.skip_bad_rows,
         )

@@ -1,5 +1,10 @@
-"""Text to token ids and back, from a directory in Hugging Face layout. Needs `tokenizers`,
-not transformers.
+"""Text to token ids and back, from a directory in Hugging Face layout.
+
+Text becomes ids in three ways, which the caller chooses by the method's name. Text that has its
+control tokens already, such as a rendered chat or an answer, gets no others (`encode`). Plain text
+that is to be continued gets what the tokenizer writes before text (`encode_opening`). A document
+gets what the tokenizer writes before and behind text (`encode_document`), which are the ids of
+transformers' own call.
 """
 
 from __future__ import annotations
@@ -11,6 +16,8 @@ from typing import Any
 
 import tokenizers
 
+from rlhf_megatron.data.tokenizer_backend import make_tokenizer_backend, read_tokenizer_file
+
 # stands in decoded text for an id that is no token (rows of a padded vocabulary)
 UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
 MAX_VOCABULARY = 1 << 24
@@ -20,9 +27,7 @@ CHARACTERS = "0123456789+-*=? "
 
 
 class Tokenizer:
-    """Text to token ids and back. It adds and shows no special tokens, and recognizes those that
-    stand in a text.
-    """
+    """Text to token ids and back. Special tokens that stand in a text are recognized."""
 
     def __init__(
         self,
@@ -50,6 +55,8 @@ class Tokenizer:
         self.chat_template = chat_template  # jinja2; None: it has none
         # bos_token, eos_token ...: what a chat template calls them
         self.special_tokens = dict(special_tokens or {})
+        # ids that the tokenizer writes before and behind a text: <s> of a Llama, and the like
+        self.opening_ids, self.closing_ids = _find_added_ids(backend, self._vocabulary_ids)
 
     @property
     def eos_token_id(self) -> int:
@@ -93,6 +100,25 @@ class Tokenizer:
                 tuple(map(self._shared_ints.__getitem__, encoding.ids)) for encoding in encodings
             ]
         return ids
+
+    def encode_opening(
+        self, texts: Sequence[str], add_special_tokens: bool = True
+    ) -> list[tuple[int, ...]]:
+        """Return the token ids of plain texts that are to be continued: what the tokenizer writes
+        before text, such as a beginning-of-sequence token, and the text, without what the tokenizer
+        writes behind text. `add_special_tokens` false: the text alone. Raise ValueError as
+        `encode_texts` does.
+        """
+        opening_ids = self.opening_ids if add_special_tokens else ()
+        return [(*opening_ids, *ids) for ids in self.encode_texts(texts)]
+
+    def encode_document(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+        """Return the token ids of a plain text that is whole, as transformers' own call does: with
+        what the tokenizer writes before and behind text. `add_special_tokens` false: the text
+        alone. Raise ValueError as `encode_texts` does.
+        """
+        ids = self.encode(text)
+        return (*self.opening_ids, *ids, *self.closing_ids) if add_special_tokens else ids
 
     def encode_with_offsets(self, text: str) -> tuple[tuple[int, ...], list[tuple[int, int]]]:
         """Return the token ids of a text, and the characters [begin, end) of each token. Raise
@@ -160,16 +186,11 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
             else "the directory does not exist"
         )
         raise ValueError(f"no tokenizer at {path}; {fix}, or set model.tokenizer_path.")
-    try:
-        backend = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # `tokenizers` raises nothing more specific
-        raise ValueError(
-            f"{path} is not a tokenizer that `tokenizers` can read ({error})."
-        ) from error
-    backend.no_padding()
-    backend.no_truncation()
-
+    backend = read_tokenizer_file(path)
     settings = _read_json_object(directory / "tokenizer_config.json")
+    backend = make_tokenizer_backend(
+        backend, directory, settings, _read_json_object(directory / "config.json")
+    )
     model = Path(model_directory) if model_directory is not None else directory
     configs = [
         _read_json_object(model / "generation_config.json"),
@@ -305,6 +326,29 @@ def _find_token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
     if isinstance(token, dict):
         token = token.get("content")
     return backend.token_to_id(token) if isinstance(token, str) else None
+
+
+def _find_added_ids(
+    backend: tokenizers.Tokenizer, vocabulary_ids: Iterable[int]
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the ids that the backend's post-processor writes before a text, and those that it
+    writes behind a text.
+    """
+    if backend.post_processor is None:
+        return (), ()
+    for token_id in sorted(vocabulary_ids):
+        try:
+            encoding = backend.encode(backend.id_to_token(token_id), add_special_tokens=True)
+        except Exception:  # a token whose name this vocabulary cannot spell as a text
+            continue
+        # None marks a token that the post-processor added, 0 a token of the text
+        sequence_ids = encoding.sequence_ids
+        if 0 not in sequence_ids:
+            continue  # a token whose name makes no token, such as a lone space that is stripped
+        first = sequence_ids.index(0)
+        end = len(sequence_ids) - sequence_ids[::-1].index(0)
+        return tuple(encoding.ids[:first]), tuple(encoding.ids[end:])
+    return (), ()
 
 
 def _split_at_unknown_ids(

@@ -20,7 +20,8 @@ import torch
 from end_to_end_tools import ONE_RANK, train, write_config
 from places import ROOT
 from program_jobs import Job, run
-from transformers import AutoModelForCausalLM
+from special_token_tokenizers import KINDS, write_tokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.controller.evaluation.held_out_evaluation import estimate_best_of_k
@@ -237,6 +238,73 @@ def test_the_loss_of_a_file_is_that_of_transformers(
     assert capsys.readouterr().out.splitlines() == console.splitlines()[-5:-1]
     assert main(["evaluate", str(MODEL), "--loss", "first.jsonl", "--temperature", "0"]) == 1
     assert "without --temperature; leave that out" in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def model_with_bos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random model whose tokenizer writes <s> before text and </s> behind it."""
+    kind = next(kind for kind in KINDS if kind.name == "byte-level both")
+    directory = write_tokenizer(tmp_path_factory.mktemp("bos") / "model", kind)
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=json.loads((directory / "config.json").read_text())["vocab_size"],
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        initializer_range=0.3,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).save_pretrained(directory)
+    return directory
+
+
+def test_plain_prompts_begin_with_what_the_tokenizer_writes(
+    model_with_bos: Path, tmp_path: Path
+) -> None:
+    """The ids and the greedy answer are those of transformers for the ids of its own call, less
+    the token that ends a text.
+    """
+    text = "What is the sum of 12 + 34 = "
+    row = {"prompt": text, "answer": "46"}
+    (tmp_path / "q.jsonl").write_text(json.dumps(row) + "\n")
+    greedy = ("--temperature", "0", "--max-tokens", "6", *SMALL, "rollout.num_engines=1")
+    words = ("generate", str(model_with_bos), "q.jsonl", *greedy, "rollout.dtype=float32")
+    console = run(tmp_path, *words, "--tokens", "--out", "answers.jsonl")
+    assert "prompts begin with '<s>', which the tokenizer writes before text" in console
+    (answer,) = read_answer_rows(tmp_path / "answers.jsonl")
+    reference = AutoTokenizer.from_pretrained(model_with_bos)
+    prompt_ids = reference(text).input_ids[:-1]
+    assert answer["prompt_ids"] == prompt_ids and prompt_ids[0] == reference.bos_token_id
+    model = AutoModelForCausalLM.from_pretrained(model_with_bos, dtype=torch.float32)
+    generated = model.generate(
+        torch.tensor([prompt_ids]), max_new_tokens=6, do_sample=False, pad_token_id=0
+    )
+    expected = generated[0, len(prompt_ids) :].tolist()
+    assert answer["token_ids"][0] == expected[: len(answer["token_ids"][0])]
+
+
+def test_the_loss_of_texts_is_that_of_transformers_own_call(
+    model_with_bos: Path, tmp_path: Path
+) -> None:
+    texts = ["What is the sum of 12 + 34 = 46 ?", "I don't know"]
+    rows = [{"text": text} for text in texts]
+    (tmp_path / "d.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = ("--loss", "d.jsonl", *SMALL, "rollout.num_engines=1", "--json", "figures.json")
+    run(tmp_path, "evaluate", str(model_with_bos), *words, "rollout.dtype=float32")
+    found = json.loads((tmp_path / "figures.json").read_text())
+    reference = AutoTokenizer.from_pretrained(model_with_bos)
+    model = AutoModelForCausalLM.from_pretrained(model_with_bos, dtype=torch.float32)
+    total = num_tokens = 0.0
+    for text in texts:
+        ids = reference(text, return_tensors="pt").input_ids
+        with torch.no_grad():
+            total += float(model(ids, labels=ids).loss) * (ids.shape[1] - 1)
+        num_tokens += ids.shape[1] - 1
+    assert found["num_tokens"] == num_tokens
+    assert found["loss"] == pytest.approx(total / num_tokens, abs=1e-5)
 
 
 def test_a_ready_task_brings_questions_reward_and_samples(

@@ -31,6 +31,7 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 LOSS = "sft.loss_mode"
 MESSAGES = "sft.messages_key"
+TEXT = "sft.text_key"
 CHAT = "data.apply_chat_template"
 TEACHER = "sft.teacher_key"
 ROWS = ("data.prompt_key", "data.label_key", "data.prompt_template", "data.few_shot")
@@ -89,7 +90,7 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
     )
     yield (
         learns_from_pairs(config),
-        (MESSAGES, "data.label_key", "actor.loss_agg_mode"),
+        (MESSAGES, TEXT, "data.label_key", "actor.loss_agg_mode"),
         LOSS,
         "set that to sft",
     )
@@ -100,7 +101,8 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
         "name the key of conversations",
     )
     yield not has_teacher(config), (TEACHER,), LOSS, "set that to forward_kl or reverse_kl"
-    yield config.sft.messages_key is not None, ROWS, MESSAGES, "set that to null"
+    yield config.sft.messages_key is not None, (*ROWS, TEXT), MESSAGES, "set that to null"
+    yield config.sft.text_key is not None, (*ROWS, CHAT), TEXT, "set that to null"
 
 
 @register_rule
@@ -136,14 +138,18 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
         for task in (c.data.task, *(source.task for source in c.data.sources))
         if task is not None
     ]
+    reads_other_rows = (
+        learns_from_pairs(c) or c.sft.messages_key is not None or c.sft.text_key is not None
+    )
     yield make_problem_if(
-        tasks and (learns_from_pairs(c) or c.sft.messages_key is not None),
+        tasks and reads_other_rows,
         (
             f"data.task ({', '.join(tasks)}) makes rows of prompt and answer, and {LOSS}"
-            f" ({c.sft.loss_mode}) with {MESSAGES} ({c.sft.messages_key}) reads others from files;"
-            f" name files, or set {LOSS}: sft and {MESSAGES}: null."
+            f" ({c.sft.loss_mode}) with {MESSAGES} ({c.sft.messages_key}) and {TEXT}"
+            f" ({c.sft.text_key}) reads others from files; name files, or set {LOSS}: sft,"
+            f" {MESSAGES}: null and {TEXT}: null."
         ),
-        ("data.task", LOSS, MESSAGES),
+        ("data.task", LOSS, MESSAGES, TEXT),
     )
     yield make_problem_if(
         learns_from_pairs(c)
@@ -165,14 +171,13 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     ]
     tables = [file for file in files if file.endswith(".parquet")]
     yield make_problem_if(
-        not c.sft.in_memory
-        and (tables or not (learns_from_pairs(c) or c.sft.messages_key is not None)),
+        not c.sft.in_memory and (tables or not reads_other_rows),
         (
-            "sft.in_memory (false) reads conversations or pairs of JSONL"
+            "sft.in_memory (false) reads conversations, plain texts or pairs of JSONL"
             f" files{f', not {tables[0]}' if tables else ''}; set it to true, or name {MESSAGES}"
-            " and JSONL files."
+            f" or {TEXT}, and JSONL files."
         ),
-        ("sft.in_memory", MESSAGES),
+        ("sft.in_memory", MESSAGES, TEXT),
     )
     if c.sft.weight_key is not None:
         yield make_problem_if(

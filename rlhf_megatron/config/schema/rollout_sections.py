@@ -115,6 +115,13 @@ class DataConfig:
     apply_chat_template_kwargs: dict[str, Any] = declare_setting(
         "further variables of the chat template", factory=dict
     )
+    add_special_tokens: bool = declare_setting(
+        (
+            "write what the tokenizer writes before plain text, such as <s>, and around whole"
+            " documents; a chat template writes its own"
+        ),
+        True,
+    )
     max_prompt_length: int = declare_setting("longest prompt, tokens", 512, TOKENS)
     max_response_length: int = declare_setting("longest response, tokens", 512, TOKENS)
     filter_overlong_prompts: bool = declare_setting(

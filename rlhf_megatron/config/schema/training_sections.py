@@ -593,6 +593,13 @@ class SFTConfig:
         ),
         None,
     )
+    text_key: str | None = declare_setting(
+        (
+            "key of a plain text, every token of which trains; null: rows of data.prompt_key and"
+            " data.label_key, or of sft.messages_key"
+        ),
+        None,
+    )
     tools_key: str = declare_setting(
         "key of the tools that a conversation may call, where a row has some", "tools"
     )

@@ -83,6 +83,7 @@ from rlhf_megatron.controller.sync.device_turns import (
 )
 from rlhf_megatron.controller.sync.engine_probe import EngineWeightProbe
 from rlhf_megatron.controller.sync.weight_sync import WeightSync
+from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -142,7 +143,7 @@ def run_training(
         stack.enter_context(attempts.record_attempt(run_lock.acquired_at, layouts=layouts, **facts))
         write_text_atomically(run_dir / CONFIG, render_config_yaml(config))
         tracker = stack.enter_context(open_run_tracker(config, run_dir, tokenizer, start, attempts))
-        _note_run_start(config, tracker, sets)
+        _note_run_start(config, tracker, sets, tokenizer)
         watchdog = stack.enter_context(
             StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir)
         )
@@ -200,9 +201,11 @@ def run_training(
         )
 
 
-def _note_run_start(config: RunConfig, tracker: RunTracker, prompt_sets: PromptSets) -> None:
-    """Show which models, engines and prompts the run uses and where they run, before it waits for
-    any of them.
+def _note_run_start(
+    config: RunConfig, tracker: RunTracker, prompt_sets: PromptSets, tokenizer: Tokenizer
+) -> None:
+    """Show which models, engines and prompts the run uses, what the prompts begin with, and where
+    the run's processes are, before it waits for any of them.
     """
     engines = f"{count_engines(config)} {config.rollout.engine}"
     tracker.show_note(
@@ -213,6 +216,10 @@ def _note_run_start(config: RunConfig, tracker: RunTracker, prompt_sets: PromptS
             engines,
             prompt_sets,
         )
+    )
+    first_prompt = prompt_sets.sources[0].items[0]
+    tracker.show_note(
+        describe_opening_tokens(tokenizer, config.data, first_prompt.prompt_ids, "prompts")
     )
     if spread := describe_engine_placement(config):
         tracker.show_note(f"engines by machine: {spread}")

@@ -61,6 +61,7 @@ from rlhf_megatron.controller.supervised.supervised_learners import (
 from rlhf_megatron.data.document_samples import DocumentSampleBatch, SampleSource, gather_samples
 from rlhf_megatron.data.document_sets import DocumentSets, load_documents
 from rlhf_megatron.data.item_stream import ItemStream
+from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.plugins import compute_plugin_digests, load_plugins
@@ -175,6 +176,7 @@ def run_supervised_training(
                 trainer, config.model, pools, sft.loss_mode, is_pairs, batch_size, sets
             )
         )
+        tracker.show_note(describe_document_opening(tokenizer, config.data, sets))
         watchdog = stack.enter_context(
             StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir)
         )
@@ -361,6 +363,14 @@ def describe_supervised_run(
         f" {epochs:.3g} epochs"
     )
     return "; ".join([text, *document_sets.counts.describe_counts()])
+
+
+def describe_document_opening(
+    tokenizer: Tokenizer, data_config: DataConfig, document_sets: DocumentSets
+) -> str:
+    """Return a phrase on what the documents of a job begin with, by the first of them."""
+    first_document = document_sets.sources[0].items[0].documents[0]
+    return describe_opening_tokens(tokenizer, data_config, first_document.token_ids, "documents")
 
 
 def make_supervised_summary(

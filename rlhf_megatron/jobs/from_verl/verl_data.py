@@ -41,6 +41,22 @@ LIMITS = "max_rpm", "max_tpm", "max_concurrent", "estimated_tokens_per_request"
 RIGHT_OR_WRONG = ("exact_match", "math_verify")
 
 
+def set_prompt_encoding(draft: ConfigDraft) -> None:
+    """Set how text becomes token ids: every prompt is a chat, and no text gets further tokens."""
+    draft.set_value(
+        "data.apply_chat_template",
+        True,
+        (),
+        "verl puts every prompt into the tokenizer's chat template",
+    )
+    draft.set_value(
+        "data.add_special_tokens",
+        False,
+        (),
+        "verl adds no tokens to a text; the chat template writes its own",
+    )
+
+
 def translate_data(draft: ConfigDraft) -> None:
     """Translate the files, keys, lengths, batch size and truncation of the section data."""
     g = draft.verl_settings
@@ -52,12 +68,7 @@ def translate_data(draft: ConfigDraft) -> None:
     draft.copy_setting("data.prompt_key")
     note = "where verl's rows have the answer; a key with points is looked up in nested objects"
     draft.set_value("data.label_key", "reward_model.ground_truth", (), note)
-    draft.set_value(
-        "data.apply_chat_template",
-        True,
-        (),
-        "verl puts every prompt into the tokenizer's chat template",
-    )
+    set_prompt_encoding(draft)
     for name in ("max_prompt_length", "max_response_length", "train_batch_size", "shuffle"):
         draft.copy_setting(f"data.{name}")
     generated = "data.gen_batch_size"

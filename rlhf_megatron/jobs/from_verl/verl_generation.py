@@ -10,6 +10,7 @@ from typing import Any
 from rlhf_megatron.jobs.from_verl.config_draft import ConfigDraft, is_off_value
 from rlhf_megatron.jobs.from_verl.verl_data import (
     expand_home,
+    set_prompt_encoding,
     translate_dtype_name,
     translate_model,
     translate_reward,
@@ -159,12 +160,7 @@ def _translate_row_keys(draft: ConfigDraft) -> None:
             f"sources are read under data_source: rename {name}",
             affects_learning=True,
         )
-    draft.set_value(
-        "data.apply_chat_template",
-        True,
-        (),
-        "verl puts every prompt into the tokenizer's chat template",
-    )
+    set_prompt_encoding(draft)
 
 
 def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> None:

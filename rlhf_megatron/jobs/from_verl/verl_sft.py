@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_megatron.jobs.from_verl.config_draft import ConfigDraft, is_off_value
 from rlhf_megatron.jobs.from_verl.verl_data import (
     expand_home,
+    set_prompt_encoding,
     translate_dtype_name,
     translate_model,
 )
@@ -161,12 +162,7 @@ def _translate_sft_data(draft: ConfigDraft) -> None:
             key = ".".join([outer_key, *map(str, inner_keys)])
             draft.set_value(f"data.{ours}", key, sources)
         g.mark_used("data.multiturn.*")
-    draft.set_value(
-        "data.apply_chat_template",
-        True,
-        (),
-        "verl puts every prompt into the tokenizer's chat template",
-    )
+    set_prompt_encoding(draft)
     draft.set_value(
         "data.train_batch_size",
         use_written_value(draft, "data.train_batch_size", BATCH),

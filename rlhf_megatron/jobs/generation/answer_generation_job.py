@@ -20,6 +20,7 @@ from rlhf_megatron.controller.sync.weight_sync import WeightSync
 from rlhf_megatron.data.assistant_turns import THINK_END
 from rlhf_megatron.data.document_samples import SampleSource
 from rlhf_megatron.data.document_sets import first_row_has_label, load_documents
+from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompt_items import PromptItem, make_prompt_batch
 from rlhf_megatron.data.prompts import load_prompt_sets
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
@@ -58,6 +59,7 @@ class AnswerGenerationJob:
     output_path: Path
     writes_tokens: bool = False  # also write token ids and log-probs
     overwrite: bool = False
+    opening_note: str = ""  # what the prompts begin with, in words
 
     @classmethod
     def from_config(
@@ -94,13 +96,14 @@ class AnswerGenerationJob:
             output_path,
             writes_tokens,
             overwrite,
+            describe_opening_tokens(tokenizer, data, by_split[split][0].prompt_ids, "prompts"),
         )
 
     def make_fingerprint(self) -> dict[str, Any]:
         """Return everything that the answers depend on, besides the bytes of the weights."""
         sampling = self.setup.rollout.val_kwargs
         seed = self.setup.trainer.seed
-        return (
+        fingerprint = (
             make_sampling_fingerprint(sampling, self.max_response_length, seed)
             | self.make_weights_fingerprint()
         ) | {
@@ -108,6 +111,16 @@ class AnswerGenerationJob:
             "stop": list(self.setup.rollout.stop),
             "with_tokens": self.writes_tokens,
         }
+        # only where the tokenizer wrote ids before the text, so that jobs which were begun without
+        # such ids can continue
+        opening_ids = self.tokenizer.opening_ids
+        first = self.items[0]
+        if opening_ids and first.prompt_ids == (
+            *opening_ids,
+            *self.tokenizer.encode(first.prompt),
+        ):
+            fingerprint["opening_ids"] = list(opening_ids)
+        return fingerprint
 
     def make_weights_fingerprint(self) -> dict[str, Any]:
         """Return the values that distinguish the job's weights from others: path, identity of the
@@ -157,6 +170,8 @@ class AnswerGenerationJob:
                     f"{len(answers.answered_indices)} of {self.num_rows} prompts have an"
                     " answer already"
                 )
+            if self.opening_note:
+                report(self.opening_note)
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
                 with (serve_engines or self._serve_own_engines)(
@@ -240,9 +255,17 @@ def load_questions(
     is the label. `sft` is the section of such a job, or None for other jobs. Raise ValueError as
     `load_prompt_sets` and `load_documents` do.
     """
-    if sft is None or not (is_pairs or sft.messages_key is not None) or first_row_has_label(data):
+    reads_other_rows = sft is not None and (
+        is_pairs or sft.messages_key is not None or sft.text_key is not None
+    )
+    if sft is None or not reads_other_rows or first_row_has_label(data):
         sets = load_prompt_sets(data, tokenizer)
         return sets.train_items, sets.held_out_items
+    if sft.text_key is not None and not is_pairs:
+        raise ValueError(
+            f"the run trains on plain texts (sft.text_key is {sft.text_key}), which ask nothing;"
+            " name a file of prompts."
+        )
     found = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
 
     def iterate_items(sources: Sequence[SampleSource]) -> Iterator[PromptItem]:

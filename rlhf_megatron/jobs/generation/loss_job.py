@@ -20,6 +20,7 @@ from rlhf_megatron.config.schema import DataConfig, SFTConfig
 from rlhf_megatron.controller.evaluation.sample_figures import SEED, bootstrap_intervals
 from rlhf_megatron.data.document_samples import DocumentSample
 from rlhf_megatron.data.document_sets import load_held_out_samples
+from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.jobs.generation.answer_file import digest_texts, read_answer_rows
 from rlhf_megatron.jobs.generation.answer_generation_job import AnswerGenerationJob
@@ -67,9 +68,12 @@ class LossJob(AnswerGenerationJob):
             tokenizer,
             served_weights,
             output_path,
-            False,
-            overwrite,
-            documents,
+            writes_tokens=False,
+            overwrite=overwrite,
+            opening_note=describe_opening_tokens(
+                tokenizer, data, documents[0].documents[0].token_ids, "documents"
+            ),
+            documents=documents,
         )
 
     def make_fingerprint(self) -> dict[str, Any]:

@@ -68,6 +68,8 @@ class CompletionRequest(CommonRequest, forbid_unknown_fields=True):
     prompt: str | list[str | int | list[int]] = msgspec.field(default_factory=list)
     logprobs: int | None = None
     echo: bool = False
+    # of vLLM and SGLang; null: as data.add_special_tokens says
+    add_special_tokens: bool | None = None
     best_of: int | None = None
 
     def find_refusal(self) -> str:
@@ -142,6 +144,8 @@ class ServedModel:
     stop_token_ids: tuple[int, ...]
     max_tokens: int  # prompt and response together
     vocab_size: int
+    # write what the tokenizer writes before a plain text, where a request does not say
+    add_special_tokens: bool = True
 
 
 class RequestError(ValueError):
@@ -191,13 +195,17 @@ def check_request(
     impossible values. Without a seed, draw one.
     """
     if isinstance(body, ChatRequest):
+        # the chat template writes the control tokens of a chat itself
         prompts: Sequence[tuple[int, ...]] = (
-            _encode_text(render_chat_prompt(body, served_model), served_model),
+            _encode_text(render_chat_prompt(body, served_model), served_model, False),
         )
         most = body.max_completion_tokens or body.max_tokens
         log_probs = body.logprobs
     else:
-        prompts = _encode_prompts(body.prompt, served_model)
+        adds_tokens = body.add_special_tokens
+        if adds_tokens is None:
+            adds_tokens = served_model.add_special_tokens
+        prompts = _encode_prompts(body.prompt, served_model, adds_tokens)
         most = body.max_tokens or 16
         log_probs = body.logprobs is not None
     longest = max(map(len, prompts))
@@ -307,25 +315,32 @@ def _make_sampling_params(
     )
 
 
-def _encode_prompts(prompt: str | list[Any], served_model: ServedModel) -> list[tuple[int, ...]]:
+def _encode_prompts(
+    prompt: str | list[Any], served_model: ServedModel, add_special_tokens: bool
+) -> list[tuple[int, ...]]:
     """Return the token ids of each prompt; `prompt` is a text, a list of token ids, or a list of
-    these. Raise RequestError for anything else.
+    these. Token ids stay as they are. `add_special_tokens`: a text gets what the tokenizer writes
+    before it. Raise RequestError for anything else.
     """
     if isinstance(prompt, str):
-        return [_encode_text(prompt, served_model)]
+        return [_encode_text(prompt, served_model, add_special_tokens)]
     if prompt and all(isinstance(item, int) for item in prompt):
         return [tuple(prompt)]
     if not prompt or any(isinstance(item, int) for item in prompt):
         raise RequestError("prompt must be a text, a list of token ids, or a list of these.")
     return [
-        _encode_text(item, served_model) if isinstance(item, str) else tuple(item)
+        _encode_text(item, served_model, add_special_tokens)
+        if isinstance(item, str)
+        else tuple(item)
         for item in prompt
     ]
 
 
-def _encode_text(text: str, served_model: ServedModel) -> tuple[int, ...]:
-    """Return the token ids of a text. Raise RequestError where the tokenizer refuses it."""
+def _encode_text(text: str, served_model: ServedModel, add_special_tokens: bool) -> tuple[int, ...]:
+    """Return the token ids of a text, behind what the tokenizer writes before text where
+    `add_special_tokens`. Raise RequestError where the tokenizer refuses the text.
+    """
     try:
-        return served_model.tokenizer.encode(text)
+        return served_model.tokenizer.encode_opening([text], add_special_tokens)[0]
     except ValueError as error:
         raise RequestError(str(error)) from error

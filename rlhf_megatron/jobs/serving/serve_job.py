@@ -146,7 +146,13 @@ class ServeJob:
         )
         stops = tokenizer.make_stop_token_ids(rollout.stop)
         return ServedModel(
-            self.model_name, tokenizer, chat, stops, room, int(hf_config["vocab_size"])
+            self.model_name,
+            tokenizer,
+            chat,
+            stops,
+            room,
+            int(hf_config["vocab_size"]),
+            data.add_special_tokens,
         )
 
     async def _serve_until_stopped(
@@ -172,6 +178,7 @@ class ServeJob:
             await web.TCPSite(runner, self.host, self.port).start()
             host, port = runner.addresses[0][:2]
             shown = f"[{host}]" if ":" in host else host
+            report(_describe_completion_prompts(served_model))
             report(
                 f"{served_model.name} (version {backend.policy_version}) is served at"
                 f" http://{shown}:{port}/v1; Ctrl-C ends it"
@@ -189,3 +196,17 @@ class ServeJob:
             await runner.cleanup()
         if backend.end_future.done():
             backend.end_future.result()
+
+
+def _describe_completion_prompts(served_model: ServedModel) -> str:
+    """Return a phrase on what the prompts of /v1/completions begin with."""
+    tokenizer = served_model.tokenizer
+    if not tokenizer.opening_ids:
+        return "text prompts of /v1/completions begin with their own text"
+    opening = tokenizer.decode_with_special_tokens(tokenizer.opening_ids)
+    if served_model.add_special_tokens:
+        return f"text prompts of /v1/completions begin with {opening!r}, as the tokenizer writes"
+    return (
+        f"text prompts of /v1/completions begin without {opening!r}:"
+        " data.add_special_tokens is false"
+    )

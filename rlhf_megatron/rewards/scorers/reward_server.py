@@ -48,6 +48,9 @@ class RewardServerParams:
     model: str = "default"  # name of the model, for /v1/embeddings
     # directory; its ids are sent. null: text, to which servers may add tokens
     tokenizer: str | None = None
+    # with tokenizer: put what it writes before text, such as <s>, in front of a prompt that does
+    # not begin with that already, as a rendered chat does
+    add_special_tokens: bool = True
     mean: float = 0.0  # subtracted from a score
     std: float = 1.0  # by which it is divided then
     # sigmoid: a score s becomes 1 / (1 + exp(-s)) in the end
@@ -148,6 +151,17 @@ def _load_tokenizer_once(directory: str) -> Tokenizer:
     return load_tokenizer(directory)
 
 
+def _encode_scored_text(tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
+    """Return the token ids of a text that a reward model scores. `add_special_tokens`: the ids that
+    the tokenizer writes before text stand in front, once: a rendered chat may bring them itself.
+    """
+    ids = tokenizer.encode(text)
+    opening_ids = tokenizer.opening_ids if add_special_tokens else ()
+    if not ids or ids[: len(opening_ids)] == opening_ids:
+        return list(ids)
+    return [*opening_ids, *ids]
+
+
 def _request_score(
     server: RewardEndpoint, params: RewardServerParams, text: str
 ) -> tuple[float, RewardEndpointAnswer]:
@@ -158,11 +172,11 @@ def _request_score(
         """Return the request's body for the text, as text or as token ids, in the form of the
         server's API.
         """
-        what = (
-            text
-            if params.tokenizer is None
-            else list(_load_tokenizer_once(params.tokenizer).encode(text))
-        )
+        what: str | list[int] = text
+        if params.tokenizer is not None:
+            what = _encode_scored_text(
+                _load_tokenizer_once(params.tokenizer), text, params.add_special_tokens
+            )
         if not what:
             # an SGLang server takes harm from an empty list
             raise RewardEndpointRefusedError("the sample has no text.")

@@ -428,7 +428,7 @@ TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
         ((*TAUGHT, *CHATS, "sft.teacher_key=t", "reference.path=teacher"),
          "set that to null, and the teacher is asked"),
         (("job=sft", "sft.in_memory=false"),
-         "reads conversations or pairs of JSONL files; set it to true"),
+         "reads conversations, plain texts or pairs of JSONL files; set it to true"),
         (("job=sft", *CHATS, "sft.in_memory=false", "data.train_files=[a.parquet]"),
          "a.parquet; set it to true, or name"),
         (("job=sft", *CHATS, "sft.teacher_key=t"), "set that to forward_kl or reverse_kl"),
