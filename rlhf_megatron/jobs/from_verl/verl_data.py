@@ -191,10 +191,13 @@ def translate_reward(draft: ConfigDraft) -> None:
         draft.request_missing_fact(
             "reward.name: verl chooses a scorer by each row's data_source, which the file does not"
             " say (gsm8k for openai/gsm8k, math for MATH, math_dapo for math* and aime*,"
-            " short_answer for searchR1_*, code for apps, taco and codecontests); choose one with"
+            " short_answer for searchR1_*, code with reward.params.compare allclose for apps, taco"
+            " and codecontests); choose one with"
             f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources"
             " with reward.by_source."
         )
+        if chosen == "code":
+            _set_comparison(draft)
     for replaced in ("reward.reward_model.enable", f"{SANDBOX}.url", f"{FUNCTION}.path"):
         if (
             chosen not in ("", "function")
@@ -397,6 +400,7 @@ def _translate_sandbox(draft: ConfigDraft) -> None:
         " in reward.by_source"
     )
     draft.set_value("reward.name", "code", (), note)
+    _set_comparison(draft)
     names = {
         "url": "server.url",
         "max_concurrent": "server.concurrency",
@@ -405,6 +409,15 @@ def _translate_sandbox(draft: ConfigDraft) -> None:
     for name, ours in names.items():
         if (value := draft.verl_settings.use_value(f"{SANDBOX}.{name}")) is not None:
             draft.set_value(f"reward.params.{ours}", value, (f"{SANDBOX}.{name}",))
+
+
+def _set_comparison(draft: ConfigDraft) -> None:
+    """Let the reward code compare as verl's scorer of programs does."""
+    note = (
+        "as verl's prime_code (its sandbox client compares text); the default here, close, allows"
+        " 1e-6 for every decimal"
+    )
+    draft.set_value("reward.params.compare", "allclose", (), note)
 
 
 def _translate_overlong_penalty(draft: ConfigDraft) -> None:

@@ -56,6 +56,7 @@ so that answers use them without an import.
 """
 ERROR_CHARS = 2000  # of the end of what was written to stderr
 VALUE = 3  # descriptor of the value that a function returned
+SET_KEY = "\u2407set"  # the only key of the object that stands for a returned set
 
 
 def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
@@ -182,8 +183,7 @@ def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
         if program["function"] is not None:
             value = find_program_function(main, program["function"])(*run_input["arguments"])
             with open(VALUE, "w", closefd=False) as file:
-                # numbers and arrays of numpy
-                json.dump(value, file, default=lambda one: one.tolist())
+                json.dump(value, file, default=encode_returned_value)
     except SystemExit as end:
         code = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
@@ -201,6 +201,26 @@ def execute_program(program: dict[str, Any], run_input: dict[str, Any]) -> int:
         ):  # the program has closed the file below it, or put something else in its place
             code = code or 1
     return code & 255
+
+
+def encode_returned_value(value: object) -> object:
+    """Return what JSON has for a value that a function returned and JSON lacks: an object for a
+    set, plain numbers and lists for those of numpy, decimal and fractions. Raise TypeError for any
+    other value, such as a complex number. A sandbox server runs the text of this function too.
+    """
+    import decimal
+    import fractions
+
+    if isinstance(value, (set, frozenset)):
+        return {SET_KEY: list(value)}
+    if isinstance(value, fractions.Fraction):
+        return value.numerator if value.denominator == 1 else float(value)
+    if isinstance(value, decimal.Decimal):
+        is_whole = value.is_finite() and value == value.to_integral_value()
+        return int(value) if is_whole else float(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"The function returned a {type(value).__name__}, which equals no JSON value.")
 
 
 def finish_interpreter() -> None:

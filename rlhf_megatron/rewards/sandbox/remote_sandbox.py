@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-import json
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +16,8 @@ from typing import Any, Literal
 import msgspec
 
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint, RewardEndpointError
-from rlhf_megatron.rewards.sandbox.harness import PRELUDE
+from rlhf_megatron.rewards.sandbox.harness import PRELUDE, SET_KEY, encode_returned_value
+from rlhf_megatron.rewards.sandbox.long_integers import write_json
 from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
     ProgramResult,
     SandboxProgram,
@@ -26,11 +27,14 @@ from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
 Protocol = Literal["sandbox_fusion", "plain"]
 PROBE = {"code": "print(1)", "stdin": ""}
 VALUE_MARK = "\u2407value "  # begins the last line, which holds what a function returned
+# Python before 3.11 has no such limit; `sys` is in the prelude.
+LIFT_DIGIT_LIMIT = "getattr(sys, 'set_int_max_str_digits', int)(0)"
+ENCODER = f"\nSET_KEY = {SET_KEY!r}\n{inspect.getsource(encode_returned_value)}"
 CALL = """
 import json as _json, sys as _sys
 _target = Solution() if "Solution" in globals() and hasattr(Solution, {name!r}) else None
 _function = getattr(_target, {name!r}) if _target is not None else globals()[{name!r}]
-_value = _json.dumps(_function(*_json.loads(_sys.stdin.read())), default=lambda one: one.tolist())
+_value = _json.dumps(_function(*_json.loads(_sys.stdin.read())), default=encode_returned_value)
 print("\\n" + {mark!r} + _value)
 """
 
@@ -64,8 +68,8 @@ class RemoteSandboxSession:
         """Run the program once on the server; see `SandboxSession.run_program`."""
         code = insert_prelude(self.program.code)
         if self.program.function is not None:
-            stdin = json.dumps(arguments)
-            code += CALL.format(name=self.program.function, mark=VALUE_MARK)
+            stdin = write_json(arguments)
+            code += ENCODER + CALL.format(name=self.program.function, mark=VALUE_MARK)
         ask = (
             run_on_sandbox_fusion
             if self.sandbox.protocol == "sandbox_fusion"
@@ -84,8 +88,8 @@ class RemoteSandboxSession:
 
 
 def insert_prelude(code: str) -> str:
-    """Return `code` with the prelude before it, but behind imports from __future__, which must
-    stand first.
+    """Return `code` with the prelude before it, which also lifts Python's limit of digits, but
+    behind imports from __future__, which must stand first.
     """
     lines = code.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     try:
@@ -98,7 +102,7 @@ def insert_prelude(code: str) -> str:
         if isinstance(one, ast.ImportFrom) and one.module == "__future__"
     ]
     place = max(ends, default=0)
-    return "\n".join([*lines[:place], PRELUDE, *lines[place:]])
+    return "\n".join([*lines[:place], PRELUDE, LIFT_DIGIT_LIMIT, *lines[place:]])
 
 
 class SandboxFusionRun(msgspec.Struct):

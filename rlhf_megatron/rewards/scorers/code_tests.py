@@ -2,22 +2,22 @@
 
 The label is the tests as JSON, in the schema of APPS and TACO ({"inputs", "outputs", "fn_name"?})
 or of LiveCodeBench (a list of {"input", "output", "testtype"}). Expected outputs stay on this side
-of the sandbox: a program that looks for them, returns what equals everything, or ends early with
-exit code 0 has printed the wrong thing.
+of the sandbox, where `code_comparison` compares: a program that looks for them, returns what equals
+everything, or ends early with exit code 0 has printed the wrong thing.
 """
 
 from __future__ import annotations
 
-import json
+import re
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from decimal import Decimal, InvalidOperation
 from functools import lru_cache
-from itertools import zip_longest
 from typing import Any, Literal
 
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.sandbox.long_integers import read_json
 from rlhf_megatron.rewards.sandbox.remote_sandbox import Protocol, RemoteSandbox
 from rlhf_megatron.rewards.sandbox.sandbox_layers import SandboxLimits
 from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
@@ -27,6 +27,12 @@ from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
     SandboxUnavailableError,
 )
 from rlhf_megatron.rewards.scorers.answer_params import find_last_block
+from rlhf_megatron.rewards.scorers.code_comparison import (
+    Compare,
+    is_same_output,
+    is_same_value,
+    read_returned_value,
+)
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
     OK,
@@ -40,6 +46,11 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 
 MOST_TESTS = 1000  # that a label has
 PYTHON = ("python", "python3", "py")
+# The last line of a traceback, and the module that it names, if it names one.
+IMPORT_FAILURE = re.compile(
+    r"^(?:ModuleNotFoundError|ImportError): (?:.*No module named '([\w.]{1,100})')?", re.MULTILINE
+)
+IMPORT_STATEMENT = re.compile(r"^[ \t]*(?:import|from)[ \t]+([A-Za-z_]\w{0,99})", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -48,11 +59,14 @@ class CodeParams:
 
     # share: of the tests that pass, which pays for half a solution
     score: Literal["all", "share"] = "all"
+    # close: decimals within 1e-6 x the expected number + 1e-9, sets in any order; exact: as
+    # LiveCodeBench; allclose: as verl's prime_code, 1e-5 and 1e-8 for output of a number a line
+    compare: Compare = "close"
     test_timeout_s: float = 6.0  # of one test, CPU time and sleep
     max_tests: int | None = None  # of a label, the first ones; null: all
     memory_mib: int = 1024  # of a program
     readable: tuple[str, ...] = ()  # further folders that programs may read
-    preload: tuple[str, ...] = ()  # modules imported ahead, such as numpy
+    preload: tuple[str, ...] = ()  # modules that programs may import besides Python's own: numpy
     num_warm: int = 1  # sandboxes that wait in each worker
     allow_open: bool = False  # run programs also where the kernel gives too few layers
     server: RewardEndpoint | None = None  # a sandbox server in place of this machine
@@ -137,47 +151,47 @@ def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
     """Return the tests in a label. `extra` is the JSON of the row's other keys, which has the
     function's name for LiveCodeBench. Raise ValueError for a label of no known schema.
     """
-    found = json.loads(label)
-    if isinstance(found, list) and found and all(isinstance(one, dict) for one in found):
-        others = json.loads(extra) if extra else {}
-        metadata = others.get("metadata", {})
-        metadata = json.loads(metadata) if isinstance(metadata, str) else metadata
-        name = metadata.get("func_name") if found[0].get("testtype") == "functional" else None
-        if name is None and found[0].get("testtype") == "functional":
+    tests = read_json(label)
+    if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
+        row = read_json(extra) if extra else {}
+        metadata = row.get("metadata", {})
+        metadata = read_json(metadata) if isinstance(metadata, str) else metadata
+        name = metadata.get("func_name") if tests[0].get("testtype") == "functional" else None
+        if name is None and tests[0].get("testtype") == "functional":
             raise ValueError(
                 "functional tests need the name of the function in metadata.func_name of the row"
             )
-        found = {
-            "inputs": [o["input"] for o in found],
-            "outputs": [o["output"] for o in found],
+        tests = {
+            "inputs": [test["input"] for test in tests],
+            "outputs": [test["output"] for test in tests],
             "fn_name": name,
         }
-    if not isinstance(found, dict) or not isinstance(found.get("inputs"), list):
+    if not isinstance(tests, dict) or not isinstance(tests.get("inputs"), list):
         raise ValueError('it is no object with "inputs" and "outputs", and no list of tests')
-    function = found.get("fn_name") or None
-    inputs = found["inputs"]
-    outputs = found.get("outputs", [])
+    function_name = tests.get("fn_name") or None
+    inputs = tests["inputs"]
+    outputs = tests.get("outputs", [])
     if not inputs or len(inputs) != len(outputs):
         raise ValueError(f"it has {len(inputs)} inputs and {len(outputs)} outputs")
-    pairs = zip(inputs, outputs, strict=True)
-    make = _make_function_case if function else _make_stdin_case
-    return CodeTestSuite(tuple(make(given, wanted) for given, wanted in pairs), function)
+    make_case = _make_function_case if function_name else _make_stdin_case
+    return CodeTestSuite(tuple(map(make_case, inputs, outputs)), function_name)
 
 
 def _make_stdin_case(test_input: Any, expected: Any) -> CodeTestCase:
     """Return a test that gives the program text to read and expects text to be printed. Raise
     ValueError for input or output that is no text, or an output that is too long.
     """
-    for one in (test_input, expected):
-        if isinstance(one, dict | None):
-            raise ValueError(f"{one!r:.80} is no text that is read or printed")
-    texts = [
-        "\n".join(map(str, one)) if isinstance(one, list) else str(one)
-        for one in (test_input, expected)
-    ]
-    if len(texts[1]) > (most := SandboxLimits().output_bytes):
-        raise ValueError(f"an output has {len(texts[1])} characters, of which {most} are read")
-    return CodeTestCase(texts[0], (), texts[1])
+    for value in (test_input, expected):
+        if isinstance(value, dict | None):
+            raise ValueError(f"{value!r:.80} is no text that is read or printed")
+    stdin, output = (
+        "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+        for value in (test_input, expected)
+    )
+    max_chars = SandboxLimits().output_bytes
+    if len(output) > max_chars:
+        raise ValueError(f"an output has {len(output)} characters, of which {max_chars} are read")
+    return CodeTestCase(stdin, (), output)
 
 
 def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
@@ -188,73 +202,61 @@ def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
     if isinstance(test_input, str):
         return CodeTestCase(
             "",
-            tuple(json.loads(line) for line in test_input.split("\n") if line.strip()),
-            json.loads(expected),
+            tuple(read_json(line) for line in test_input.split("\n") if line.strip()),
+            read_json(expected),
         )
     if not isinstance(test_input, list):
         raise ValueError(f"the input {test_input!r:.80} of a function is neither text nor a list")
     return CodeTestCase("", tuple(test_input), expected, is_wrapped=True)
 
 
-def is_same_output(printed: str, expected: str) -> bool:
-    """Return whether output equals the expected output as LiveCodeBench compares them: white space
-    around lines and around the whole does not count; lines of numbers compare as decimals.
-    """
-    lines, wanted = (
-        [line.strip() for line in text.strip().split("\n")] for text in (printed, expected)
-    )
-    return len(lines) == len(wanted) and all(
-        a == b or _are_same_numbers(a, b) for a, b in zip(lines, wanted, strict=True)
-    )
-
-
-def _are_same_numbers(first_line: str, second_line: str) -> bool:
-    """Return whether two lines are the same numbers, separated by white space; False where a word
-    is no number.
-    """
-    try:
-        numbers = [[Decimal(token) for token in line.split()] for line in (first_line, second_line)]
-        return bool(numbers[0]) and numbers[0] == numbers[1]
-    except InvalidOperation:  # no number, or one that signals when it is compared (sNaN)
-        return False
-
-
-def is_same_value(returned: Any, expected: Any) -> bool:
-    """Return whether two plain JSON values are equal: numbers by value, NaN to NaN, a boolean only
-    to the same boolean, lists and objects item by item.
-    """
-    if isinstance(returned, bool) or isinstance(expected, bool):
-        return isinstance(returned, bool) and returned is expected
-    if isinstance(returned, list) and isinstance(expected, list):
-        return all(is_same_value(a, b) for a, b in zip_longest(returned, expected, fillvalue=...))
-    if isinstance(returned, dict) and isinstance(expected, dict):
-        return returned.keys() == expected.keys() and all(
-            is_same_value(returned[key], expected[key]) for key in returned
-        )
-    kinds = [float if isinstance(one, int) else type(one) for one in (returned, expected)]
-    return kinds[0] is kinds[1] and bool(
-        returned == expected or (returned != returned and expected != expected)
-    )  # NaN
-
-
-def passes_test_case(result: ProgramResult, case: CodeTestCase, has_function: bool) -> bool:
+def passes_test_case(
+    result: ProgramResult, case: CodeTestCase, has_function: bool, compare: Compare
+) -> bool:
     """Return whether a run succeeded and gave the output, or the function's value, that the test
     expects.
     """
     if not result.is_success:
         return False
     if not has_function:
-        return is_same_output(result.stdout, case.expected)
+        return is_same_output(result.stdout, case.expected, compare)
     try:
-        value = json.loads(result.value or "")
-        return is_same_value(value, case.expected) or (
+        value = read_returned_value(result.value or "")
+        return is_same_value(value, case.expected, compare) or (
             case.is_wrapped
             and isinstance(case.expected, list)
             and len(case.expected) == 1
-            and is_same_value(value, case.expected[0])
+            and is_same_value(value, case.expected[0], compare)
         )
     except (ValueError, RecursionError):  # no JSON, or endless
         return False
+
+
+def describe_import_failure(program: str, stderr: str, params: CodeParams) -> str:
+    """Return a hint for a program that failed because its sandbox has not a module that the program
+    imports, or "" where the program failed for another reason.
+
+    Both texts are the policy's, so that the hint may be wrong; no score depends on it.
+    """
+    failures = list(IMPORT_FAILURE.finditer(stderr))
+    if not failures:
+        return ""
+    known_names = {*sys.stdlib_module_names, *params.preload}
+    imported_names = [n for n in IMPORT_STATEMENT.findall(program) if n not in known_names]
+    module = failures[-1][1] or next(iter(imported_names), None)
+    if module is None:
+        return ""
+    if params.server is not None:
+        return (
+            f"A program imports {module}, which the sandbox server of reward.params.server cannot"
+            " import: install it there."
+        )
+    return (
+        f"A program imports {module}, which is not preloaded: a sandbox has the modules of Python"
+        " itself and those of reward.params.preload"
+        f" (now {', '.join(params.preload) or 'none'}). Install it and name it there if answers"
+        " may use it."
+    )
 
 
 @REWARDS.register("code", CodeParams, needs=(OWN_PROCESS,))
@@ -265,47 +267,45 @@ def score_code(sample: RewardSample, params: CodeParams) -> RewardResult:
     """
     try:
         tests = parse_code_tests(sample.label, sample.extra)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         return make_masked_result("bad_label", f"The label holds no tests: {error}.")
     program = find_last_block(sample.response, PYTHON)
     if program is None or (sample.finish_reason == "length" and not params.allow_truncated):
         return RewardResult(0.0, MALFORMED)
     cases = tests.cases[: params.max_tests]
     try:
-        num_passed, endings = _run_test_cases(
+        num_passed, last_result = _run_test_cases(
             get_process_sandbox(params),
             SandboxProgram(program, tests.function_name),
             cases,
-            params.score == "all",
+            params,
         )
     except SandboxUnavailableError as error:
         return make_masked_result("sandbox", str(error))
     share = num_passed / len(cases)
+    parts = {"passed": share}
+    hint = describe_import_failure(program, last_result.stderr, params) if share < 1 else ""
     if params.score == "share":
-        return RewardResult(share, parts={"passed": share})
-    is_slow = bool(endings) and endings[-1] == "timeout"
-    return RewardResult(
-        float(num_passed == len(cases)), TIMEOUT if is_slow else OK, {"passed": share}
-    )
+        return RewardResult(share, parts=parts, error=hint)
+    status = TIMEOUT if last_result.ending == "timeout" else OK
+    return RewardResult(float(num_passed == len(cases)), status, parts, hint)
 
 
 def _run_test_cases(
     sandbox: ProgramSandbox,
     program: SandboxProgram,
     cases: Sequence[CodeTestCase],
-    stops_at_failure: bool,
-) -> tuple[int, list[str]]:
-    """Run the tests and return the number of tests that passed and the endings of the runs. With
-    `stops_at_failure` end at the first test that fails.
+    params: CodeParams,
+) -> tuple[int, ProgramResult]:
+    """Run the tests, at least one, and return the number of tests that passed and the result of the
+    last run. With `score: all` end at the first test that fails.
     """
     num_passed = 0
-    endings: list[str] = []
     with sandbox.open_session(program) as session:
         for case in cases:
             result = session.run_program(case.stdin, case.arguments)
-            endings.append(result.ending)
-            if passes_test_case(result, case, program.function is not None):
+            if passes_test_case(result, case, program.function is not None, params.compare):
                 num_passed += 1
-            elif stops_at_failure:
+            elif params.score == "all":
                 break
-    return num_passed, endings
+    return num_passed, result

@@ -5,7 +5,10 @@ library jsonschema.
 from __future__ import annotations
 
 import json
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +23,7 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 )
 
 SIMPLE: tuple[Any, ...] = (None, {}, [], "", 0)
+MULTIPLE_KEYWORDS = ("multipleOf", "divisibleBy")  # the second one of draft 3
 
 
 @dataclass(frozen=True)
@@ -43,21 +47,42 @@ def _make_validator(schema: str) -> Any:
     """
     try:
         from jsonschema import Draft202012Validator, SchemaError
-        from jsonschema.validators import validator_for
+        from jsonschema.validators import extend, validator_for
         from referencing import Registry
     except ImportError as error:
         raise ValueError(
             f"the reward json_schema needs a package that is not there ({error}); pip install"
             " 'rlhf-megatron[json-schema]'."
         ) from error
-    found = json.loads(schema)
-    kind = validator_for(found, default=Draft202012Validator)
+    parsed_schema = json.loads(schema)
+    kind = validator_for(parsed_schema, default=Draft202012Validator)
     try:
-        kind.check_schema(found)
+        kind.check_schema(parsed_schema)
     except SchemaError as error:
         raise ValueError(f"schema at {error.json_path}: {error.message:.200}.") from error
+    checks = {name: _check_multiple for name in MULTIPLE_KEYWORDS if name in kind.VALIDATORS}
     # which fetches nothing
-    return kind(found, format_checker=kind.FORMAT_CHECKER, registry=Registry())
+    return extend(kind, checks)(
+        parsed_schema, format_checker=kind.FORMAT_CHECKER, registry=Registry()
+    )
+
+
+def _check_multiple(validator: Any, divisor: Any, instance: Any, _: Any) -> Iterator[Any]:
+    """Yield an error where a number is no multiple of the divisor, both as decimals: 19.99 is a
+    multiple of 0.01, which the library, dividing floats, denies.
+    """
+    from jsonschema import ValidationError
+
+    if not validator.is_type(instance, "number"):
+        return
+    is_infinite = isinstance(instance, float) and not math.isfinite(instance)
+    if is_infinite or _read_decimal(instance) % _read_decimal(divisor) != 0:
+        yield ValidationError(f"{instance!r:.80} is not a multiple of {divisor}")
+
+
+def _read_decimal(number: int | float) -> Fraction:
+    """Return the number that JSON's text of it says, not the float that is nearest to it."""
+    return Fraction(number) if isinstance(number, int) else Fraction(repr(number))
 
 
 @REWARDS.register("json_schema", JsonSchemaParams, needs=(OWN_PROCESS,))
@@ -81,8 +106,6 @@ def score_json_schema(sample: RewardSample, params: JsonSchemaParams) -> RewardR
         return RewardResult(0.0, MALFORMED)
     try:
         return RewardResult(float(validator.is_valid(value)))
-    except OverflowError:  # an integer too large for the schema's fraction
-        return RewardResult(0.0)
     except Unresolvable as error:  # a $ref that leads nowhere
         return make_masked_result("bad_label", f"The schema cannot be followed: {error}")
     except RecursionError as error:

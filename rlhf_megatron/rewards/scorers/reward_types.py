@@ -116,7 +116,8 @@ class RewardResult:
     score: float  # at most MAX_SCORE in size; not read when the status is masked
     status: str = OK
     parts: dict[str, float] = field(default_factory=dict)  # components of the score, for metrics
-    error: str = ""  # of a masked result: the end of the traceback
+    # of a masked result: the end of the traceback; of another: a hint for the user, or ""
+    error: str = ""
 
     def __post_init__(self) -> None:
         """Raise BadResultError for an unknown status, or a score or part that is no number or too

@@ -125,7 +125,7 @@ def combine_results(
     The main reward decides the status. Where that is malformed or timeout the main reward adds at
     most 0 and the terms still count, so that a response without an answer is paid or fined for its
     format and length as any other. A sample that any component could not score is masked. A
-    `wrong_score` maps scores from 0..1 to wrong_score..1.
+    `wrong_score` maps scores from 0..1 to wrong_score..1. Hints of the results are joined.
     """
     for result in results:
         if is_masked(result.status):
@@ -139,4 +139,5 @@ def combine_results(
             f"{component.part_name}/{name}": float(value) for name, value in result.parts.items()
         }
         score += component.weight * own
-    return RewardResult(score, results[0].status, parts)
+    hints = dict.fromkeys(result.error for result in results if result.error)
+    return RewardResult(score, results[0].status, parts, "\n".join(hints))

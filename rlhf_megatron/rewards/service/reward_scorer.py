@@ -43,6 +43,7 @@ from rlhf_megatron.rewards.service.worker_pool import RewardWorkerPool
 logger = logging.getLogger(__name__)
 ABORTED = MASKED + "aborted"
 RESPONSE_CHARS = 200  # of the sample that the message shows
+MAX_HINTS = 20  # that a scorer logs: a policy can make a new one with each response
 
 REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
 
@@ -101,6 +102,7 @@ class RewardScorer:
         self.config = config
         self.log_path = log_path
         self._lock = threading.Lock()
+        self._logged_hints: set[str] = set()
         self._process_components = _select_process_components(components)
         self._worker_pool = (
             _make_worker_pool(self._process_components, config, log_path, make_pool)
@@ -146,8 +148,20 @@ class RewardScorer:
         aborted = make_masked_result("aborted")
         scored = [sample for sample in samples if sample.finish_reason != "abort"]
         with self._lock:
-            found = iter(self._score_samples(scored))
-        return [aborted if sample.finish_reason == "abort" else next(found) for sample in samples]
+            results = self._score_samples(scored)
+            self._log_hints(results)
+        remaining = iter(results)
+        return [
+            aborted if sample.finish_reason == "abort" else next(remaining) for sample in samples
+        ]
+
+    def _log_hints(self, results: Sequence[RewardResult]) -> None:
+        """Log a warning for each hint of the scored results, once each."""
+        for result in results:
+            is_new = bool(result.error) and result.error not in self._logged_hints
+            if is_new and not is_masked(result.status) and len(self._logged_hints) < MAX_HINTS:
+                self._logged_hints.add(result.error)
+                logger.warning("%s (score %g)", result.error, result.score)
 
     def _score_samples(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """Score the samples by their components, in worker processes and here, and combine the

@@ -5,6 +5,8 @@ which scores 0.
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -16,15 +18,15 @@ import pytest
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
+from rlhf_megatron.rewards.sandbox.remote_sandbox import insert_prelude
 from rlhf_megatron.rewards.sandbox.sandbox_protocol import SandboxProgram
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.scorers.answer_params import find_last_block
+from rlhf_megatron.rewards.scorers.code_comparison import is_same_output, is_same_value
 from rlhf_megatron.rewards.scorers.code_tests import (
     PYTHON,
     CodeParams,
     get_process_sandbox,
-    is_same_output,
-    is_same_value,
     parse_code_tests,
     score_code,
 )
@@ -365,7 +367,7 @@ def test_a_label_is_cut_to_max_tests() -> None:
 )
 def test_printed_text(printed: str, expected: str, same: bool) -> None:
     """By the rules of LiveCodeBench, worked out by hand."""
-    assert is_same_output(printed, expected) is same
+    assert is_same_output(printed, expected, "exact") is same
 
 
 @pytest.mark.parametrize(
@@ -388,7 +390,7 @@ def test_printed_text(printed: str, expected: str, same: bool) -> None:
     ],
 )
 def test_values(found: object, expected: object, same: bool) -> None:
-    assert is_same_value(found, expected) is same
+    assert is_same_value(found, expected, "exact") is same
 
 
 def test_too_few_layers_are_refused_unless_asked_for() -> None:
@@ -412,6 +414,7 @@ def test_in_worker_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         sample("while True: pass", SUM),
         sample("print(3)", SUM),
         sample(DOUBLES, TWICE),
+        *[sample(f"import no_such_module\n{ADDS}", SUM)] * 2,
     ]
     with make_reward_scorer(config, tmp_path / "log") as scorer:
         results = scorer(samples)
@@ -420,7 +423,13 @@ def test_in_worker_processes(tmp_path: Path, caplog: pytest.LogCaptureFixture) -
         (0.0, "timeout"),
         (0.0, "ok"),
         (1.0, "ok"),
+        (0.0, "ok"),
+        (0.0, "ok"),
     ]
+    [hint] = [text for text in caplog.messages if "no_such_module" in text]
+    assert hint.endswith(
+        "(now none). Install it and name it there if answers may use it. (score 0)"
+    ), "a hint is logged once"
     assert (
         caplog.messages[0].startswith("sandbox: ") and "limits are in force" in caplog.messages[0]
     )
@@ -476,13 +485,31 @@ def server() -> Iterator[str]:
 @pytest.mark.parametrize(("path", "protocol"), [("/run_code", "sandbox_fusion"), ("/run", "plain")])
 def test_a_server(server: str, path: str, protocol: Any) -> None:
     params = CodeParams(server=RewardEndpoint(server + path), protocol=protocol, test_timeout_s=1.0)
-    wanted = [(ADDS, SUM, 1.0, "ok"), (DOUBLES, TWICE, 1.0, "ok"), ("exit(0)", SUM, 0.0, "ok")]
-    for program, label, right, status in [*wanted, ("while True: pass", SUM, 0.0, "timeout")]:
+    digits = "7" * 6000
+    long_label = f'{{"fn_name": "f", "inputs": [[{digits}]], "outputs": [[{digits}, 0.3, [2, 1]]]}}'
+    for program, label, right, status in (
+        (ADDS, SUM, 1.0, "ok"),
+        (DOUBLES, TWICE, 1.0, "ok"),
+        ("exit(0)", SUM, 0.0, "ok"),
+        ("def f(x): return (x, 0.1 + 0.2, {1, 2})", long_label, 1.0, "ok"),
+        ("def f(x): return (x + 1, 0.1 + 0.2, {1, 2})", long_label, 0.0, "ok"),
+        ("def f(x): return 1j", long_label, 0.0, "ok"),
+        ("while True: pass", SUM, 0.0, "timeout"),
+    ):
         result = score(program, label, params)
         assert (result.score, result.status) == (right, status), program
+    hint = score("import no_such_module", SUM, params).error
+    assert "imports no_such_module, which the sandbox server" in hint
     assert {"run_timeout", "memory_limit_MB", "language"} <= Server.bodies[
         -1
     ].keys() or protocol == "plain"
+
+
+def test_programs_of_a_server_write_integers_of_any_length() -> None:
+    """The prelude lifts Python's limit, wherever the server runs it."""
+    code = insert_prelude("from __future__ import annotations\nprint(len(str(2**20000)))")
+    command = [sys.executable, "-c", code]
+    assert subprocess.run(command, check=True, capture_output=True, text=True).stdout == "6021\n"
 
 
 def test_a_server_that_is_down_or_refuses_is_not_the_policys_fault(server: str) -> None:

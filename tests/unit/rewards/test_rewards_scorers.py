@@ -191,12 +191,36 @@ def test_json_schema(response: str, expected: tuple[float, str]) -> None:
         assert (result.score, result.status) == expected
 
 
-def test_an_integer_too_large_for_the_schemas_fraction() -> None:
-    params = JsonSchemaParams({"multipleOf": 0.5})
-    assert [score_json_schema(sample(text), params).score for text in ("1.5", "9" * 400)] == [
-        1.0,
-        0.0,
-    ]
+@pytest.mark.parametrize(
+    ("divisor", "text", "score"),
+    [
+        (0.01, "19.99", 1.0),
+        (0.01, "0.07", 1.0),
+        (0.1, "0.3", 1.0),
+        (0.01, "19.995", 0.0),
+        (0.01, "19.990000000000002", 0.0),
+        (1e-9, "1e-9", 1.0),
+        (0.5, "1.5", 1.0),
+        (0.5, "9" * 400, 1.0),
+        (0.5, "9" * 400 + ".25", 0.0),
+        (3, "9" * 400, 1.0),
+        (3, "1e400", 0.0),
+        (2, "4.0", 1.0),
+        (2, "true", 1.0),
+        (2, '"a"', 1.0),
+    ],
+)
+def test_multiples_are_those_of_decimals(divisor: float, text: str, score: float) -> None:
+    """As floats 19.99 / 0.01 is 1998.9999999999998, and 0.3 / 0.1 is 2.9999999999999996. What is
+    no number has no multiple to be.
+    """
+    for schema in (
+        {"multipleOf": divisor},
+        {"$schema": "http://json-schema.org/draft-03/schema#", "divisibleBy": divisor},
+        {"$schema": "http://json-schema.org/draft-07/schema#", "multipleOf": divisor},
+    ):
+        result = score_json_schema(sample(text), JsonSchemaParams(schema))
+        assert (result.score, result.status) == (score, "ok")
 
 
 def test_schemas_that_are_not_understood() -> None:

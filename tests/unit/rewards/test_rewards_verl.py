@@ -20,12 +20,15 @@ ROWS = [
     json.loads(line)
     for line in (ROOT / "tests" / "support" / "verl_scores.jsonl").read_text().splitlines()
 ]
+SHARE = {"score": "share", "test_timeout_s": 2.0}
 OURS: dict[str, tuple[str, dict[str, Any]]] = {  # ours -> verl's, and our parameters
     "gsm8k": ("gsm8k", {}),
     "math": ("math", {}),
     "math_dapo": ("math_dapo", {}),
     "short_answer": ("search_r1", {}),
-    "code": ("prime_code", {"score": "share", "test_timeout_s": 2.0}),
+    "code": ("prime_code", {**SHARE, "compare": "allclose"}),
+    "code, close": ("prime_code", SHARE),
+    "code, exact": ("prime_code", {**SHARE, "compare": "exact"}),
     "exact_match": ("gsm8k", {"pattern": "#### (.*)"}),
     "math_verify": ("math_verify", {}),
 }
@@ -47,21 +50,29 @@ RIGHT = (
     "a right program; verl's grader runs it as a function in its own process, with texts as"
     " stdin and stdout"
 )
+LINES_OF_NUMBERS = (
+    "lines of numbers are compared as decimals, as LiveCodeBench does; verl compares digits as text"
+)
+OF_CODE = {
+    **dict.fromkeys(("open(0)", "buffer", "bytes", "exit(0) behind", "star"), RIGHT),
+    "exit code 1 behind": "a program that fails has not passed",
+    "no mark": "an unmarked block counts where none is marked as Python",
+    "not closed": "a block that does not end is malformed",
+    "the first": "verl takes the first element of an expected list for all of it",
+    "equals all": "verl compares where the program's __eq__ counts",
+    "number": "verl takes 1 for true",
+    "by heart": (
+        "verl leaves out the function's name when it scores test by test: functions have no"
+        " share there"
+    ),
+}
 REASONS = {
-    "code": {
-        **dict.fromkeys(("open(0)", "buffer", "bytes", "exit(0) behind", "star"), RIGHT),
-        "exit code 1 behind": "a program that fails has not passed",
-        "nearly": "verl has a tolerance; here decimals are exact, as LiveCodeBench's",
-        "zero before": "lines of numbers are compared as decimals, as LiveCodeBench does",
-        "no mark": "an unmarked block counts where none is marked as Python",
-        "not closed": "a block that does not end is malformed",
-        "the first": "verl takes the first element of an expected list for all of it",
-        "equals all": "verl compares where the program's __eq__ counts",
-        "number": "verl takes 1 for true",
-        "by heart": (
-            "verl leaves out the function's name when it scores test by test: functions have no"
-            " share there"
-        ),
+    "code": OF_CODE,
+    "code, close": {**OF_CODE, "zero before": LINES_OF_NUMBERS},
+    "code, exact": {
+        **OF_CODE,
+        "zero before": LINES_OF_NUMBERS,
+        "nearly": "verl has a tolerance; with `exact` decimals have none, as LiveCodeBench's",
     },
     "short_answer": {
         "eleven tags": "verl pays a quarter above ten tags; the term `repetition` fines those here"
@@ -94,7 +105,7 @@ REASONS = {
 def scores(name: str) -> dict[str, list[tuple[str, str, float, float]]]:
     """Of each kind of answers what differs: response, label, verl's score, ours."""
     theirs, given = OURS[name]
-    entry = REWARDS.get(name)
+    entry = REWARDS.get(name.partition(",")[0])
     assert entry.params is not None
     params = entry.params(**given)
     differing = defaultdict(list)
@@ -112,13 +123,13 @@ def scores(name: str) -> dict[str, list[tuple[str, str, float, float]]]:
 def test_the_same_score_or_a_reason(name: str) -> None:
     if name == "math_verify":
         pytest.importorskip("math_verify")
-    if name == "code":
+    if name.startswith("code"):
         try:
             CodeParams(**OURS[name][1]).prepare()
         except ValueError as error:
             pytest.skip(str(error))
     differing = scores(name)
-    if name == "code":
+    if name.startswith("code"):
         get_process_sandbox(CodeParams(**OURS[name][1])).close()
         get_process_sandbox.cache_clear()
     assert set(differing) == set(REASONS.get(name, {})), dict(differing)

@@ -522,11 +522,23 @@ def test_a_sandbox_server_becomes_the_reward_code(tmp_path: Path) -> None:
     found = {key: value for key, value in values(result).items() if key.startswith("reward.")}
     assert found == {
         "reward.name": "code",
+        "reward.params.compare": "allclose",
         "reward.params.server.url": url,
         "reward.params.server.concurrency": 64,
     }
     assert learning(result) == []
     loads(result, tmp_path / "run.yaml")
+
+
+def test_the_reward_code_compares_as_verls_scorer_of_programs() -> None:
+    plain = BASE.replace("custom_reward_function.path=score.py\n", "")
+    compare = "reward.params.compare"
+    assert values(translated(plain, ours=["reward.name=code"]))[compare] == "allclose"
+    told = translated(plain, ours=["reward.name=code", f"{compare}=close"])
+    assert values(told)[compare] == "close"
+    assert compare not in values(translated(plain, ours=["reward.name=math_verify"]))
+    assert compare not in values(translated(BASE))
+    assert "code with reward.params.compare allclose for apps" in str(translated(plain).untranslated)
 
 
 def test_fp8_rollouts_are_those_of_the_engine() -> None:
