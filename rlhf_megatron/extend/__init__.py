@@ -222,6 +222,7 @@ if TYPE_CHECKING:
     )
     from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox as LocalSandbox
     from rlhf_megatron.rewards.sandbox.local_sandbox import SandboxSettings as SandboxSettings
+    from rlhf_megatron.rewards.sandbox.long_integers import read_long_json as read_long_json
     from rlhf_megatron.rewards.sandbox.remote_sandbox import Protocol as RemoteSandboxProtocol
     from rlhf_megatron.rewards.sandbox.remote_sandbox import RemoteSandbox as RemoteSandbox
     from rlhf_megatron.rewards.sandbox.sandbox_layers import SandboxLimits as SandboxLimits
@@ -236,6 +237,14 @@ if TYPE_CHECKING:
     from rlhf_megatron.rewards.scorers.answer_params import find_last_block as find_last_block
     from rlhf_megatron.rewards.scorers.answer_params import find_last_boxed as find_last_boxed
     from rlhf_megatron.rewards.scorers.answer_params import parse_answer as parse_answer
+    from rlhf_megatron.rewards.scorers.code_comparison import ComparisonRule as ComparisonRule
+    from rlhf_megatron.rewards.scorers.code_comparison import is_same_output as is_same_output
+    from rlhf_megatron.rewards.scorers.code_comparison import (
+        is_same_value as is_same_returned_value,
+    )
+    from rlhf_megatron.rewards.scorers.code_comparison import (
+        read_returned_value as read_returned_value,
+    )
     from rlhf_megatron.rewards.scorers.reward_types import MALFORMED as STATUS_MALFORMED
     from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE as MAX_SCORE
     from rlhf_megatron.rewards.scorers.reward_types import OK as STATUS_OK
@@ -458,6 +467,7 @@ __all__ = [
     "BucketTransport",
     "ChatMessage",
     "ChunkAssignment",
+    "ComparisonRule",
     "DecoderDimensions",
     "DeliveryTraffic",
     "DistillationLoss",
@@ -619,6 +629,8 @@ __all__ = [
     "has_json_label",
     "is_batch_view_step",
     "is_masked",
+    "is_same_output",
+    "is_same_returned_value",
     "launch_here",
     "list_loaded_plugins",
     "list_oldest_scored",
@@ -643,7 +655,9 @@ __all__ = [
     "read_decoder_dimensions",
     "read_expert_layers",
     "read_latent_dimensions",
+    "read_long_json",
     "read_positive_int",
+    "read_returned_value",
     "read_rotary_config",
     "refuse_unsupported_settings",
     "register_group_estimator",

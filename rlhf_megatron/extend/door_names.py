@@ -226,6 +226,22 @@ _REWARDS = {
         "Protocol",
         "names of the protocols that a remote sandbox speaks",
     ),
+    **_from_module(
+        "rlhf_megatron.rewards.sandbox.long_integers",
+        read_long_json="read JSON with integers of any number of digits, in linear time",
+    ),
+    **_from_module(
+        "rlhf_megatron.rewards.scorers.code_comparison",
+        ComparisonRule="name of a rule that compares a program's output: close, exact, allclose",
+        is_same_output="whether a program printed what a test expects",
+        read_returned_value="read what a program's function returned, sets included",
+    ),
+    **_under_new_name(
+        "is_same_returned_value",
+        "rlhf_megatron.rewards.scorers.code_comparison",
+        "is_same_value",
+        "whether a program's function returned what a test expects",
+    ),
 }
 
 _MODEL_FAMILIES = {

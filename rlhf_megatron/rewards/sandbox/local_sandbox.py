@@ -24,7 +24,7 @@ from typing import Any, get_args
 import msgspec
 
 from rlhf_megatron.rewards.process_stopwatch import POLL_S, ProcessStopwatch
-from rlhf_megatron.rewards.sandbox.long_integers import write_json
+from rlhf_megatron.rewards.sandbox.long_integers import write_long_json
 from rlhf_megatron.rewards.sandbox.sandbox_layers import (
     LANDLOCK,
     LAYERS,
@@ -308,7 +308,7 @@ class LocalSandboxSession:
         assert self._connection is not None
         self._connection.settimeout(self.sandbox.timeout_s + START_S)
         try:
-            self._connection.sendall(write_json(message).encode() + b"\n")
+            self._connection.sendall(write_long_json(message).encode() + b"\n")
         except OSError:
             return False
         return True

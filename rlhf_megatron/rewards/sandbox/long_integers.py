@@ -20,7 +20,7 @@ LONG_MARK = (
 WRITTEN_MARK = re.compile(rf'"\\ue000{LONG_MARK[1:]}(-?[0-9]+)"')
 
 
-def read_json(text: str, make_object: Callable[[dict[str, Any]], Any] | None = None) -> Any:
+def read_long_json(text: str, make_object: Callable[[dict[str, Any]], Any] | None = None) -> Any:
     """Return the value of a JSON text. An integer of more than MAX_INT_DIGITS digits is a Decimal.
     `make_object` makes a value of each object's dict. Raise ValueError for text that is no JSON,
     RecursionError for text that is nested too deeply.
@@ -33,7 +33,7 @@ def _read_integer(digits: str) -> int | Decimal:
     return int(digits) if len(digits) <= MAX_INT_DIGITS else Decimal(digits)
 
 
-def write_json(value: Any) -> str:
+def write_long_json(value: Any) -> str:
     """Return the value as JSON. A Decimal must be an integer; all its digits are written. Raise
     TypeError for a value that JSON does not have.
     """

@@ -17,7 +17,7 @@ import msgspec
 
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint, RewardEndpointError
 from rlhf_megatron.rewards.sandbox.harness import PRELUDE, SET_KEY, encode_returned_value
-from rlhf_megatron.rewards.sandbox.long_integers import write_json
+from rlhf_megatron.rewards.sandbox.long_integers import write_long_json
 from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
     ProgramResult,
     SandboxProgram,
@@ -68,7 +68,7 @@ class RemoteSandboxSession:
         """Run the program once on the server; see `SandboxSession.run_program`."""
         code = insert_prelude(self.program.code)
         if self.program.function is not None:
-            stdin = write_json(arguments)
+            stdin = write_long_json(arguments)
             code += ENCODER + CALL.format(name=self.program.function, mark=VALUE_MARK)
         ask = (
             run_on_sandbox_fusion

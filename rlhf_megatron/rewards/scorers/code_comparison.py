@@ -22,9 +22,9 @@ from decimal import MAX_EMAX, MIN_EMIN, Context, Decimal, InvalidOperation
 from typing import Any, Literal
 
 from rlhf_megatron.rewards.sandbox.harness import SET_KEY
-from rlhf_megatron.rewards.sandbox.long_integers import read_json
+from rlhf_megatron.rewards.sandbox.long_integers import read_long_json
 
-Compare = Literal["close", "exact", "allclose"]
+ComparisonRule = Literal["close", "exact", "allclose"]
 
 CLOSE_RTOL = Decimal("1e-6")
 CLOSE_ATOL = Decimal("1e-9")
@@ -61,7 +61,7 @@ class ReturnedSet:
     items: list[Any]
 
 
-def is_same_output(printed: str, expected: str, compare: Compare) -> bool:
+def is_same_output(printed: str, expected: str, compare: ComparisonRule) -> bool:
     """Return whether output equals the expected output. White space around lines and around the
     whole does not count.
     """
@@ -211,7 +211,7 @@ def read_returned_value(text: str) -> Any:
     """Return the value that the sandbox wrote for what a function returned. Raise ValueError or
     RecursionError for text that is no JSON or is nested too deeply.
     """
-    return read_json(text, _make_returned_object)
+    return read_long_json(text, _make_returned_object)
 
 
 def _make_returned_object(items: dict[str, Any]) -> Any:
@@ -222,12 +222,13 @@ def _make_returned_object(items: dict[str, Any]) -> Any:
     return ReturnedSet(values) if len(items) == 1 and isinstance(values, list) else items
 
 
-def is_same_value(returned: Any, expected: Any, compare: Compare) -> bool:
+def is_same_value(returned: Any, expected: Any, compare: ComparisonRule) -> bool:
     """Return whether two plain JSON values are equal: numbers by value or, with `close`, within the
     tolerance, NaN to NaN, a boolean only to the same boolean, text as text, lists and objects item
     by item. With `close` a returned set equals a list of its items in any order.
 
-    The values are compared without recursion, however deeply they are nested.
+    Values are compared without recursion, however deeply they are nested. Only items of a returned
+    set are read by recursion: raise RecursionError for items that are nested too deeply.
     """
     are_same_scalars = _are_close_scalars if compare == "close" else _are_equal_scalars
     pairs = [(returned, expected)]
@@ -281,7 +282,7 @@ def _are_close_scalars(returned: Any, expected: Any) -> bool:
 
 def _read_number(value: Any) -> ComparedNumber | None:
     """Return the number that a JSON value is, or None where it is none. A boolean is none, and a
-    Decimal is an integer (`read_json`).
+    Decimal is an integer (`read_long_json`).
     """
     if isinstance(value, bool) or not isinstance(value, int | float | Decimal):
         return None

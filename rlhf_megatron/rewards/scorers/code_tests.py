@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
-from rlhf_megatron.rewards.sandbox.long_integers import read_json
+from rlhf_megatron.rewards.sandbox.long_integers import read_long_json
 from rlhf_megatron.rewards.sandbox.remote_sandbox import Protocol, RemoteSandbox
 from rlhf_megatron.rewards.sandbox.sandbox_layers import SandboxLimits
 from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
@@ -28,7 +28,7 @@ from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
 )
 from rlhf_megatron.rewards.scorers.answer_params import find_last_block
 from rlhf_megatron.rewards.scorers.code_comparison import (
-    Compare,
+    ComparisonRule,
     is_same_output,
     is_same_value,
     read_returned_value,
@@ -61,7 +61,7 @@ class CodeParams:
     score: Literal["all", "share"] = "all"
     # close: decimals within 1e-6 x the expected number + 1e-9, sets in any order; exact: as
     # LiveCodeBench; allclose: as verl's prime_code, 1e-5 and 1e-8 for output of a number a line
-    compare: Compare = "close"
+    compare: ComparisonRule = "close"
     test_timeout_s: float = 6.0  # of one test, CPU time and sleep
     max_tests: int | None = None  # of a label, the first ones; null: all
     memory_mib: int = 1024  # of a program
@@ -151,11 +151,11 @@ def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
     """Return the tests in a label. `extra` is the JSON of the row's other keys, which has the
     function's name for LiveCodeBench. Raise ValueError for a label of no known schema.
     """
-    tests = read_json(label)
+    tests = read_long_json(label)
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
-        row = read_json(extra) if extra else {}
+        row = read_long_json(extra) if extra else {}
         metadata = row.get("metadata", {})
-        metadata = read_json(metadata) if isinstance(metadata, str) else metadata
+        metadata = read_long_json(metadata) if isinstance(metadata, str) else metadata
         name = metadata.get("func_name") if tests[0].get("testtype") == "functional" else None
         if name is None and tests[0].get("testtype") == "functional":
             raise ValueError(
@@ -202,8 +202,8 @@ def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
     if isinstance(test_input, str):
         return CodeTestCase(
             "",
-            tuple(read_json(line) for line in test_input.split("\n") if line.strip()),
-            read_json(expected),
+            tuple(read_long_json(line) for line in test_input.split("\n") if line.strip()),
+            read_long_json(expected),
         )
     if not isinstance(test_input, list):
         raise ValueError(f"the input {test_input!r:.80} of a function is neither text nor a list")
@@ -211,7 +211,7 @@ def _make_function_case(test_input: Any, expected: Any) -> CodeTestCase:
 
 
 def passes_test_case(
-    result: ProgramResult, case: CodeTestCase, has_function: bool, compare: Compare
+    result: ProgramResult, case: CodeTestCase, has_function: bool, compare: ComparisonRule
 ) -> bool:
     """Return whether a run succeeded and gave the output, or the function's value, that the test
     expects.

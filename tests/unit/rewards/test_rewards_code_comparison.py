@@ -11,9 +11,9 @@ from typing import Any
 import numpy
 import pytest
 
-from rlhf_megatron.rewards.sandbox.long_integers import read_json, write_json
+from rlhf_megatron.rewards.sandbox.long_integers import read_long_json, write_long_json
 from rlhf_megatron.rewards.scorers.code_comparison import (
-    Compare,
+    ComparisonRule,
     is_same_output,
     is_same_value,
     read_returned_value,
@@ -132,7 +132,7 @@ def name_row(row: tuple[Any, ...]) -> str:
 @pytest.mark.parametrize("row", PRINTED, ids=name_row)
 def test_printed_text(row: tuple[str, str, int, int, int]) -> None:
     printed, expected, *rights = row
-    rules: tuple[Compare, ...] = ("close", "exact", "allclose")
+    rules: tuple[ComparisonRule, ...] = ("close", "exact", "allclose")
     assert [int(is_same_output(printed, expected, rule)) for rule in rules] == rights
 
 
@@ -201,7 +201,7 @@ def test_returned_values(row: tuple[str, str, int, int]) -> None:
     except ValueError:
         assert not close and not exact
         return
-    label = read_json(expected)
+    label = read_long_json(expected)
     assert is_same_value(value, label, "close") is bool(close)
     assert is_same_value(value, label, "exact") is bool(exact)
     assert is_same_value(value, label, "allclose") is bool(exact)
@@ -259,13 +259,13 @@ def test_a_returned_set_has_no_order(returned: Any, expected: Any, same: bool) -
 
 def test_long_integers_are_read_and_written_whole() -> None:
     text = f'[1, -{LONG}, {{"a": {LONG}}}, 0.5, "{LONG}"]'
-    value = read_json(text)
+    value = read_long_json(text)
     assert value[0] == 1 and str(value[1]) == f"-{LONG}"
-    assert write_json(value) == text
-    assert write_json(read_json("9" * 4001)) == "9" * 4001
-    assert type(read_json("9" * 4000)) is int
+    assert write_long_json(value) == text
+    assert write_long_json(read_long_json("9" * 4001)) == "9" * 4001
+    assert type(read_long_json("9" * 4000)) is int
     with pytest.raises(TypeError, match="no value of JSON"):
-        write_json({1, 2})
+        write_long_json({1, 2})
 
 
 MILLION = 1_000_000
@@ -296,7 +296,7 @@ def test_a_million_characters_are_compared_in_a_moment(rows: tuple[str, str]) ->
     for rule in ("close", "exact", "allclose"):
         is_same_output(printed, expected, rule)
     if printed.isdigit():
-        assert not is_same_value(read_returned_value(printed), read_json(expected), "close")
+        assert not is_same_value(read_returned_value(printed), read_long_json(expected), "close")
     assert time.process_time() - started < 1.0
 
 

@@ -119,7 +119,12 @@ def scores(name: str) -> dict[str, list[tuple[str, str, float, float]]]:
     return differing
 
 
-@pytest.mark.parametrize("name", OURS)
+LONG = ("code, exact",)  # the programs run for the other two rules as well
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.long) if name in LONG else name for name in OURS]
+)
 def test_the_same_score_or_a_reason(name: str) -> None:
     if name == "math_verify":
         pytest.importorskip("math_verify")
