@@ -26,7 +26,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -242,6 +242,8 @@ class Ranks:
 
 class Text:
     """Stands for a tokenizer: text is made by its library, in time that is not the controller's."""
+
+    special_tokens_by_id: ClassVar[dict[int, str]] = {}
 
     def decode(self, ids: Sequence[int]) -> str:
         return f"{len(ids)} tokens"

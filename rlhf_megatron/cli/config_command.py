@@ -42,7 +42,7 @@ def run_config_check_command(args: argparse.Namespace) -> None:
     if not args.no_files:
         from rlhf_megatron.controller.preflight import list_preflight_checks
 
-        checks = list_preflight_checks()
+        checks = list_preflight_checks(report_line=print)
     loaded = load_run_config(
         args.config,
         args.overrides,

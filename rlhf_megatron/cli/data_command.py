@@ -25,6 +25,7 @@ from rlhf_megatron.rewards.published_datasets import (
     fetch_dataset,
     prepare_dataset,
 )
+from rlhf_megatron.rewards.service.response_reading import describe_configured_reading
 
 # around what trains, with a terminal and without
 COLOUR_MARKS = ("\x1b[32m", "\x1b[0m")
@@ -34,10 +35,10 @@ TEXT_MARKS = ("⟦", "⟧")
 def run_data_show_command(args: argparse.Namespace) -> None:
     """Print the first samples of each source, with marks around the tokens that train, and the
     number of samples. For an RL run, print the prompts with their labels, as a warm-up would train
-    them.
+    them, and what the rewards read of responses beyond their text.
     """
     config = load_run_config(args.config, args.overrides).config
-    sets, tokenizer = _load_document_sets(config)
+    sets, tokenizer, reading_lines = _load_document_sets(config)
     items_name = "prompts" if config.job == "train" else "documents"
     marks = COLOUR_MARKS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else TEXT_MARKS
     for line in format_sample_lines(
@@ -54,16 +55,19 @@ def run_data_show_command(args: argparse.Namespace) -> None:
     )
     first_document = sets.sources[0].items[0].documents[0]
     print(describe_opening_tokens(tokenizer, config.data, first_document.token_ids, items_name))
+    for line in reading_lines:
+        print(line)
 
 
-def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
-    """Return the training and held-out samples of a run and its tokenizer. For an RL run, make
-    samples of each prompt and its label.
+def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer, list[str]]:
+    """Return the training and held-out samples of a run, its tokenizer, and lines on what its
+    rewards read of responses. For an RL run, make samples of each prompt and its label.
     """
     if config.job != "train":
-        return load_supervised_data(
+        document_sets, tokenizer = load_supervised_data(
             config.model, config.data, config.sft, learns_from_pairs(config)
         )
+        return document_sets, tokenizer, []
     found, tokenizer = load_run_prompts(config.model, config.data, config.warmup.max_steps > 0)
     train = [
         SampleSource(s.name, s.weight, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
@@ -73,7 +77,9 @@ def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer]:
         SampleSource(s.name, 1.0, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
         for s in found.held_out_sets
     ]
-    return DocumentSets(tuple(train), tuple(held_out)), tokenizer
+    token_names = [*tokenizer.special_tokens_by_id.values()]
+    lines = describe_configured_reading(config.reward, found.list_response_prefixes(), token_names)
+    return DocumentSets(tuple(train), tuple(held_out)), tokenizer, lines
 
 
 def format_sample_lines(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -93,8 +94,9 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
             )
         term = servers.make_reward_term() if servers is not None else None
         log = Path(scratch) / "rewards.log"
+        report_once = cache(lambda line: print(line, file=sys.stderr))
         scored = [
-            (name, score_answer_file(path, config.reward, log, config.data, term))
+            (name, score_answer_file(path, config.reward, log, config.data, term, report_once))
             for name, path in files
         ]
     notes = [] if args.every_step else _compare_with_first_file(scored)

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
@@ -38,6 +38,7 @@ from rlhf_megatron.controller.supervised.supervised_run import load_supervised_d
 from rlhf_megatron.data.prompts import check_source_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.device import count_devices
+from rlhf_megatron.rewards.service.response_reading import describe_configured_reading
 from rlhf_megatron.rewards.service.reward_model_servers import check_model_servers
 from rlhf_megatron.rewards.service.reward_scorer import (
     check_reward_labels,
@@ -75,11 +76,13 @@ def list_preflight_checks(
     recorded_run_dir: Path | None = None,
     last_step: int | None = None,
     capsule_dir: Path | None = None,
+    report_line: Callable[[str], object] = lambda line: None,
 ) -> list[PreflightCheck]:
     """Return the checks that `load_run_config` makes before any process starts, beside the rules.
 
     `recorded_run_dir` and `last_step` name a replay, which needs no engine; `capsule_dir` names a
-    replay of one mini-batch, which needs no data either.
+    replay of one mini-batch, which needs no data either. `report_line` is called with what is to
+    be said of the responses that the rewards read.
     """
     found = [
         PreflightCheck(("rollout.sglang.env",), lambda c: reveal_secrets(c, os.environ)),
@@ -138,7 +141,12 @@ def list_preflight_checks(
             _check_document_data(c.model, c.data, c.sft, learns_from_pairs(c))
             if c.job != "train"
             else _check_prompt_data(
-                c.model, c.data, c.reward, c.rollout.stop, has_warmup=c.warmup.max_steps > 0
+                c.model,
+                c.data,
+                c.reward,
+                c.rollout.stop,
+                has_warmup=c.warmup.max_steps > 0,
+                report_line=report_line,
             )
         ),
         PreflightCheck(
@@ -208,9 +216,10 @@ def _check_prompt_data(
     reward: RewardConfig,
     stop_strings: Sequence[str],
     has_warmup: bool,
+    report_line: Callable[[str], object],
 ) -> None:
     """Load the prompts, and check stop strings, reward sources, labels and the tokenizer's
-    vocabulary.
+    vocabulary. Report what the rewards read of responses beyond their text.
     """
     sets, tokenizer = load_run_prompts(model, data, has_warmup)
     make_run_data(data, 0, stop_strings, sets, tokenizer)
@@ -218,6 +227,9 @@ def _check_prompt_data(
     check_sources_exist(reward, {item.source for item in items})
     check_reward_labels(reward, ((item.source, item.label, item.extra) for item in items))
     _check_vocabulary_size(tokenizer.vocab_size, Path(model.path))
+    token_names = [*tokenizer.special_tokens_by_id.values()]
+    for line in describe_configured_reading(reward, sets.list_response_prefixes(), token_names):
+        report_line(line)
 
 
 def _check_critic_weights(critic_path: str | None) -> None:

@@ -20,6 +20,7 @@ from rlhf_megatron.data.prompt_items import (
     draw_few_shot_examples,
     encode_prompt_rows,
 )
+from rlhf_megatron.data.response_texts import find_response_prefix, find_template_prefix
 from rlhf_megatron.data.tasks import TASKS
 from rlhf_megatron.data.tokenizer import Tokenizer
 
@@ -46,11 +47,20 @@ class PromptSets:
     # training rows whose prompt stood in an earlier one of its source; they are kept
     num_duplicates: int
     num_held_out_in_train: int  # held-out items whose prompt is trained on too
+    template_prefix: str = ""  # what the chat template writes of each answer, as "<think>\n"
 
     @cached_property
     def train_items(self) -> tuple[PromptItem, ...]:
         """Return the training items of all sources."""
         return tuple(item for source in self.sources for item in source.items)
+
+    def list_response_prefixes(self) -> list[str]:
+        """Return what the first prompt of each source and of each held-out set writes of its
+        answer.
+        """
+        first_items = [source.items[0] for source in self.sources]
+        first_items += [held_out.items[0] for held_out in self.held_out_sets]
+        return [find_response_prefix(item.prompt, self.template_prefix) for item in first_items]
 
     @cached_property
     def held_out_items(self) -> tuple[PromptItem, ...]:
@@ -106,6 +116,7 @@ def load_prompt_sets(
         num_held_out_in_train=sum(
             item.prompt in trained for source in loaded for item in source.held_out_prompts.items
         ),
+        template_prefix="" if chat is None else find_template_prefix(chat),
     )
 
 

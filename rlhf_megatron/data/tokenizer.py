@@ -57,6 +57,12 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         # ids that the tokenizer writes before and behind a text: <s> of a Llama, and the like
         self.opening_ids, self.closing_ids = _find_added_ids(backend, self._vocabulary_ids)
+        # the names of the tokens that `decode` leaves out, by id
+        self.special_tokens_by_id = {
+            token_id: token.content
+            for token_id, token in backend.get_added_tokens_decoder().items()
+            if token.special
+        }
 
     @property
     def eos_token_id(self) -> int:

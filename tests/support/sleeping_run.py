@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from supply_tools import TOKENIZER
+from supply_tools import READER, TOKENIZER
 from watched_foreground import WatchedForeground
 
 from rlhf_megatron.config.schema import FilterGroupsConfig, ScheduleConfig
@@ -223,7 +223,8 @@ class SleepingStages:
         )
 
     def score_rollout(self, step: int, rollout: RolloutBatch) -> ScoredBatch:
-        return make_scored_batch(rollout, self.scorer(make_reward_samples(rollout)), None, [])
+        results = self.scorer(make_reward_samples(rollout, READER))
+        return make_scored_batch(rollout, results, None, [])
 
     def scorer(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         time.sleep(self.plan.compute_score_seconds(len(samples)))
@@ -303,7 +304,7 @@ def sleep_through(
         def make_requests(prompts: PromptBatch, version: int) -> list[list[GenerateRequest]]:
             return [[request] for request in stages.make_requests(prompts)]
 
-        score = GroupScorer(TOKENIZER, stages.scorer, FilterGroupsConfig())
+        score = GroupScorer(READER, stages.scorer, FilterGroupsConfig())
         supply = BackgroundSupply(
             flow,
             schedule,

@@ -25,6 +25,7 @@ from rlhf_megatron.controller.scheduler.supply.supply_threads import GroupScorer
 from rlhf_megatron.data.batch import AnnotatedBatch, PromptBatch, ScoredBatch, add_columns
 from rlhf_megatron.data.item_stream import PromptStream
 from rlhf_megatron.data.prompt_items import PromptItem, PromptSource
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rollout.engine_interface import (
@@ -37,6 +38,7 @@ from rlhf_megatron.rollout.rollout_requests import build_generate_requests
 
 LIMIT_S = 120.0  # of anything that a test waits for
 TOKENIZER = load_tokenizer(MODEL)
+READER = ResponseReader(TOKENIZER)
 NUM_SAMPLES = 2
 
 
@@ -201,7 +203,7 @@ class Bench:
             draw_prompts=self.stream.fetch_prompts,
             make_requests=make_requests,
             score_groups=settings.pop("score", None)
-            or GroupScorer(TOKENIZER, right_or_wrong, filters),
+            or GroupScorer(READER, right_or_wrong, filters),
             annotate_samples=self._annotate,
         )
         batch_size = settings.pop("batch_size", 2)

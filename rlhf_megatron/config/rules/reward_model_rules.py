@@ -61,7 +61,7 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         PATH,
         "name a model there",
     )
-    names = ("judge", "dtype", "ending", "python", "args", "env", "machines")
+    names = ("judge", "dtype", "ending", "skip_special_tokens", "python", "args", "env", "machines")
     of_served = tuple(f"reward_model.served.{name}" for name in names)
     yield (
         is_served and config.trainer.runtime != "torchrun",
@@ -76,6 +76,7 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         "reward_model.std",
         "reward_model.activation",
         "reward_model.served.ending",
+        "reward_model.served.skip_special_tokens",
     )
     yield (
         is_served and chosen.served.judge is not None,

@@ -467,6 +467,13 @@ class ServedRewardModelConfig:
     ending: str = declare_setting(
         "text behind a response that the model was trained to score at, such as <|im_end|>", ""
     )
+    skip_special_tokens: bool = declare_setting(
+        (
+            "the model reads responses without their special tokens; false: with them, but for the"
+            " one that ended a response, in whose place `ending` stands"
+        ),
+        True,
+    )
     python: str | None = declare_setting(
         "interpreter of the environment that has sglang; null: this one", None
     )

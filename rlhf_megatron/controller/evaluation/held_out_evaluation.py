@@ -20,6 +20,7 @@ from rlhf_megatron.controller.evaluation.sample_figures import (
     extract_final_answer,
 )
 from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
 from rlhf_megatron.rollout.engine_interface import GeneratedSample
 
@@ -106,20 +107,23 @@ class ScoredEvaluationSet:
 def evaluate_sets(
     sets: Sequence[EvaluationSet],
     generate: Callable[[PromptBatch], Sequence[Sequence[GeneratedSample]]],
-    decode: Callable[[Sequence[int]], str],
+    reader: ResponseReader,
     score: Callable[[list[RewardSample]], Sequence[RewardResult]],
 ) -> EvaluationResult:
     """Generate the samples of all prompts in one call, score all of them in one call, and return
-    the figures of each set and of all together.
+    the figures of each set and of all together. `reader` decodes the responses.
 
     Raise ValueError when no sample of a set could be scored.
     """
     prompts = _concat_prompt_batches([evaluation_set.prompts for evaluation_set in sets])
     groups = generate(prompts)
     rows = [(i, sample) for i, group in enumerate(groups) for sample in group]
-    texts = [decode(sample.token_ids) for _, sample in rows]
+    texts = [reader.tokenizer.decode(sample.token_ids) for _, sample in rows]
     results = score(
-        [_make_reward_sample(prompts, i, s, text) for (i, s), text in zip(rows, texts, strict=True)]
+        [
+            _make_reward_sample(prompts, i, sample, text, reader)
+            for (i, sample), text in zip(rows, texts, strict=True)
+        ]
     )
     answered = []
     first_item = 0
@@ -262,7 +266,11 @@ def _compute_best_of_k(
 
 
 def _make_reward_sample(
-    prompts: PromptBatch, prompt_index: int, sample: GeneratedSample, text: str
+    prompts: PromptBatch,
+    prompt_index: int,
+    sample: GeneratedSample,
+    text: str,
+    reader: ResponseReader,
 ) -> RewardSample:
     """Return the input of the reward function for one sample of a prompt."""
     return RewardSample(
@@ -273,6 +281,8 @@ def _make_reward_sample(
         sample.finish_reason,
         len(sample.token_ids),
         prompts.extras[prompt_index],
+        reader.find_prefix(prompts.prompts[prompt_index]),
+        reader.locate_special_tokens(sample.token_ids, text),
     )
 
 

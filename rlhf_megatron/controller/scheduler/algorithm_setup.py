@@ -32,6 +32,7 @@ from rlhf_megatron.controller.scheduler.schedules.synchronous import Synchronous
 from rlhf_megatron.data.item_stream import PromptStream
 from rlhf_megatron.data.prompt_items import make_prompt_batch
 from rlhf_megatron.data.prompts import PromptSets, load_prompt_sets
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.ranks.workers.actor_losses import (
@@ -102,6 +103,12 @@ class RunData:
     held_out_sets: tuple[EvaluationSet, ...]
     tokenizer: Tokenizer
     stop_token_ids: tuple[int, ...]
+    template_prefix: str = ""  # what the chat template writes of each answer
+
+    @property
+    def response_reader(self) -> ResponseReader:
+        """Return the reader of what the texts of responses do not show."""
+        return ResponseReader(self.tokenizer, self.template_prefix)
 
 
 def load_run_prompts(
@@ -139,6 +146,7 @@ def make_run_data(
         held_out_sets=tuple(_make_evaluation_sets(prompt_sets)),
         tokenizer=tokenizer,
         stop_token_ids=tokenizer.make_stop_token_ids(stop_strings),
+        template_prefix=prompt_sets.template_prefix,
     )
 
 

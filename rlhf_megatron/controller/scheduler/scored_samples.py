@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import pairwise
 from math import nan
 from typing import TypeVar
 
@@ -33,6 +34,7 @@ from rlhf_megatron.data.batch import (
     concat_batches,
     select_samples,
 )
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample, is_masked
 
@@ -94,8 +96,11 @@ def release_free_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def make_reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
-    """Return the input of the reward function for each sample."""
+def make_reward_samples(rollout: RolloutBatch, reader: ResponseReader) -> list[RewardSample]:
+    """Return the input of the reward function for each sample. `reader` finds what the texts of the
+    responses do not show.
+    """
+    prefixes = {prompt: reader.find_prefix(prompt) for prompt in set(rollout.prompts)}
     columns = zip(
         rollout.prompts,
         rollout.responses,
@@ -104,12 +109,30 @@ def make_reward_samples(rollout: RolloutBatch) -> list[RewardSample]:
         rollout.finish_reasons,
         count_sampled_tokens(rollout).tolist(),
         rollout.extras,
+        _iterate_response_ids(rollout),
         strict=True,
     )
     return [
-        RewardSample(prompt, response, label, source, finish_reason, num_tokens, extra)
-        for prompt, response, label, source, finish_reason, num_tokens, extra in columns
+        RewardSample(
+            prompt,
+            response,
+            label,
+            source,
+            finish_reason,
+            num_tokens,
+            extra,
+            prefixes[prompt],
+            reader.locate_special_tokens(token_ids, response),
+        )
+        for prompt, response, label, source, finish_reason, num_tokens, extra, token_ids in columns
     ]
+
+
+def _iterate_response_ids(rollout: RolloutBatch) -> Iterator[list[int]]:
+    """Yield the token ids of each response."""
+    for begin, end in pairwise(rollout.offsets.tolist()):
+        token_ids = rollout.token_ids[begin:end]
+        yield token_ids[rollout.response_mask[begin:end]].tolist()
 
 
 def make_scored_batch(

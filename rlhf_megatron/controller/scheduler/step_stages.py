@@ -266,8 +266,10 @@ class StepStages:
         self._pending_greedy_rollout = None
         self._step_route_files.update(rollout.routes or ())
         self.turns.give_devices_to_scorers()
+        reader = self.run_data.response_reader
         results = self.scorer(
-            make_reward_samples(rollout) + (make_reward_samples(greedy) if greedy else [])
+            make_reward_samples(rollout, reader)
+            + (make_reward_samples(greedy, reader) if greedy else [])
         )
         of_greedy = results[len(rollout) :]
         results = results[: len(rollout)]
@@ -502,7 +504,7 @@ class StepStages:
             )
 
         sets = limit_prompts(self.run_data.held_out_sets, num_items)
-        return evaluate_sets(sets, generate_groups, self.run_data.tokenizer.decode, score_samples)
+        return evaluate_sets(sets, generate_groups, self.run_data.response_reader, score_samples)
 
     def save_hf_weights(self, run_dir: Path) -> None:
         """Write the trained weights in Hugging Face layout: the policy's to `run_dir`/hf, and the

@@ -89,6 +89,7 @@ from rlhf_megatron.data.seeds import seed_process
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.device import has_accelerator
 from rlhf_megatron.plugins import compute_plugin_digests
+from rlhf_megatron.rewards.service.response_reading import describe_response_reading
 from rlhf_megatron.rewards.service.reward_model_servers import RewardModelServers
 from rlhf_megatron.rewards.service.reward_scorer import REWARD_LOG, RewardScorer, make_reward_scorer
 from rlhf_megatron.rewards.service.run_placement import RunPlacement
@@ -150,6 +151,12 @@ def run_training(
         reached = _connect_run(
             stack, config, connect_group, run_dir, tracker, stop_request, service_places
         )
+        for line in describe_response_reading(
+            [*reached.scorer.components],
+            sets.list_response_prefixes(),
+            [*tokenizer.special_tokens_by_id.values()],
+        ):
+            tracker.show_note(line)
         watchdog.set_report_sources(reached.worker_group, reached.fleet.list_recent_calls)
         recorder = RolloutRecorder(run_dir / "record") if records_rollouts else None
         journal = _open_journal(config, run_dir, tracker)

@@ -23,6 +23,7 @@ from rlhf_megatron.data.document_sets import first_row_has_label, load_documents
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompt_items import PromptItem, make_prompt_batch
 from rlhf_megatron.data.prompts import load_prompt_sets
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.jobs.generation.answer_file import (
     AnswerFile,
@@ -60,6 +61,7 @@ class AnswerGenerationJob:
     writes_tokens: bool = False  # also write token ids and log-probs
     overwrite: bool = False
     opening_note: str = ""  # what the prompts begin with, in words
+    template_prefix: str = ""  # what the chat template writes of each answer
 
     @classmethod
     def from_config(
@@ -80,7 +82,7 @@ class AnswerGenerationJob:
         """
         setup.check_servers()
         tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
-        train, held_out = load_questions(data, sft, is_pairs, tokenizer)
+        train, held_out, template_prefix = load_questions(data, sft, is_pairs, tokenizer)
         by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
             raise ValueError(
@@ -97,6 +99,7 @@ class AnswerGenerationJob:
             writes_tokens,
             overwrite,
             describe_opening_tokens(tokenizer, data, by_split[split][0].prompt_ids, "prompts"),
+            template_prefix,
         )
 
     def make_fingerprint(self) -> dict[str, Any]:
@@ -225,19 +228,34 @@ class AnswerGenerationJob:
     def make_answer_row(
         self, prompt_number: int, group: Sequence[GeneratedSample]
     ) -> dict[str, Any]:
-        """Return the row of the file for a prompt and its samples."""
+        """Return the row of the file for a prompt and its samples, with what a reward may read of
+        the responses beyond their texts.
+        """
         item = self.items[prompt_number]
+        reader = ResponseReader(self.tokenizer, self.template_prefix)
+        responses = [self.tokenizer.decode(sample.token_ids) for sample in group]
+        special_tokens = [
+            reader.locate_special_tokens(sample.token_ids, text)
+            for sample, text in zip(group, responses, strict=True)
+        ]
         row: dict[str, Any] = {
             "index": prompt_number,
             "source": item.source,
             "prompt": item.prompt,
             "answer": item.label,
-            "responses": [self.tokenizer.decode(sample.token_ids) for sample in group],
+            "responses": responses,
             "finish_reasons": [sample.finish_reason for sample in group],
             "num_tokens": [len(sample.token_ids) for sample in group],
         }
         if item.extra:
             row["extra"] = item.extra
+        if prefix := reader.find_prefix(item.prompt):
+            row["response_prefix"] = prefix
+        if any(special_tokens):
+            row["special_tokens"] = [
+                [{"position": position, "token": name} for position, name in places]
+                for places in special_tokens
+            ]
         if self.writes_tokens:
             row["prompt_ids"] = list(item.prompt_ids)
             row["token_ids"] = [list(sample.token_ids) for sample in group]
@@ -247,20 +265,20 @@ class AnswerGenerationJob:
 
 def load_questions(
     data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
-) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...]]:
-    """Return the training and the held-out prompts.
+) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...], str]:
+    """Return (training prompts, held-out prompts, what the chat template writes of each answer).
 
     Rows of a supervised job that are no prompts with labels become prompts for the texts that they
     train: every turn of a conversation, the better answer of a pair. That text, without thoughts,
-    is the label. `sft` is the section of such a job, or None for other jobs. Raise ValueError as
-    `load_prompt_sets` and `load_documents` do.
+    is the label; what the template writes of it is not told then. `sft` is the section of such a
+    job, or None for other jobs. Raise ValueError as `load_prompt_sets` and `load_documents` do.
     """
     reads_other_rows = sft is not None and (
         is_pairs or sft.messages_key is not None or sft.text_key is not None
     )
     if sft is None or not reads_other_rows or first_row_has_label(data):
         sets = load_prompt_sets(data, tokenizer)
-        return sets.train_items, sets.held_out_items
+        return sets.train_items, sets.held_out_items, sets.template_prefix
     if sft.text_key is not None and not is_pairs:
         raise ValueError(
             f"the run trains on plain texts (sft.text_key is {sft.text_key}), which ask nothing;"
@@ -286,7 +304,8 @@ def load_questions(
                     sample.source,
                 )
 
-    return tuple(iterate_items(found.sources)), tuple(iterate_items(found.held_out_sources))
+    train_items = tuple(iterate_items(found.sources))
+    return train_items, tuple(iterate_items(found.held_out_sources)), ""
 
 
 def answer_with_checkpoints(

@@ -4,7 +4,7 @@ then the figures that a run's own evaluation has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,8 +17,10 @@ from rlhf_megatron.controller.evaluation.held_out_evaluation import (
     summarize_evaluation,
 )
 from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.response_texts import find_response_prefix
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.service.response_reading import describe_response_reading
 from rlhf_megatron.rewards.service.reward_scorer import (
     check_reward_labels,
     check_sources_exist,
@@ -32,12 +34,14 @@ def score_answer_file(
     log_path: Path,
     data: DataConfig | None = None,
     reward_model: RewardTermConfig | None = None,
+    report_line: Callable[[str], object] = lambda line: None,
 ) -> list[ScoredEvaluationSet]:
     """Score every response in a file of answers, and return one set for each data source.
 
     `log_path` is the file for the output of rewards that run in processes. With `data`, files of
     other programs with these keys are read too. `reward_model` is a reward term that asks the
-    servers of a reward model. Raise ConfigError and ValueError for a wrong reward or file,
+    servers of a reward model. `report_line` is called with what is to be said of the responses that
+    the rewards read. Raise ConfigError and ValueError for a wrong reward or file,
     RewardErrorRateError where too many rewards fail.
     """
     rows = list(read_answer_rows(answers_path, data))
@@ -48,7 +52,11 @@ def score_answer_file(
         reward_config, ((row["source"], row["answer"], row.get("extra", "")) for row in rows)
     )
     samples = [sample for row in rows for sample in _make_reward_samples(row)]
+    prefixes = sorted({sample.response_prefix for sample in samples})
+    token_names = [*dict.fromkeys(name for s in samples for _, name in s.special_tokens)]
     with make_reward_scorer(reward_config, log_path, reward_model) as scorer:
+        for line in describe_response_reading([*scorer.components], prefixes, token_names):
+            report_line(line)
         results = iter(scorer(samples))
     by_source: dict[str, list[tuple[dict[str, Any], tuple[RewardResult, ...]]]] = {}
     for row in rows:
@@ -59,17 +67,32 @@ def score_answer_file(
 
 
 def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:
-    """Return the samples to score for a row, one for each response."""
-    columns = zip(row["responses"], row["finish_reasons"], row["num_tokens"], strict=True)
+    """Return the samples to score for a row, one for each response. A row without special tokens or
+    prefix is of another program, or has none: its prompt may end with a tag of thoughts.
+    """
+    special_tokens = [
+        tuple((place["position"], place["token"]) for place in places)
+        for places in row.get("special_tokens") or [()] * len(row["responses"])
+    ]
+    columns = zip(
+        row["responses"], row["finish_reasons"], row["num_tokens"], special_tokens, strict=True
+    )
     of_prompt = {
         "prompt": row["prompt"],
         "label": row["answer"],
         "source": row["source"],
         "extra": row.get("extra", ""),
+        "response_prefix": row.get("response_prefix") or find_response_prefix(row["prompt"]),
     }
     return [
-        RewardSample(response=text, finish_reason=why, num_tokens=n, **of_prompt)
-        for text, why, n in columns
+        RewardSample(
+            response=text,
+            finish_reason=finish_reason,
+            num_tokens=num_tokens,
+            special_tokens=places,
+            **of_prompt,
+        )
+        for text, finish_reason, num_tokens, places in columns
     ]
 
 

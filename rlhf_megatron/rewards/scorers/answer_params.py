@@ -6,7 +6,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE, RewardSample, check_pattern
+from rlhf_megatron.rewards.scorers.reward_types import (
+    MAX_SCORE,
+    RewardSample,
+    check_pattern,
+    show_special_tokens,
+)
 
 BLOCK = re.compile(r"^[ \t]*```([^`\n]*)\n(.*?)(?:^[ \t]*```|```[ \t]*$)", re.DOTALL | re.MULTILINE)
 ONE_TEXT = "name the key of one text or number in data.label_key"
@@ -23,6 +28,8 @@ class AnswerParams:
     allow_truncated: bool = False  # true: also read a response that ended by length
     # of an answer that is not right, malformed or too slow; a right one scores 1
     wrong_score: float = 0.0
+    # true: special tokens of a response are not read; false: all are; null: those in the pattern
+    skip_special_tokens: bool | None = None
 
     def __post_init__(self) -> None:
         """Raise ValueError for a value out of range, or a pattern without a group."""
@@ -41,6 +48,18 @@ class AnswerParams:
         that the reward must run in a process of its own.
         """
         return self.pattern is not None
+
+    @property
+    def reads_response_prefix(self) -> bool:
+        """Return whether a pattern is set: it is searched in the beginning that the prompt wrote of
+        the answer, too. Without a pattern the response is the answer as the policy wrote it.
+        """
+        return self.pattern is not None
+
+    @property
+    def response_pattern(self) -> str | None:
+        """Return the pattern; see `ResponseReadingParams`."""
+        return self.pattern
 
     def find_label_problem(self, label: str, is_json: bool = False) -> str:
         """Return why no answer could equal the label, with the fix, or ""; see
@@ -65,10 +84,18 @@ class AnswerParams:
         """Return the answer in the response; None where there is none, it is too long, or the
         response was truncated.
         """
-        answer = (
-            parse_answer(sample.response, self.pattern) if self.can_read_response(sample) else None
-        )
+        answer = self.find_answer(sample) if self.can_read_response(sample) else None
         return answer if answer and len(answer) <= self.max_answer_chars else None
+
+    def find_answer(self, sample: RewardSample) -> str | None:
+        """Return the answer in the response, however long it is, or None. Where the response alone
+        has none, look for the pattern behind the beginning that the prompt wrote of the answer.
+        """
+        text = show_special_tokens(sample, self)
+        answer = parse_answer(text, self.pattern)
+        if answer is None and sample.response_prefix:
+            return parse_answer(sample.response_prefix + text, self.pattern)
+        return answer
 
 
 def parse_answer(response: str, pattern: str | None) -> str | None:

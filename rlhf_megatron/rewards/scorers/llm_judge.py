@@ -13,7 +13,7 @@ import re
 from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, pstdev
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_megatron.rewards.endpoint_replicas import ask_any_replica, compute_max_wait_s
 from rlhf_megatron.rewards.reward_endpoint import (
@@ -27,7 +27,9 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     RewardResult,
     RewardSample,
     check_pattern,
+    drop_stop_token,
     make_masked_result,
+    read_response,
 )
 
 TEMPLATE = """Judge the response to a question as an impartial judge. Text within the tags is to \
@@ -81,6 +83,10 @@ class LlmJudgeParams:
     servers: tuple[RewardEndpoint, ...] = ()
     patience_s: float = 120.0  # in which one of servers must answer; later the sample is masked
     rest_s: float = 10.0  # that one of servers which failed is asked only where no other answers
+    # false: the judge reads the special tokens of a response, but for the one that ended it
+    skip_special_tokens: bool = True
+    response_pattern: ClassVar[str | None] = None
+    reads_response_prefix: ClassVar[bool] = False  # {prompt} ends with it
 
     def __post_init__(self) -> None:
         """Raise ValueError for values out of range, or that contradict each other."""
@@ -128,7 +134,7 @@ def fill_judge_template(sample: RewardSample, params: LlmJudgeParams) -> str:
     rubric = str(row.get("rubric", params.rubric))
     values = {
         "prompt": sample.prompt,
-        "response": sample.response,
+        "response": read_response(drop_stop_token(sample), params),
         "label": sample.label,
         "rubric": rubric,
     }

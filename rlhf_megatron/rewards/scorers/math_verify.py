@@ -16,7 +16,7 @@ from itertools import groupby
 from math import log10
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.answer_params import AnswerParams, find_last_boxed, parse_answer
+from rlhf_megatron.rewards.scorers.answer_params import AnswerParams, find_last_boxed
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
     OWN_PROCESS,
@@ -194,7 +194,7 @@ def extract_math_answer(sample: RewardSample, params: MathVerifyParams) -> MathA
     """
     if not params.can_read_response(sample):
         return None
-    text = parse_answer(sample.response, params.pattern)
+    text = params.find_answer(sample)
     boxed = find_last_boxed(sample.response) if params.pattern is None else None
     is_prose = (
         params.pattern is None and boxed is None and PROSE.search(sample.response) is not None

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.rewards.endpoint_replicas import ask_any_replica, compute_max_wait_s
@@ -28,7 +28,9 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     REWARDS,
     RewardResult,
     RewardSample,
+    drop_stop_token,
     make_masked_result,
+    read_response,
 )
 
 PROBE = "2+2=4"  # which every tokenizer spells
@@ -57,6 +59,10 @@ class RewardServerParams:
     activation: Literal["none", "sigmoid"] = "none"
     patience_s: float = 120.0  # in which some server must answer; later the sample is masked
     rest_s: float = 10.0  # that a server which failed is asked only where no other answers
+    # false: the text has the special tokens of a response, but for the one that ended it
+    skip_special_tokens: bool = True
+    response_pattern: ClassVar[str | None] = None
+    reads_response_prefix: ClassVar[bool] = False  # the prompt before the response ends with it
 
     def __post_init__(self) -> None:
         """Raise ValueError for an empty list of servers, a /v1/classify url, or values out of
@@ -130,7 +136,8 @@ def score_by_reward_server(sample: RewardSample, params: RewardServerParams) -> 
     scores is masked. The part `failovers` counts the servers that failed before one answered;
     `retries` counts the repeated requests to the server that answered.
     """
-    text = f"{sample.prompt}{sample.response}{params.ending}"
+    response = read_response(drop_stop_token(sample), params)
+    text = f"{sample.prompt}{response}{params.ending}"
     try:
         found, num_failed = ask_any_replica(
             params.servers,

@@ -18,8 +18,12 @@ trains nothing.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import product
+from string import ascii_letters, digits
 from typing import Any, Protocol, runtime_checkable
 
 from rlhf_megatron.registry import Registry
@@ -30,6 +34,11 @@ TIMEOUT = "timeout"  # the answer kept the verifier busy for too long; score 0
 MASKED = "masked:"  # followed by why, e.g. "masked:aborted"
 BAD_RESULT = "bad_result"  # why: what the reward returned is no score
 OWN_PROCESS = "own_process"
+MAX_PART_CHARS = 200  # of a pattern, that are looked at for the name of a token
+# each letter and digit to the next one
+OTHER_LETTERS = str.maketrans(
+    ascii_letters + digits, ascii_letters[1:] + ascii_letters[:1] + digits[1:] + digits[:1]
+)
 MAX_SCORE = 1e6  # a larger one is a mistake, and would drown all others of its step
 
 
@@ -94,6 +103,18 @@ class ServerWaitingParams(Protocol):
     waits_s: float | None  # seconds for one sample, over which it is masked; null: as other rewards
 
 
+@runtime_checkable
+class ResponseReadingParams(Protocol):
+    """Params of a reward that may read more of a response than its decoded text; see
+    `read_response`.
+    """
+
+    # true: no special tokens; false: all; None: those that `response_pattern` names
+    skip_special_tokens: bool | None
+    response_pattern: str | None  # regular expression that responses are searched for
+    reads_response_prefix: bool  # also the beginning of the answer that the prompt wrote
+
+
 @dataclass(frozen=True)
 class RewardSample:
     """The fields of a sample that a reward reads."""
@@ -105,7 +126,10 @@ class RewardSample:
     finish_reason: str  # "stop" | "length" | "abort"
     num_tokens: int  # of the response
     extra: str = ""  # JSON object of the row's other keys, or ""
-
+    # the end of the prompt that the answer begins with, such as "<think>\n"
+    response_prefix: str = ""
+    # (position in the response, name) of the special tokens that decoding left out
+    special_tokens: tuple[tuple[int, str], ...] = ()
 
 @dataclass(frozen=True)
 class RewardResult:
@@ -148,6 +172,86 @@ def check_pattern(pattern: str, num_groups: int = 0) -> None:
         raise ValueError(f"pattern ({pattern!r}) needs a group; put parentheses around the answer.")
 
 
+def read_response(sample: RewardSample, params: ResponseReadingParams) -> str:
+    """Return the response as the reward reads it: with the special tokens that the params select,
+    and behind the beginning that the prompt wrote of it, where the reward reads that.
+    """
+    text = show_special_tokens(sample, params)
+    return sample.response_prefix + text if params.reads_response_prefix else text
+
+
+def show_special_tokens(sample: RewardSample, params: ResponseReadingParams) -> str:
+    """Return the response with the special tokens that the params select, at their places."""
+    if not sample.special_tokens:
+        return sample.response
+    names = select_special_tokens(params, sorted({name for _, name in sample.special_tokens}))
+    pieces = []
+    begin = 0
+    for position, name in sample.special_tokens:
+        if name in names:
+            pieces += [sample.response[begin:position], name]
+            begin = position
+    return "".join([*pieces, sample.response[begin:]])
+
+
+def drop_stop_token(sample: RewardSample) -> RewardSample:
+    """Return the sample without the special token that ended its response, where there is one."""
+    has_stop_token = (
+        sample.finish_reason == "stop"
+        and bool(sample.special_tokens)
+        and sample.special_tokens[-1][0] == len(sample.response)
+    )
+    if not has_stop_token:
+        return sample
+    return replace(sample, special_tokens=sample.special_tokens[:-1])
+
+
+def select_special_tokens(params: ResponseReadingParams, token_names: Sequence[str]) -> list[str]:
+    """Return those of the special tokens that the reward reads in a response."""
+    if params.skip_special_tokens is None:
+        return list_named_tokens(params, token_names)
+    return [] if params.skip_special_tokens else list(token_names)
+
+
+def list_named_tokens(params: ResponseReadingParams, token_names: Sequence[str]) -> list[str]:
+    """Return those of the special tokens that the pattern of the params names."""
+    pattern = params.response_pattern
+    return [name for name in token_names if pattern is not None and does_name(pattern, name)]
+
+
+@lru_cache(maxsize=4096)
+def does_name(pattern: str, token: str) -> bool:
+    r"""Return whether a regular expression names a special token: some part of the expression
+    matches the token's text, and not a text of the same form with other letters.
+
+    The expression </?(think|answer)>\\s names </think>; <.*> and <\\w+> name no token.
+    """
+    if token in pattern or re.escape(token) in pattern:
+        return True
+    other_text = token.translate(OTHER_LETTERS)
+    return any(
+        part.fullmatch(token) and not part.fullmatch(other_text)
+        for part in _compile_pattern_parts(pattern, token[0], token[-1])
+    )
+
+
+@lru_cache(maxsize=64)
+def _compile_pattern_parts(pattern: str, first: str, last: str) -> tuple[re.Pattern[str], ...]:
+    """Return the parts of a regular expression that begin with one letter and end with another, and
+    that are expressions themselves. A backslash may stand before the first letter.
+    """
+    flags = re.compile(pattern).flags
+    begins = [i for i, letter in enumerate(pattern) if letter.lower() == first.lower()]
+    begins += [i - 1 for i in begins if pattern[i - 1 : i] == "\\"]
+    ends = [i + 1 for i, letter in enumerate(pattern) if letter.lower() == last.lower()]
+    parts = []
+    for begin, end in product(begins, ends):
+        if 0 < end - begin <= MAX_PART_CHARS:
+            with suppress(re.error):  # the part begins or ends within a group
+                parts.append(re.compile(pattern[begin:end], flags))
+    return tuple(parts)
+
+
 def _format_value(value: object) -> str:
     """Return the value for a message; an integer of many digits as its number of bits, since Python
     refuses to write thousands of digits.
@@ -169,6 +273,7 @@ REWARDS: Registry[Reward] = Registry(
         ResultKeyParams,
         LabelCheckingParams,
         ServerWaitingParams,
+        ResponseReadingParams,
     ),
 )
 

@@ -2,9 +2,9 @@
 touching this package.
 
 It may be async. It gets, as keyword arguments, those of prompt, response, label, source, extra,
-finish_reason and num_tokens that its signature has, also by verl's names, and `kwargs`. `label` is
-text, `ground_truth` the label as the row has it. It returns a number, or a mapping with the number
-"score" and further numbers for metrics.
+finish_reason, num_tokens and response_prefix that its signature has, also by verl's names, and
+`kwargs`. `label` is text, `ground_truth` the label as the row has it. It returns a number, or a
+mapping with the number "score" and further numbers for metrics.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
@@ -31,6 +31,7 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     BadResultError,
     RewardResult,
     RewardSample,
+    read_response,
 )
 
 OF_VERL = {
@@ -39,7 +40,10 @@ OF_VERL = {
     "data_source": "source",
     "extra_info": "extra",
 }
-GIVEN = (*(f.name for f in fields(RewardSample)), *OF_VERL)
+# only where the signature names them: a function that passes **kwargs on knows nothing of them
+ONLY_BY_NAME = ("response_prefix",)
+NOT_OFFERED = ("special_tokens",)  # skip_special_tokens decides whether the response has them
+GIVEN = (*(f.name for f in fields(RewardSample) if f.name not in NOT_OFFERED), *OF_VERL)
 NO_METRIC = (str, list, tuple, dict, type(None))
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -51,6 +55,9 @@ class FunctionParams:
     max_memory_gib: float = 4.0  # that the worker process may use
     # that it asks itself: each sample takes a turn of its limits, and is masked if late
     server: RewardEndpoint | None = None
+    skip_special_tokens: bool = True  # false: `response` has its special tokens
+    response_pattern: ClassVar[str | None] = None
+    reads_response_prefix: ClassVar[bool] = False  # the function may take it by name
 
     def __post_init__(self) -> None:
         """Raise ValueError for a path without a function, a memory limit out of range, or kwargs
@@ -171,7 +178,11 @@ def _find_accepted_fields(
             f"path ({path!r}): the function does not take {', '.join(unused)} of kwargs;"
             " remove that."
         )
-    return tuple(name for name in GIVEN if name in names or (takes_all and name not in OF_VERL))
+    return tuple(
+        name
+        for name in GIVEN
+        if name in names or (takes_all and name not in (*OF_VERL, *ONLY_BY_NAME))
+    )
 
 
 @REWARDS.register("function", FunctionParams, needs=(OWN_PROCESS,))
@@ -180,6 +191,7 @@ def score_by_user_function(sample: RewardSample, params: FunctionParams) -> Rewa
     policy is not blamed.
     """
     call, names = load_user_function(params.path, tuple(params.kwargs))
+    sample = replace(sample, response=read_response(sample, params))
     given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
     if {"extra", "extra_info", "ground_truth"} & given.keys():
         extra = json.loads(sample.extra) if sample.extra else {}

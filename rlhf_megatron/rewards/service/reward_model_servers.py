@@ -166,6 +166,7 @@ class RewardModelServers:
         if model.served.judge is not None:
             return RewardTermConfig("llm_judge", model.weight, params | model.served.judge)
         params |= {"ending": model.served.ending, "tokenizer": model.path}
+        params |= {"skip_special_tokens": model.served.skip_special_tokens}
         params |= {"mean": model.mean, "std": model.std, "activation": model.activation}
         return RewardTermConfig("reward_server", model.weight, params)
 

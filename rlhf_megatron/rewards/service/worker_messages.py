@@ -55,7 +55,8 @@ def decode_tasks(line: bytes) -> tuple[str, dict[int, RewardTask]]:
     field_names = [field.name for field in fields(RewardSample)]
     return token, {
         number: RewardTask(
-            component_index, RewardSample(**dict(zip(field_names, values, strict=True)))
+            component_index,
+            msgspec.convert(dict(zip(field_names, values, strict=True)), RewardSample),
         )
         for number, component_index, *values in tasks
     }

@@ -28,6 +28,7 @@ from rlhf_megatron.controller.evaluation.held_out_evaluation import (
 from rlhf_megatron.controller.scheduler.algorithm_setup import make_run_data
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.prompts import load_prompt_sets
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.scorers.reward_types import make_masked_result
@@ -241,7 +242,7 @@ def asked(
         scored.append(samples)
         return [RewardResult(float(sample.response == sample.label)) for sample in samples]
 
-    return evaluate_sets(sets, generate, tokenizer.decode, score), batches, scored
+    return evaluate_sets(sets, generate, ResponseReader(tokenizer), score), batches, scored
 
 
 def test_every_sample_reaches_its_set() -> None:

@@ -60,7 +60,7 @@ def test_rows_are_asked_for_what_they_train(
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen25"))
     data = DataConfig(train_files=(str(path),), val_files=(str(path),), apply_chat_template=True)
-    train, held_out = load_questions(
+    train, held_out, _ = load_questions(
         data, sft, learns_from_pairs(RunConfig(job="sft", data=data, sft=sft)), tokenizer
     )
     assert [

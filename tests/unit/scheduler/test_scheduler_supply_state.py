@@ -14,6 +14,7 @@ import torch
 from data_samples import scored
 from supply_tools import (
     NUM_SAMPLES,
+    READER,
     TOKENIZER,
     Bench,
     Hasty,
@@ -206,7 +207,7 @@ def test_samples_of_a_group_that_was_started_again_are_not_taken_for_the_new_one
         ("submit", 0),
         ("submit", 1),
     ]
-    score = GroupScorer(TOKENIZER, right_or_wrong, FilterGroupsConfig())
+    score = GroupScorer(READER, right_or_wrong, FilterGroupsConfig())
     groups = [finished(0, 1), finished(1, 1, routes="old")]
     ledger.record_generated(groups[0], attempt=0)
     ledger.groups_to_score.clear()  # as the thread does that has them scored
@@ -257,7 +258,7 @@ def test_files_of_a_batch_that_no_group_teaches_stay_and_those_of_others_do_not(
         groups = [finished(number, 1, routes=f"file {number}") for number in range(num_groups)]
         for group in groups:
             ledger.record_generated(group, attempt=0)
-        score = GroupScorer(TOKENIZER, right_or_wrong, FilterGroupsConfig())
+        score = GroupScorer(READER, right_or_wrong, FilterGroupsConfig())
         found = [replace(one, has_signal=one.number > 0) for one in score(groups)]
         ledger.record_scored(groups, found)
         taken = ledger.take_pending_batch()
@@ -304,7 +305,7 @@ def test_a_greedy_sample_gives_its_reward_to_the_group() -> None:
     group = FinishedGroup(
         3, stream_of().fetch_prompts([3]), [[samples["9"], samples["9"]], [samples["1"]]]
     )
-    (found,) = GroupScorer(TOKENIZER, right_or_wrong, FilterGroupsConfig(enable=True))([group])
+    (found,) = GroupScorer(READER, right_or_wrong, FilterGroupsConfig(enable=True))([group])
     assert found.batch.rewards.tolist() == [0.0, 0.0] and found.batch.greedy_rewards is not None
     assert found.batch.greedy_rewards.tolist() == [1.0, 1.0] and len(found.batch) == 2
     assert (

@@ -76,7 +76,7 @@ def make_batch_supply(
             session=fleet.open_session(),
             draw_prompts=stream.fetch_prompts,
             make_requests=partial(make_prompt_requests, stages),
-            score_groups=GroupScorer(stages.run_data.tokenizer, score, filter_groups),
+            score_groups=GroupScorer(stages.run_data.response_reader, score, filter_groups),
             annotate_samples=stages.compute_annotations,
         ),
         get_policy_version=lambda: stages.policy_version,

@@ -28,7 +28,7 @@ from rlhf_megatron.controller.scheduler.supply.group_ledger import (
     ScoreFinishedGroups,
 )
 from rlhf_megatron.data.batch import PromptBatch
-from rlhf_megatron.data.tokenizer import Tokenizer
+from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.rewards.scorers import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.reward_scorer import check_reward_error_rate
 from rlhf_megatron.rollout.fleet.generation_session import GenerationSession
@@ -156,14 +156,14 @@ class GroupScorer:
 
     def __init__(
         self,
-        tokenizer: Tokenizer,
+        reader: ResponseReader,
         scorer: Callable[[Sequence[RewardSample]], list[RewardResult]],
         filter_groups: FilterGroupsConfig,
     ) -> None:
         """Make a function that scores finished groups with `scorer`, and marks those that
-        `filter_groups` leaves out.
+        `filter_groups` leaves out. `reader` decodes the responses.
         """
-        self._tokenizer = tokenizer
+        self._reader = reader
         self._scorer = scorer
         self._filter_groups = filter_groups
 
@@ -173,17 +173,19 @@ class GroupScorer:
         """
         faults.reach_fault_point("reward.before_score")
         rollouts = [
-            collect_rollout_batch(group.prompts, [group.samples[0]], self._tokenizer)
+            collect_rollout_batch(group.prompts, [group.samples[0]], self._reader.tokenizer)
             for group in groups
         ]
         greedy = [
-            collect_rollout_batch(group.prompts, [group.samples[1]], self._tokenizer)
+            collect_rollout_batch(group.prompts, [group.samples[1]], self._reader.tokenizer)
             if len(group.samples) > 1
             else None
             for group in groups
         ]
-        asked = [make_reward_samples(rollout) for rollout in rollouts]
-        asked_greedy = [make_reward_samples(one) if one is not None else [] for one in greedy]
+        asked = [make_reward_samples(rollout, self._reader) for rollout in rollouts]
+        asked_greedy = [
+            make_reward_samples(one, self._reader) if one is not None else [] for one in greedy
+        ]
         pairs = list(zip(asked, asked_greedy, strict=True))
         results = iter(
             self._scorer([sample for pair in pairs for samples in pair for sample in samples])
