@@ -17,6 +17,8 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
 
+from rlhf_megatron.part_signatures import list_method_problems
+
 logger = logging.getLogger(__name__)
 
 FORMER_HOOKS_FILE = Path(__file__).parent / "extend" / "former_hooks.tsv"
@@ -41,7 +43,8 @@ def check_part_class(part: type, interface: type, description: str) -> None:
     """Check a class that is registered as a part of a kind.
 
     `interface`: the base class or protocol of that kind; `description`: of the part, for messages.
-    Raises ValueError for hooks under their former names, and for hooks that the part lacks.
+    Raises ValueError for hooks under their former names, for hooks that the part lacks, and for
+    methods that cannot be called as the interface's.
     """
     if _is_of_this_package(part):
         return
@@ -52,6 +55,7 @@ def check_part_class(part: type, interface: type, description: str) -> None:
             f"{part.__qualname__} lacks {', '.join(sorted(missing_hooks))}; define them, or derive"
             f" from {interface.__name__} of rlhf_megatron.extend for those that have a default."
         )
+    problems += list_method_problems(part, interface, list_hooks(interface))
     _checked_classes.add(part)
     _warn_of_near_names(part, list_hooks(interface), description)
     if problems:
@@ -60,10 +64,12 @@ def check_part_class(part: type, interface: type, description: str) -> None:
 
 def check_params_class(params: type, protocols: tuple[type, ...], description: str) -> None:
     """Check a dataclass of parameters, whose optional hooks `protocols` describe. Raises ValueError
-    for former names."""
+    for former names, and for methods that cannot be called as the protocol's."""
     if _is_of_this_package(params):
         return
     problems = [text for protocol in protocols for text in _find_former_hooks(params, protocol)]
+    for protocol in protocols:
+        problems += list_method_problems(params, protocol, list_hooks(protocol))
     _checked_classes.add(params)
     hooks = {name for protocol in protocols for name in list_hooks(protocol)}
     _warn_of_near_names(params, hooks, description)

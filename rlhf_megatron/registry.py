@@ -11,11 +11,13 @@ from __future__ import annotations
 import difflib
 import importlib
 import pkgutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 from rlhf_megatron.part_hooks import check_params_class, check_part_class
+from rlhf_megatron.part_signatures import find_call_problem
 
 T = TypeVar("T")
 Scope = Literal["sample", "group", "step"]
@@ -57,7 +59,10 @@ class Registry(Generic[T]):
 
     `kind` is the word used in error messages, e.g. "policy loss". `interface` is the base class or
     protocol of parts that are classes, and `params_protocols` describe optional methods and
-    attributes of their parameters: users' classes are checked against both.
+    attributes of their parameters: users' classes are checked against both. `call_arguments` are
+    the names of what a run passes to a part when it calls it, by position, and `attributes_by_name`
+    are the attributes of the first argument by their usual names: parts with other signatures are
+    refused. None: a part is not called.
     """
 
     registries_by_kind: ClassVar[dict[str, Registry[Any]]] = {}
@@ -67,11 +72,15 @@ class Registry(Generic[T]):
         kind: str,
         interface: type | None = None,
         params_protocols: tuple[type, ...] = (),
+        call_arguments: tuple[str, ...] | None = None,
+        attributes_by_name: Mapping[str, str] | None = None,
     ) -> None:
         """Register this registry under `kind` in `registries_by_kind`."""
         self.kind = kind
         self._interface = interface
         self._params_protocols = params_protocols
+        self._call_arguments = call_arguments
+        self._attributes_by_name = attributes_by_name
         self._entries: dict[str, RegistryEntry[T]] = {}
         Registry.registries_by_kind[kind] = self
 
@@ -85,8 +94,8 @@ class Registry(Generic[T]):
         aggregation: str | None = None,
     ) -> Callable[[T], T]:
         """Return a decorator that registers a part under `name` and returns it unchanged. The
-        decorator raises ValueError when `name` is taken by another part, and for a class whose
-        hooks are wrong.
+        decorator raises ValueError when `name` is taken by another part, for a class whose hooks
+        are wrong, and for a part that cannot be called as a run calls it.
         """
 
         def add_entry(build: T) -> T:
@@ -95,21 +104,26 @@ class Registry(Generic[T]):
                 raise ValueError(
                     f"{self.kind} {name!r} is registered already; choose another name."
                 )
-            self._check_classes(name, build, params)
+            self._check_part(name, build, params)
             self._entries[name] = RegistryEntry(name, build, params, needs, scope, aggregation)
             return build
 
         return add_entry
 
-    def _check_classes(self, name: str, build: T, params: type | None) -> None:
-        """Raise ValueError where a class or its parameters do not fit the interface of this
-        kind.
+    def _check_part(self, name: str, build: T, params: type | None) -> None:
+        """Raise ValueError where a class or its parameters do not fit the interface of this kind,
+        and where a run cannot call the part.
         """
         description = f"{self.kind} {name!r}"
         if self._interface is not None and isinstance(build, type):
             check_part_class(build, self._interface, description)
         if params is not None and params is not build:
             check_params_class(params, self._params_protocols, description)
+        # a part that is its own dataclass of parameters is built from what a configuration says
+        if self._call_arguments is not None and callable(build) and params is not build:
+            problem = find_call_problem(build, self._call_arguments, self._attributes_by_name)
+            if problem:
+                raise ValueError(f"{description}: {problem}")
 
     def get(self, name: str) -> RegistryEntry[T]:
         """Return the entry of a name. Raise ValueError that lists the known parts when the name is
@@ -132,6 +146,14 @@ class Registry(Generic[T]):
     def __iter__(self) -> Iterator[str]:
         """Iterate over the names, sorted."""
         return iter(sorted(self._entries))
+
+
+def name_attributes(inputs_type: type) -> dict[str, str]:
+    """Return the fields of a dataclass by their names, and by the same without shape suffixes
+    (rewards for rewards_B), for `attributes_by_name` of a registry.
+    """
+    names = [field.name for field in fields(inputs_type)]
+    return {re.sub("_[A-Z]+$", "", name): name for name in names} | {name: name for name in names}
 
 
 def load_registry(kind: str) -> Registry[Any]:

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from rlhf_megatron.lazy import Tensor, torch
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import Registry, name_attributes
 
 BLOCK_TOKENS = 131072  # tokens
 
@@ -46,7 +46,9 @@ class AggregationInputs:
 
 
 Aggregation = Callable[[AggregationInputs], Tensor]  # [T] float64 weights, 0 where the mask is
-AGGREGATIONS: Registry[Aggregation] = Registry("aggregation")
+AGGREGATIONS: Registry[Aggregation] = Registry(
+    "aggregation", call_arguments=("inputs",), attributes_by_name=name_attributes(AggregationInputs)
+)
 
 
 @AGGREGATIONS.register("token-mean")

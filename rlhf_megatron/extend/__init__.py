@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from rlhf_megatron.algorithms.advantages.advantage_estimator import (
         spread_over_response_tokens as spread_over_response_tokens,
     )
-    from rlhf_megatron.algorithms.advantages.response_tokens import WHITEN_EPSILON as WHITEN_EPSILON
     from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens as ResponseTokens
     from rlhf_megatron.algorithms.advantages.response_tokens import RunningMoments as RunningMoments
+    from rlhf_megatron.algorithms.advantages.response_tokens import WHITEN_EPSILON as WHITEN_EPSILON
     from rlhf_megatron.algorithms.advantages.response_tokens import (
         compute_discounted_sums_ as compute_discounted_sums_,
     )
@@ -92,8 +92,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.algorithms.losses.importance_ratio import (
         make_ppo_kl_metric as make_ppo_kl_metric,
     )
-    from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO as MAX_LOG_RATIO
     from rlhf_megatron.algorithms.losses.kl_estimators import KLType as KLType
+    from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO as MAX_LOG_RATIO
     from rlhf_megatron.algorithms.losses.kl_estimators import (
         compute_kl_with_gradient as compute_kl_with_gradient,
     )
@@ -142,8 +142,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.config.schema import RolloutConfig as RolloutConfig
     from rlhf_megatron.controller.observe.line_file import LineFile as LineFile
     from rlhf_megatron.controller.observe.line_file import replace_non_finite as replace_non_finite
-    from rlhf_megatron.controller.observe.loggers import LOGGERS as LOGGERS
     from rlhf_megatron.controller.observe.loggers import BatchView as BatchView
+    from rlhf_megatron.controller.observe.loggers import LOGGERS as LOGGERS
     from rlhf_megatron.controller.observe.loggers import RunLogger as RunLogger
     from rlhf_megatron.controller.observe.loggers import is_batch_view_step as is_batch_view_step
     from rlhf_megatron.controller.observe.loggers import load_or_draw_run_id as load_or_draw_run_id
@@ -245,23 +245,25 @@ if TYPE_CHECKING:
     from rlhf_megatron.rewards.scorers.code_comparison import (
         read_returned_value as read_returned_value,
     )
-    from rlhf_megatron.rewards.scorers.reward_types import MALFORMED as STATUS_MALFORMED
-    from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE as MAX_SCORE
-    from rlhf_megatron.rewards.scorers.reward_types import OK as STATUS_OK
-    from rlhf_megatron.rewards.scorers.reward_types import OWN_PROCESS as OWN_PROCESS
-    from rlhf_megatron.rewards.scorers.reward_types import REWARDS as REWARDS
-    from rlhf_megatron.rewards.scorers.reward_types import TIMEOUT as STATUS_TIMEOUT
     from rlhf_megatron.rewards.scorers.reward_types import BadResultError as BadResultError
     from rlhf_megatron.rewards.scorers.reward_types import (
         LabelCheckingParams as LabelCheckingParams,
     )
+    from rlhf_megatron.rewards.scorers.reward_types import MALFORMED as STATUS_MALFORMED
+    from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE as MAX_SCORE
     from rlhf_megatron.rewards.scorers.reward_types import (
         MemoryLimitedParams as MemoryLimitedParams,
     )
+    from rlhf_megatron.rewards.scorers.reward_types import OK as STATUS_OK
+    from rlhf_megatron.rewards.scorers.reward_types import OWN_PROCESS as OWN_PROCESS
     from rlhf_megatron.rewards.scorers.reward_types import (
         PatternSearchingParams as PatternSearchingParams,
     )
     from rlhf_megatron.rewards.scorers.reward_types import PreparedParams as PreparedParams
+    from rlhf_megatron.rewards.scorers.reward_types import REWARDS as REWARDS
+    from rlhf_megatron.rewards.scorers.reward_types import (
+        ResponseReadingParams as ResponseReadingParams,
+    )
     from rlhf_megatron.rewards.scorers.reward_types import ResultKeyParams as ResultKeyParams
     from rlhf_megatron.rewards.scorers.reward_types import Reward as Reward
     from rlhf_megatron.rewards.scorers.reward_types import RewardResult as RewardResult
@@ -269,17 +271,18 @@ if TYPE_CHECKING:
     from rlhf_megatron.rewards.scorers.reward_types import (
         ServerWaitingParams as ServerWaitingParams,
     )
+    from rlhf_megatron.rewards.scorers.reward_types import TIMEOUT as STATUS_TIMEOUT
     from rlhf_megatron.rewards.scorers.reward_types import check_pattern as check_pattern
+    from rlhf_megatron.rewards.scorers.reward_types import drop_stop_token as drop_stop_token
     from rlhf_megatron.rewards.scorers.reward_types import is_masked as is_masked
     from rlhf_megatron.rewards.scorers.reward_types import (
         make_bad_label_result as make_bad_label_result,
     )
     from rlhf_megatron.rewards.scorers.reward_types import make_masked_result as make_masked_result
+    from rlhf_megatron.rewards.scorers.reward_types import read_response as read_response
     from rlhf_megatron.rollout.chunk_sizes import (
         divide_groups_into_chunks as divide_groups_into_chunks,
     )
-    from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS as MEMORY_PARTS
-    from rlhf_megatron.rollout.engine_interface import UNSYNCED as UNSYNCED
     from rlhf_megatron.rollout.engine_interface import DriverLostError as DriverLostError
     from rlhf_megatron.rollout.engine_interface import EngineAddress as EngineAddress
     from rlhf_megatron.rollout.engine_interface import EngineError as EngineError
@@ -290,19 +293,21 @@ if TYPE_CHECKING:
         EngineUnreachableError as EngineUnreachableError,
     )
     from rlhf_megatron.rollout.engine_interface import FinishReason as FinishReason
-    from rlhf_megatron.rollout.engine_interface import GeneratedSample as GeneratedSample
     from rlhf_megatron.rollout.engine_interface import GenerateRequest as GenerateRequest
+    from rlhf_megatron.rollout.engine_interface import GeneratedSample as GeneratedSample
     from rlhf_megatron.rollout.engine_interface import InferenceEngine as InferenceEngine
+    from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS as MEMORY_PARTS
     from rlhf_megatron.rollout.engine_interface import MemoryPart as MemoryPart
     from rlhf_megatron.rollout.engine_interface import PauseMode as PauseMode
     from rlhf_megatron.rollout.engine_interface import SampleGroups as SampleGroups
     from rlhf_megatron.rollout.engine_interface import SamplingParams as SamplingParams
     from rlhf_megatron.rollout.engine_interface import TokenColumn as TokenColumn
+    from rlhf_megatron.rollout.engine_interface import UNSYNCED as UNSYNCED
     from rlhf_megatron.rollout.engine_interface import VersionSpan as VersionSpan
     from rlhf_megatron.rollout.engine_interface import WeightTransport as WeightTransport
     from rlhf_megatron.rollout.engine_kinds import BALANCERS as BALANCERS
-    from rlhf_megatron.rollout.engine_kinds import ENGINES as ENGINES
     from rlhf_megatron.rollout.engine_kinds import BalancerKind as BalancerKind
+    from rlhf_megatron.rollout.engine_kinds import ENGINES as ENGINES
     from rlhf_megatron.rollout.engine_kinds import EngineKind as EngineKind
     from rlhf_megatron.rollout.engine_kinds import LocalEngineKind as LocalEngineKind
     from rlhf_megatron.rollout.engine_kinds import SGLangEngineKind as SGLangEngineKind
@@ -321,8 +326,8 @@ if TYPE_CHECKING:
         compute_session_sample_limit as compute_session_sample_limit,
     )
     from rlhf_megatron.rollout.fleet.request_balancer import cut_chunks as cut_chunks
-    from rlhf_megatron.rollout.fleet.server_process import LOOPBACK as LOOPBACK
     from rlhf_megatron.rollout.fleet.server_process import EngineServers as EngineServers
+    from rlhf_megatron.rollout.fleet.server_process import LOOPBACK as LOOPBACK
     from rlhf_megatron.rollout.fleet.server_process import LaunchPlacement as LaunchPlacement
     from rlhf_megatron.rollout.fleet.server_process import ServerLaunch as ServerLaunch
     from rlhf_megatron.rollout.fleet.server_process import ServerProcess as ServerProcess
@@ -430,28 +435,6 @@ if TYPE_CHECKING:
 __all__ = [
     "ADV_ESTIMATORS",
     "AGGREGATIONS",
-    "BALANCERS",
-    "DISTILLATION_LOSSES",
-    "ENGINES",
-    "FAMILIES",
-    "LATENT_ATTENTION_KEYS",
-    "LOGGERS",
-    "LOOPBACK",
-    "MAX_LOG_RATIO",
-    "MAX_SCORE",
-    "MEMORY_PARTS",
-    "OWN_PROCESS",
-    "POLICY_LOSSES",
-    "PREFERENCE_LOSSES",
-    "REWARDS",
-    "SCHEDULES",
-    "STATUS_MALFORMED",
-    "STATUS_OK",
-    "STATUS_TIMEOUT",
-    "TASKS",
-    "TOKEN_PICKS",
-    "UNSYNCED",
-    "WHITEN_EPSILON",
     "AdvantageEstimator",
     "AdvantageInputs",
     "AdvantageOutputs",
@@ -460,6 +443,7 @@ __all__ = [
     "AnswerParams",
     "AttachedEngines",
     "AttentionWindow",
+    "BALANCERS",
     "BadResultError",
     "BalancerKind",
     "BatchView",
@@ -468,11 +452,13 @@ __all__ = [
     "ChatMessage",
     "ChunkAssignment",
     "ComparisonRule",
+    "DISTILLATION_LOSSES",
     "DecoderDimensions",
     "DeliveryTraffic",
     "DistillationLoss",
     "DistillationParams",
     "DriverLostError",
+    "ENGINES",
     "EngineAddress",
     "EngineCallLog",
     "EngineError",
@@ -486,6 +472,7 @@ __all__ = [
     "EngineTimeoutError",
     "EngineUnreachableError",
     "ExpertLayers",
+    "FAMILIES",
     "FileBucketTransport",
     "FinishReason",
     "FleetMember",
@@ -504,6 +491,9 @@ __all__ = [
     "HttpClient",
     "InferenceEngine",
     "KLType",
+    "LATENT_ATTENTION_KEYS",
+    "LOGGERS",
+    "LOOPBACK",
     "LabelCheckingParams",
     "LatentAttentionDimensions",
     "LaunchPlacement",
@@ -516,12 +506,18 @@ __all__ = [
     "LocalSandbox",
     "LocalTensorTransport",
     "LoggedSample",
+    "MAX_LOG_RATIO",
+    "MAX_SCORE",
+    "MEMORY_PARTS",
     "MemberState",
     "MemoryLimitedParams",
     "MemoryPart",
     "MismatchStep",
     "ModelFamily",
+    "OWN_PROCESS",
     "OutstandingLoad",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
     "PatternSearchingParams",
     "PauseMode",
     "PolicyLoss",
@@ -537,10 +533,12 @@ __all__ = [
     "Prompt",
     "PromptGroups",
     "PromptRow",
+    "REWARDS",
     "RemoteSandbox",
     "RemoteSandboxProtocol",
     "RequestBalancer",
     "RequestChunk",
+    "ResponseReadingParams",
     "ResponseTokens",
     "ResultKeyParams",
     "Reward",
@@ -557,11 +555,15 @@ __all__ = [
     "RunFacts",
     "RunLogger",
     "RunningMoments",
+    "SCHEDULES",
     "SGLangDiskTransport",
     "SGLangEngine",
     "SGLangEngineKind",
     "SGLangLinkVerbs",
     "SGLangTensorTransport",
+    "STATUS_MALFORMED",
+    "STATUS_OK",
+    "STATUS_TIMEOUT",
     "SampleGroups",
     "SamplingParams",
     "SandboxLimits",
@@ -582,6 +584,8 @@ __all__ = [
     "StalePolicy",
     "StartProgress",
     "SyncPolicy",
+    "TASKS",
+    "TOKEN_PICKS",
     "TaskRows",
     "TensorEntry",
     "TensorSplit",
@@ -589,7 +593,9 @@ __all__ = [
     "TokenPick",
     "TokenPickInputs",
     "Tokenizer",
+    "UNSYNCED",
     "VersionSpan",
+    "WHITEN_EPSILON",
     "WeightRule",
     "WeightTransport",
     "YarnScaling",
@@ -615,6 +621,7 @@ __all__ = [
     "count_response_tokens",
     "cut_chunks",
     "divide_groups_into_chunks",
+    "drop_stop_token",
     "estimate_kl",
     "estimate_seconds_left",
     "find_groups_past_lag",
@@ -657,6 +664,7 @@ __all__ = [
     "read_latent_dimensions",
     "read_long_json",
     "read_positive_int",
+    "read_response",
     "read_returned_value",
     "read_rotary_config",
     "refuse_unsupported_settings",

@@ -161,6 +161,9 @@ _REWARDS = {
         ResultKeyParams="params with `make_result_key`: samples of one key have one result",
         LabelCheckingParams="params with `find_label_problem`: bad rows are refused at start",
         ServerWaitingParams="params with `waits_s`, of a reward that asks a server",
+        ResponseReadingParams="params that say which special tokens of a response are read",
+        read_response="the response with its special tokens, behind what the prompt wrote of it",
+        drop_stop_token="the sample without the special token that ended its response",
     ),
     **_under_new_name(
         "STATUS_OK",

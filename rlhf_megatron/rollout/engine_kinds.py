@@ -114,7 +114,7 @@ class EngineKind:
         )
 
 
-ENGINES: Registry[type[EngineKind]] = Registry("engine", EngineKind)
+ENGINES: Registry[type[EngineKind]] = Registry("engine", EngineKind, call_arguments=())
 
 
 class BalancerKind:
@@ -143,7 +143,7 @@ class BalancerKind:
         raise NotImplementedError
 
 
-BALANCERS: Registry[type[BalancerKind]] = Registry("balancer", BalancerKind)
+BALANCERS: Registry[type[BalancerKind]] = Registry("balancer", BalancerKind, call_arguments=())
 
 
 @ENGINES.register("local")

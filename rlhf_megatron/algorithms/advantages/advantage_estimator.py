@@ -21,7 +21,8 @@ from typing import Any
 from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.lazy import Tensor, np, torch
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.part_signatures import find_call_problem
+from rlhf_megatron.registry import Registry, name_attributes
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,11 @@ class RewardKeys:
 
 
 AdvantageEstimator = Callable[[AdvantageInputs, Any], AdvantageOutputs]
-ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
+ADV_ESTIMATORS: Registry[AdvantageEstimator] = Registry(
+    "advantage estimator",
+    call_arguments=("inputs", "params"),
+    attributes_by_name=name_attributes(AdvantageInputs),
+)
 
 
 def compute_sample_rewards(inputs: AdvantageInputs) -> Tensor:
@@ -93,11 +98,14 @@ def register_group_estimator(
 ) -> Callable[[GroupEstimator], AdvantageEstimator]:
     """Return a decorator that registers an estimator of whole samples. The estimator takes
     (`compute_sample_rewards`, groups, inputs, parameters) and returns [B] advantages, which the
-    wrapper spreads over all response tokens of each sample.
+    wrapper spreads over all response tokens of each sample. The decorator raises ValueError for a
+    function with other arguments.
     """
 
     def register_estimator(estimate: GroupEstimator) -> AdvantageEstimator:
         """Register the estimator, wrapped to take and return columns of a step."""
+        if problem := find_call_problem(estimate, ("rewards_B", "groups", "inputs", "params")):
+            raise ValueError(f"{ADV_ESTIMATORS.kind} {name!r}: {problem}")
 
         @functools.wraps(estimate)
         def estimate_step(inputs: AdvantageInputs, params: Any) -> AdvantageOutputs:

@@ -36,7 +36,9 @@ DistillationLoss: TypeAlias = Callable[[Tensor, Tensor], Tensor]
 """(student [T, N], with grad; teacher [T, N]; log-probs of the same N outcomes, each summing
 to 1) -> [T] nats.
 """
-DISTILLATION_LOSSES: Registry[DistillationLoss] = Registry("distillation loss")
+DISTILLATION_LOSSES: Registry[DistillationLoss] = Registry(
+    "distillation loss", call_arguments=("student", "teacher")
+)
 
 
 def normalize_top_k_log_probs(log_probs_TK: Tensor, has_tail: bool) -> Tensor:

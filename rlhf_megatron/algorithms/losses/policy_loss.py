@@ -31,7 +31,7 @@ from typing import Any
 
 from rlhf_megatron.algorithms.row_sequences import RowSequences
 from rlhf_megatron.lazy import Tensor
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import Registry, name_attributes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,11 @@ class PolicyLossOutputs:
 
 
 PolicyLoss = Callable[[PolicyLossInputs, Any], PolicyLossOutputs]
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+POLICY_LOSSES: Registry[PolicyLoss] = Registry(
+    "policy loss",
+    call_arguments=("inputs", "params"),
+    attributes_by_name=name_attributes(PolicyLossInputs),
+)
 LOSSES_WITH_GRADIENT: set[PolicyLoss] = set()
 
 
@@ -96,4 +100,8 @@ class TokenPickInputs:
 
 TokenPick = Callable[[TokenPickInputs, Any], Tensor]
 """(columns, parameters of the loss) -> [T] bool, False where `trains_T` is."""
-PICKS: Registry[TokenPick] = Registry("choice of tokens")
+PICKS: Registry[TokenPick] = Registry(
+    "choice of tokens",
+    call_arguments=("inputs", "params"),
+    attributes_by_name=name_attributes(TokenPickInputs),
+)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from rlhf_megatron.lazy import Tensor
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import Registry, name_attributes
 
 
 @dataclass(frozen=True)
@@ -49,4 +49,8 @@ class PreferenceLossOutputs:
 
 
 PreferenceLossFunction: TypeAlias = Callable[[PreferencePairs, Any], PreferenceLossOutputs]
-PREFERENCE_LOSSES: Registry[PreferenceLossFunction] = Registry("preference loss")
+PREFERENCE_LOSSES: Registry[PreferenceLossFunction] = Registry(
+    "preference loss",
+    call_arguments=("pairs", "params"),
+    attributes_by_name=name_attributes(PreferencePairs),
+)

@@ -13,6 +13,6 @@ from typing import Any
 from rlhf_megatron.data.data_rows import TaskRows
 from rlhf_megatron.registry import Registry, import_package_modules
 
-TASKS: Registry[Callable[[Any], TaskRows]] = Registry("task")
+TASKS: Registry[Callable[[Any], TaskRows]] = Registry("task", call_arguments=("params",))
 
 import_package_modules(__name__, __path__)

@@ -26,7 +26,7 @@ from itertools import product
 from string import ascii_letters, digits
 from typing import Any, Protocol, runtime_checkable
 
-from rlhf_megatron.registry import Registry
+from rlhf_megatron.registry import Registry, name_attributes
 
 OK = "ok"
 MALFORMED = "malformed"  # no answer could be read from the response; score 0
@@ -34,6 +34,13 @@ TIMEOUT = "timeout"  # the answer kept the verifier busy for too long; score 0
 MASKED = "masked:"  # followed by why, e.g. "masked:aborted"
 BAD_RESULT = "bad_result"  # why: what the reward returned is no score
 OWN_PROCESS = "own_process"
+# names that verl gives to fields of a sample
+FIELDS_BY_VERL_NAME = {
+    "solution_str": "response",
+    "ground_truth": "label",
+    "data_source": "source",
+    "extra_info": "extra",
+}
 MAX_PART_CHARS = 200  # of a pattern, that are looked at for the name of a token
 # each letter and digit to the next one
 OTHER_LETTERS = str.maketrans(
@@ -130,6 +137,7 @@ class RewardSample:
     response_prefix: str = ""
     # (position in the response, name) of the special tokens that decoding left out
     special_tokens: tuple[tuple[int, str], ...] = ()
+
 
 @dataclass(frozen=True)
 class RewardResult:
@@ -275,6 +283,8 @@ REWARDS: Registry[Reward] = Registry(
         ServerWaitingParams,
         ResponseReadingParams,
     ),
+    call_arguments=("sample", "params"),
+    attributes_by_name=name_attributes(RewardSample) | FIELDS_BY_VERL_NAME,
 )
 
 

@@ -26,6 +26,7 @@ from typing import Any, ClassVar
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.scorers.reward_types import (
+    FIELDS_BY_VERL_NAME,
     OWN_PROCESS,
     REWARDS,
     BadResultError,
@@ -34,16 +35,10 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     read_response,
 )
 
-OF_VERL = {
-    "solution_str": "response",
-    "ground_truth": "label",
-    "data_source": "source",
-    "extra_info": "extra",
-}
 # only where the signature names them: a function that passes **kwargs on knows nothing of them
 ONLY_BY_NAME = ("response_prefix",)
 NOT_OFFERED = ("special_tokens",)  # skip_special_tokens decides whether the response has them
-GIVEN = (*(f.name for f in fields(RewardSample) if f.name not in NOT_OFFERED), *OF_VERL)
+GIVEN = (*(f.name for f in fields(RewardSample) if f.name not in NOT_OFFERED), *FIELDS_BY_VERL_NAME)
 NO_METRIC = (str, list, tuple, dict, type(None))
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -181,7 +176,7 @@ def _find_accepted_fields(
     return tuple(
         name
         for name in GIVEN
-        if name in names or (takes_all and name not in (*OF_VERL, *ONLY_BY_NAME))
+        if name in names or (takes_all and name not in (*FIELDS_BY_VERL_NAME, *ONLY_BY_NAME))
     )
 
 
@@ -192,7 +187,9 @@ def score_by_user_function(sample: RewardSample, params: FunctionParams) -> Rewa
     """
     call, names = load_user_function(params.path, tuple(params.kwargs))
     sample = replace(sample, response=read_response(sample, params))
-    given: dict[str, Any] = {name: getattr(sample, OF_VERL.get(name, name)) for name in names}
+    given: dict[str, Any] = {
+        name: getattr(sample, FIELDS_BY_VERL_NAME.get(name, name)) for name in names
+    }
     if {"extra", "extra_info", "ground_truth"} & given.keys():
         extra = json.loads(sample.extra) if sample.extra else {}
         label = json.loads(sample.label) if extra.pop(JSON_LABEL_KEY, False) else sample.label

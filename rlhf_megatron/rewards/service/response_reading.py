@@ -96,7 +96,8 @@ def _describe_special_tokens(
         if thoughts:
             yield (
                 f"{place} reads each response without {_join_names(thoughts)},"
-                f" {_state_that_tokens_are_special(thoughts)}; skip_special_tokens: false shows them"
+                f" {_state_that_tokens_are_special(thoughts)}; skip_special_tokens: false shows"
+                f" {'it' if len(thoughts) == 1 else 'them'}"
             )
     elif params.skip_special_tokens is False:
         if select_special_tokens(params, token_names):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from rlhf_megatron.part_signatures import find_call_problem
 from rlhf_megatron.registry import Registry
 from rlhf_megatron.weights.weight_table import (
     HeadKind,
@@ -29,6 +30,15 @@ VALUE_HEAD = "score"
 """The value head's name in Hugging Face layout, as in transformers' ...ForTokenClassification
 with one label.
 """
+
+
+# what the package passes to the functions of a family
+FUNCTION_ARGUMENTS = {
+    "find_unsupported_settings": ("hf_config",),
+    "make_transformer_arguments": ("hf_config",),
+    "make_gpt_arguments": ("hf_config",),
+    "make_table": ("hf_config", "padded_vocab_size"),
+}
 
 
 @dataclass(frozen=True)
@@ -56,6 +66,17 @@ class ModelFamily:
     """(hf_config, padded_vocab_size) -> the weight table, in the order in which a forward pass
     meets the tensors.
     """
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a function that cannot be called as the package calls it."""
+        for field_name, argument_names in FUNCTION_ARGUMENTS.items():
+            problem = find_call_problem(
+                getattr(self, field_name),
+                argument_names,
+                may_yield=field_name == "find_unsupported_settings",
+            )
+            if problem:
+                raise ValueError(f"model family {self.name!r}, {field_name}: {problem}")
 
 
 FAMILIES: Registry[ModelFamily] = Registry("model family")

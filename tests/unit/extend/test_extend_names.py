@@ -39,6 +39,7 @@ INTERNAL_IMPORTS = {
     "JSON_LABEL_KEY": "how a list of labels is marked; has_json_label tells",
     "ONE_TEXT": "words of our messages",
     "FAILOVER_S": "a number of our messages",
+    "FIELDS_BY_VERL_NAME": "the other names of a sample's fields",
 }
 """What our own parts import and a user's does not need, with the reason."""
 

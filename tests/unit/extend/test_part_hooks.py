@@ -133,8 +133,9 @@ def test_fields_and_attributes_set_at_creation_count() -> None:
     class HasField:
         max_lag: int
 
-    for number, base in enumerate((SetsItself, HasField)):
-        extend.SCHEDULES.register(f"planted{number}")(type("Own", (base,), without_lag))
+    extend.SCHEDULES.register("planted0")(type("Own", (SetsItself,), without_lag))
+    with_field = type("Own", (HasField,), without_lag)
+    extend.SCHEDULES.register("planted1", with_field)(with_field)
     with pytest.raises(ValueError, match="lacks max_lag"):
         extend.SCHEDULES.register("bare")(type("Bare", (), without_lag))
 
@@ -177,7 +178,7 @@ class Client(LocalEngine):
     def {near}(self):
         pass
 
-REWARDS.register("{name}")(len)
+REWARDS.register("{name}")(lambda sample, params: None)
 """
 
 

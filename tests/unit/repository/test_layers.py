@@ -22,6 +22,7 @@ PURE = (
     "lazy",
     "plugins",
     "part_hooks",
+    "part_signatures",
     "moved_imports",
     "stop",
     "faults",

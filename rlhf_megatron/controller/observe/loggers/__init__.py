@@ -90,7 +90,9 @@ class RunLogger:
         """
 
 
-LOGGERS: Registry[type[RunLogger]] = Registry("logger", RunLogger)
+LOGGERS: Registry[type[RunLogger]] = Registry(
+    "logger", RunLogger, call_arguments=("run_dir", "total_steps", "facts")
+)
 
 
 def is_batch_view_step(step: int, total_steps: int) -> bool:

@@ -101,7 +101,7 @@ class Schedule(Protocol):
         return find_groups_past_lag(flow, self.max_lag)
 
 
-SCHEDULES: Registry[type[Schedule]] = Registry("schedule", Schedule)
+SCHEDULES: Registry[type[Schedule]] = Registry("schedule", Schedule, call_arguments=())
 """A schedule with parameters is registered with itself as their dataclass; one without is
 built from nothing.
 """
