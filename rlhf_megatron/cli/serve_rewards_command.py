@@ -40,7 +40,7 @@ def run_serve_rewards_command(args: argparse.Namespace) -> int:
         with make_reward_scorer(config.reward, folder / REWARD_LOG, term) as scorer:
             scorer.wait_until_ready()
             _print_to_stderr(f"rewards at {server.url}")
-            server.score_until_over(scorer, lambda: stop.is_requested)
+            server.score_until_over(scorer, lambda: stop.is_requested, _print_to_stderr)
     return 0
 
 

@@ -30,6 +30,9 @@ TAG = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
 # contents of messages that no template writes by itself, and that begin unlike any prefix
 PROBE_QUESTION = "☃ question"
 PROBE_ANSWER = "☃ answer"
+ANSWER_OF_FORMER_TURN = re.compile(
+    rf"\s*(?:(?:{THOUGHT_TAG.pattern})\s*)*{PROBE_ANSWER}", re.IGNORECASE
+)
 
 
 def find_template_prefix(chat: ChatFormat) -> str:
@@ -39,7 +42,8 @@ def find_template_prefix(chat: ChatFormat) -> str:
     The header of the assistant's turn ends where a prompt and a conversation that goes on after the
     answer begin to differ: templates leave thoughts out of former turns. What the prompt has behind
     the header is of the answer. Tags of thoughts are never a header, since some templates write
-    empty ones into former turns.
+    empty ones into former turns. Where the conversation has something else than the answer there,
+    only tags of thoughts at the prompt's end count.
     """
     question = {"role": "user", "content": PROBE_QUESTION}
     answer = {"role": "assistant", "content": PROBE_ANSWER}
@@ -48,10 +52,10 @@ def find_template_prefix(chat: ChatFormat) -> str:
         conversation = chat.render_conversation([question, answer, question])
     except ValueError:  # the template wants other conversations; a prompt may tell of itself
         return ""
-    question_end = prompt.rfind(PROBE_QUESTION) + len(PROBE_QUESTION)
     header_end = _move_out_of_tag(prompt, _count_common_characters(prompt, conversation))
-    if header_end < question_end:  # the template writes a question that is not the last otherwise
+    if not ANSWER_OF_FORMER_TURN.match(conversation, header_end):
         return _find_opened_thoughts(prompt)
+    question_end = prompt.rfind(PROBE_QUESTION) + len(PROBE_QUESTION)
     thoughts = TRAILING_THOUGHT_TAGS.search(prompt, question_end)
     return prompt[header_end if thoughts is None else min(header_end, thoughts.start()) :]
 

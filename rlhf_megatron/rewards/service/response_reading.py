@@ -4,13 +4,14 @@ rewards: tags that the chat template writes already, and tags that are special t
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.data.response_texts import THOUGHT_TAG
 from rlhf_megatron.rewards.scorers.reward_types import (
     ResponseReadingParams,
+    RewardSample,
     list_named_tokens,
     select_special_tokens,
 )
@@ -21,6 +22,35 @@ from rlhf_megatron.rewards.service.reward_components import (
 )
 
 MAX_NAMES = 4  # special tokens that a line names
+
+
+class ReadingReporter:
+    """Says of samples that come from elsewhere, once, what `describe_response_reading` says."""
+
+    def __init__(
+        self, components: Iterable[RewardComponent], report_line: Callable[[str], object]
+    ) -> None:
+        """Make a reporter that calls `report_line` with each new line."""
+        self._components = [*components]
+        self._report_line = report_line
+        self._prefixes: set[str] = set()
+        self._token_names: set[str] = set()
+        self._reported_lines: set[str] = set()
+
+    def report_samples(self, samples: Sequence[RewardSample]) -> None:
+        """Report what is new in these samples."""
+        prefixes = {sample.response_prefix for sample in samples if sample.response_prefix}
+        token_names = {name for sample in samples for _, name in sample.special_tokens}
+        if prefixes <= self._prefixes and token_names <= self._token_names:
+            return
+        self._prefixes |= prefixes
+        self._token_names |= token_names
+        for line in describe_response_reading(
+            self._components, sorted(self._prefixes), sorted(self._token_names)
+        ):
+            if line not in self._reported_lines:
+                self._reported_lines.add(line)
+                self._report_line(line)
 
 
 def describe_configured_reading(
@@ -89,7 +119,8 @@ def _describe_special_tokens(
     if params.skip_special_tokens and named_tokens:
         yield (
             f"{place}: the pattern names {names}, {are_tokens}; skip_special_tokens (true) leaves"
-            " them out of each response, so the pattern cannot match there: remove that setting"
+            f" {_choose_pronoun(named_tokens)} out of each response, so the pattern cannot match"
+            " there: remove that setting"
         )
     elif params.skip_special_tokens:
         thoughts = [name for name in token_names if THOUGHT_TAG.fullmatch(name)]
@@ -97,7 +128,7 @@ def _describe_special_tokens(
             yield (
                 f"{place} reads each response without {_join_names(thoughts)},"
                 f" {_state_that_tokens_are_special(thoughts)}; skip_special_tokens: false shows"
-                f" {'it' if len(thoughts) == 1 else 'them'}"
+                f" {_choose_pronoun(thoughts)}"
             )
     elif params.skip_special_tokens is False:
         if select_special_tokens(params, token_names):
@@ -105,13 +136,18 @@ def _describe_special_tokens(
     elif named_tokens:
         yield (
             f"{place}: the pattern names {names}, {are_tokens}; the reward reads each response with"
-            f" {'it' if len(named_tokens) == 1 else 'them'}"
+            f" {_choose_pronoun(named_tokens)}"
         )
 
 
 def _state_that_tokens_are_special(names: Sequence[str]) -> str:
     """Return the words that say what these tokens are."""
     return f"{'a special token' if len(names) == 1 else 'special tokens'} of this tokenizer"
+
+
+def _choose_pronoun(names: Sequence[str]) -> str:
+    """Return the pronoun that stands for these tokens."""
+    return "it" if len(names) == 1 else "them"
 
 
 def _name_component(component: RewardComponent) -> str:

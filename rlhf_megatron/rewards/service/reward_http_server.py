@@ -18,6 +18,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import msgspec
 
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
+from rlhf_megatron.rewards.service.response_reading import ReadingReporter
 from rlhf_megatron.rewards.service.reward_scorer import RewardScorer
 
 MAX_BODY_BYTES = 1 << 26
@@ -68,10 +69,17 @@ class RewardHttpServer(ThreadingHTTPServer):
             self._state_changed.notify()
         return result.result()
 
-    def score_until_over(self, scorer: RewardScorer, is_over: Callable[[], bool]) -> None:
+    def score_until_over(
+        self,
+        scorer: RewardScorer,
+        is_over: Callable[[], bool],
+        report_line: Callable[[str], object] = lambda line: None,
+    ) -> None:
         """Serve requests and score the queued samples, in batches on this thread, until `is_over`
-        returns True; then close the server and fail the samples that wait.
+        returns True; then close the server and fail the samples that wait. `report_line` is called
+        with what is to be said of the responses that the rewards read, when they first come.
         """
+        reporter = ReadingReporter(scorer.components, report_line)
         threading.Thread(target=self.serve_forever, daemon=True).start()
         try:
             while not is_over():
@@ -80,6 +88,7 @@ class RewardHttpServer(ThreadingHTTPServer):
                     batch = self._waiting_samples
                     self._waiting_samples = []
                 if batch:
+                    reporter.report_samples([sample for sample, _ in batch])
                     _score_waiting_batch(scorer, batch)
         finally:
             with self._state_changed:
