@@ -138,5 +138,9 @@ def _iterate_argument_words(signature: inspect.Signature) -> Iterator[str]:
             inspect.Parameter.VAR_POSITIONAL,
             inspect.Parameter.KEYWORD_ONLY,
         )
-        stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
-        yield stars.get(parameter.kind, "") + parameter.name
+        if parameter.kind is inspect.Parameter.VAR_POSITIONAL:
+            yield f"*{parameter.name}"
+        elif parameter.kind is inspect.Parameter.VAR_KEYWORD:
+            yield f"**{parameter.name}"
+        else:
+            yield parameter.name

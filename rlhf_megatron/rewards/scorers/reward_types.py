@@ -116,10 +116,19 @@ class ResponseReadingParams(Protocol):
     `read_response`.
     """
 
-    # true: no special tokens; false: all; None: those that `response_pattern` names
-    skip_special_tokens: bool | None
-    response_pattern: str | None  # regular expression that responses are searched for
-    reads_response_prefix: bool  # also the beginning of the answer that the prompt wrote
+    @property
+    def skip_special_tokens(self) -> bool | None:
+        """Return whether special tokens are left out: True for all of them, False for none, None
+        for those that `response_pattern` does not name.
+        """
+
+    @property
+    def response_pattern(self) -> str | None:
+        """Return the regular expression that responses are searched for, or None."""
+
+    @property
+    def reads_response_prefix(self) -> bool:
+        """Return whether the beginning of the answer that the prompt wrote is read, too."""
 
 
 @dataclass(frozen=True)

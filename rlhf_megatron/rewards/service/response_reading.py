@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.data.response_texts import THOUGHT_TAG
+from rlhf_megatron.rewards.scorers.remote_rewards import RemoteRewardParams
 from rlhf_megatron.rewards.scorers.reward_types import (
     ResponseReadingParams,
     RewardSample,
@@ -92,11 +93,8 @@ def _describe_prefix(prefix: str, some: str, components: Sequence[RewardComponen
         if isinstance(component.params, ResponseReadingParams)
         and component.params.reads_response_prefix
     ]
-    functions = [
-        _name_component(component)
-        for component in components
-        if isinstance(component.params, FunctionParams)
-    ]
+    functions = _name_components_of_type(components, FunctionParams)
+    clients = _name_components_of_type(components, RemoteRewardParams)
     verb = "reads" if len(readers) == 1 else "read"
     line = f"{some}the rendered prompts end with {prefix!r}; " + (
         f"{', '.join(readers)} {verb} that in front of each response"
@@ -105,7 +103,18 @@ def _describe_prefix(prefix: str, some: str, components: Sequence[RewardComponen
     )
     if functions:
         line += f"; {', '.join(functions)} may take it as the argument response_prefix"
+    if clients:
+        line += f"; {', '.join(clients)} sends it to the servers, which say what they read"
     return line
+
+
+def _name_components_of_type(components: Sequence[RewardComponent], params_type: type) -> list[str]:
+    """Return the names of the rewards whose parameters are of this type."""
+    return [
+        _name_component(component)
+        for component in components
+        if isinstance(component.params, params_type)
+    ]
 
 
 def _describe_special_tokens(

@@ -289,6 +289,11 @@ def test_what_is_said_at_start() -> None:
         "reward.terms[2] (format) reads each response with its special tokens",
     ]
     assert describe_configured_reading(RewardConfig(name="no such reward"), ["<think>"], []) == []
+    servers = {"servers": [{"url": "http://127.0.0.1/score"}]}
+    assert describe_configured_reading(RewardConfig("remote", servers), ["<think>"], names) == [
+        "the rendered prompts end with '<think>'; no reward reads that in front of a response;"
+        " reward (remote) sends it to the servers, which say what they read"
+    ]
     assert describe_configured_reading(RewardConfig(), ["", "<think>"], names) == [
         "some of the rendered prompts end with '<think>'; no reward reads that in front of a"
         " response"
