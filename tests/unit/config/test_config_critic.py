@@ -434,6 +434,10 @@ JUDGED = VALID + (
         ),
         (["reward_model.served.ending=x"], "reward_model.served.ending (x) would be ignored"),
         (
+            ["reward_model.served.skip_special_tokens=false"],
+            "reward_model.served.skip_special_tokens (false) would be ignored",
+        ),
+        (
             ["reward_model.served.judge.temperature=0"],
             "num_votes (3) at temperature 0 gives one vote many times",
         ),

@@ -6,7 +6,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from dataclasses import asdict, replace
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -174,6 +176,39 @@ def test_a_judge_reads_special_tokens_but_the_last() -> None:
     for skips, text in ((True, "\n1 plus 2\n\n\n3"), (False, "<think>\n1 plus 2\n</think>\n\n3")):
         judge = msgspec.convert({**params, "skip_special_tokens": skips}, LlmJudgeParams)
         assert fill_judge_template(WITH_SPECIAL_TAGS, judge) == text
+
+
+class ModelHandler(BaseHTTPRequestHandler):
+    """Answers for a reward model: the score of a text is its length."""
+
+    def do_POST(self) -> None:
+        text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
+        body = json.dumps([{"embedding": [len(text)]}]).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments: object) -> None:
+        """Log nothing."""
+
+
+def test_a_served_model_reads_special_tokens_but_the_last() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), ModelHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        written = {
+            "servers": [{"url": f"http://127.0.0.1:{server.server_port}/classify"}],
+            "ending": "<end>",
+        }
+        for skips, response in (
+            (True, "\n1 plus 2\n\n\n3"),
+            (False, "<think>\n1 plus 2\n</think>\n\n3"),
+        ):
+            config = RewardConfig("reward_server", {**written, "skip_special_tokens": skips})
+            main = load_reward_components(config).main_component
+            result = main.entry.build(WITH_SPECIAL_TAGS, main.params)
+            assert result.score == len(f"1+2={response}<end>"), result
+        server.shutdown()
 
 
 def test_samples_go_to_workers_and_servers_whole() -> None:
