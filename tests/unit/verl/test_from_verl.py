@@ -538,7 +538,9 @@ def test_the_reward_code_compares_as_verls_scorer_of_programs() -> None:
     assert values(told)[compare] == "close"
     assert compare not in values(translated(plain, ours=["reward.name=math_verify"]))
     assert compare not in values(translated(BASE))
-    assert "code with reward.params.compare allclose for apps" in str(translated(plain).untranslated)
+    assert "code with reward.params.compare allclose for apps" in str(
+        translated(plain).untranslated
+    )
 
 
 def test_fp8_rollouts_are_those_of_the_engine() -> None:
