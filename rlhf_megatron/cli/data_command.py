@@ -18,6 +18,7 @@ from rlhf_megatron.controller.supervised.supervised_run import load_supervised_d
 from rlhf_megatron.data.assistant_turns import TokenDocument
 from rlhf_megatron.data.document_samples import InMemorySampleSet, SampleSource
 from rlhf_megatron.data.document_sets import DocumentSets, make_answer_samples
+from rlhf_megatron.data.extra_columns import LeftOutColumn, describe_left_out_columns
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.published_datasets import (
@@ -38,7 +39,7 @@ def run_data_show_command(args: argparse.Namespace) -> None:
     them, and what the rewards read of responses beyond their text.
     """
     config = load_run_config(args.config, args.overrides).config
-    sets, tokenizer, reading_lines = _load_document_sets(config)
+    sets, tokenizer, left_out_columns, reading_lines = _load_document_sets(config)
     items_name = "prompts" if config.job == "train" else "documents"
     marks = COLOUR_MARKS if sys.stdout.isatty() and "NO_COLOR" not in os.environ else TEXT_MARKS
     for line in format_sample_lines(
@@ -50,6 +51,7 @@ def run_data_show_command(args: argparse.Namespace) -> None:
             [
                 f"{sets.num_train} training and {sets.num_held_out} held-out samples",
                 *sets.counts.describe_counts(),
+                *filter(None, [describe_left_out_columns(left_out_columns)]),
             ]
         )
     )
@@ -59,27 +61,35 @@ def run_data_show_command(args: argparse.Namespace) -> None:
         print(line)
 
 
-def _load_document_sets(config: RunConfig) -> tuple[DocumentSets, Tokenizer, list[str]]:
-    """Return the training and held-out samples of a run, its tokenizer, and lines on what its
-    rewards read of responses. For an RL run, make samples of each prompt and its label.
+def _load_document_sets(
+    config: RunConfig,
+) -> tuple[DocumentSets, Tokenizer, tuple[LeftOutColumn, ...], list[str]]:
+    """Return (training and held-out samples of a run, its tokenizer, the columns that its rewards
+    cannot read, lines on what its rewards read of responses). For an RL run, make samples of each
+    prompt and its label.
     """
     if config.job != "train":
         document_sets, tokenizer = load_supervised_data(
             config.model, config.data, config.sft, learns_from_pairs(config)
         )
-        return document_sets, tokenizer, []
-    found, tokenizer = load_run_prompts(config.model, config.data, config.warmup.max_steps > 0)
+        return document_sets, tokenizer, (), []
+    prompt_sets, tokenizer = load_run_prompts(
+        config.model, config.data, config.warmup.max_steps > 0
+    )
     train = [
         SampleSource(s.name, s.weight, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
-        for s in found.sources
+        for s in prompt_sets.sources
     ]
     held_out = [
         SampleSource(s.name, 1.0, InMemorySampleSet(make_answer_samples(s.items, tokenizer)))
-        for s in found.held_out_sets
+        for s in prompt_sets.held_out_sets
     ]
     token_names = [*tokenizer.special_tokens_by_id.values()]
-    lines = describe_configured_reading(config.reward, found.list_response_prefixes(), token_names)
-    return DocumentSets(tuple(train), tuple(held_out)), tokenizer, lines
+    lines = describe_configured_reading(
+        config.reward, prompt_sets.list_response_prefixes(), token_names
+    )
+    samples = DocumentSets(tuple(train), tuple(held_out))
+    return samples, tokenizer, prompt_sets.left_out_columns, lines
 
 
 def format_sample_lines(

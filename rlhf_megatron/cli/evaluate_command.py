@@ -174,10 +174,10 @@ def _evaluate_losses(args: argparse.Namespace) -> int:
 
 
 def _is_result_file(path: Path) -> bool:
-    """Return whether the path is an existing JSONL or parquet file, the form in which `generate`
-    and --loss write results.
+    """Return whether the path is an existing file of results: JSONL or parquet, as `generate` and
+    --loss write them, or JSON of another program.
     """
-    return path.suffix in (".jsonl", PARQUET_SUFFIX) and path.is_file()
+    return path.suffix in (".jsonl", ".json", PARQUET_SUFFIX) and path.is_file()
 
 
 def _write_figures(args: argparse.Namespace, figures: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ from functools import partial
 
 from rlhf_megatron.cli.generate_command import read_api_key
 from rlhf_megatron.data.data_rows import read_prompt_rows
+from rlhf_megatron.data.extra_columns import ExtraColumnWriter
 from rlhf_megatron.jobs.generation.endpoint_job import fetch_model_name
 from rlhf_megatron.jobs.serving.load_test_client import (
     LoadTestPlan,
@@ -32,7 +33,11 @@ def run_load_test_command(args: argparse.Namespace) -> int:
     prompts = [args.prompt]
     if args.prompts is not None:
         rows, _ = read_prompt_rows(
-            [args.prompts], args.prompt_key, args.prompt_key, skip_bad_rows=False
+            [args.prompts],
+            args.prompt_key,
+            args.prompt_key,
+            skip_bad_rows=False,
+            extra_writer=ExtraColumnWriter(()),
         )
         if args.completions and any(not isinstance(row.prompt, str) for row in rows):
             raise ValueError(f"{args.prompts} has chats; --completions needs texts.")

@@ -1,6 +1,6 @@
 """Data sets named as on a hub (owner/name:split, owner/name:subset:split, or owner/name:FILE of one
 file): the files in huggingface_hub's cache. No package but that one is needed: the files are
-JSONL or parquet.
+JSONL, JSON or parquet.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ SPLITS = (
     {"validation", "valid", "val", "dev"},
     {"test", "testing", "eval", "evaluation"},
 )
-SUFFIXES = (".parquet", ".jsonl")
+ROW_SUFFIXES = (".parquet", ".jsonl")  # of files that can only be rows
+SUFFIXES = (*ROW_SUFFIXES, ".json")
 CARD = "README.md"
 _NUMBERED = re.compile(r"(.*)-(\d+)-of-(\d+)(\.\w+)")
-_NAME = re.compile(r"([^:]+)(?::([\w.-]+))?:([\w.-]+|[^:]+\.(?:parquet|jsonl))")
+_NAME = re.compile(r"([^:]+)(?::([\w.-]+))?:([\w.-]+|[^:]+\.(?:parquet|jsonl|json))")
 _COPY = re.compile(r".*/datasets--(.+?)--(.+)/snapshots/([^/]+)/(.+)")
 
 
@@ -164,7 +165,8 @@ def select_split_files(
     split: DatasetSplit, repository_files: Sequence[str], card: str
 ) -> list[str]:
     """Return the files of a split among the files of its repository: those that the repository's
-    card lists, else those whose names contain the split's name. Only parquet and JSONL files count.
+    card lists, else those whose names contain the split's name. Only parquet, JSONL and JSON files
+    count, and JSON files, which may hold anything, only where the card or their names say so.
 
     Raise ValueError, with the files or subsets that there are, where no file fits or more than one
     subset does.
@@ -173,20 +175,20 @@ def select_split_files(
     if split.split in readable:
         return [split.split]
     subsets = _parse_card_subsets(card)
-    found = (
+    selected = (
         _select_files_by_card(split, subsets, readable)
         if subsets
         else _select_files_by_name(split, readable)
     )
-    if not found:
+    if not selected:
         names = ", ".join(readable[:8]) or "none"
         raise ValueError(
-            f"{split} has no parquet or JSONL files (such files there: {names}); name another"
+            f"{split} has no parquet, JSONL or JSON files (such files there: {names}); name another"
             " split, or the hub's own parquet"
             " copy:"
             f" {split.repository.partition('@')[0]}@refs/convert/parquet:SUBSET:{split.split}."
         )
-    return found
+    return selected
 
 
 def _select_files_by_card(
@@ -205,53 +207,58 @@ def _select_files_by_card(
             f"{split} must name one of its subsets"
             f" ({', '.join(subsets)}): {split.repository}:SUBSET:{split.split}."
         )
-    given = subsets[name].get("data_files")
-    if given is None:
+    data_files = subsets[name].get("data_files")
+    if data_files is None:
         folder = str(subsets[name].get("data_dir", "")).strip("/") + "/"
-        inside = (
-            readable_files
-            if folder == "/"
-            else [one for one in readable_files if one.startswith(folder)]
-        )
+        inside = [file for file in readable_files if folder == "/" or file.startswith(folder)]
         return _select_files_by_name(DatasetSplit(split.repository, None, split.split), inside)
-    parts = (
-        given
-        if isinstance(given, list) and given and isinstance(given[0], dict)
-        else [{"path": given}]
-    )
+    has_splits = isinstance(data_files, list) and data_files and isinstance(data_files[0], dict)
+    parts = data_files if has_splits else [{"path": data_files}]
     patterns: list[str] = []
     for part in parts:
         if part.get("split", "train") == split.split:
             path = part.get("path", [])
             patterns += [path] if isinstance(path, str) else path
     return [
-        one
-        for one in readable_files
-        if any(fnmatch(one, pattern.removeprefix("./")) for pattern in patterns)
+        file
+        for file in readable_files
+        if any(
+            fnmatch(file, pattern.removeprefix("./"))
+            for pattern in patterns
+            if file.endswith(ROW_SUFFIXES) or pattern.endswith(".json")
+        )
     ]
 
 
 def _select_files_by_name(split: DatasetSplit, readable_files: Sequence[str]) -> list[str]:
     """Return the files whose path contains the split's name as a word, or a usual synonym ("val"
-    for "validation"). For "train", return all files if no path contains any split's name. Raise
-    ValueError where files of several folders fit.
+    for "validation"). For "train", return all files if no path contains any split's name. JSON
+    files count where no other file does, and their paths contain the split's name. Raise ValueError
+    where files of several folders fit.
     """
     names = next((group for group in SPLITS if split.split in group), {split.split})
-    known = names.union(*SPLITS)
-    words = {one: set(re.split(r"[/._ -]", one.lower())) for one in readable_files}
+    words = {file: set(re.split(r"[/._ -]", file.lower())) for file in readable_files}
     if split.subset is not None:
-        words = {one: found for one, found in words.items() if split.subset in one.split("/")[:-1]}
-    found = [one for one in words if words[one] & names]
-    if not found and "train" in names and not any(one & known for one in words.values()):
-        found = list(words)
-    folders = {tuple(part for part in one.split("/")[:-1] if part not in names) for one in found}
+        words = {
+            file: words[file] for file in readable_files if split.subset in file.split("/")[:-1]
+        }
+    row_files = [file for file in words if file.endswith(ROW_SUFFIXES)]
+    selected = [file for file in row_files if words[file] & names]
+    all_names = names.union(*SPLITS)
+    if not selected and "train" in names and not any(words[file] & all_names for file in row_files):
+        selected = row_files
+    if not selected:
+        selected = [file for file in words if words[file] & names]
+    folders = {
+        tuple(part for part in file.split("/")[:-1] if part not in names) for file in selected
+    }
     if len(folders) > 1:
         subsets = ", ".join(sorted("/".join(folder) for folder in folders)[:8])
         raise ValueError(
             f"{split} has files in several folders ({subsets}); name"
             f" one: {split.repository}:FOLDER:{split.split}."
         )
-    return found
+    return selected
 
 
 def _parse_card_subsets(card: str) -> dict[str, Mapping[str, Any]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from decimal import Decimal
 from itertools import accumulate
 from typing import Any
 
@@ -21,6 +22,7 @@ from rlhf_megatron.data.assistant_turns import (
 from rlhf_megatron.data.chat_template import ChatFormat
 from rlhf_megatron.data.data_rows import ChatMessage, look_up_key, parse_prompt
 from rlhf_megatron.data.document_samples import DocumentSample
+from rlhf_megatron.data.message_content import drop_absent_entries, join_text_parts
 from rlhf_megatron.data.prompt_items import PromptFormat
 from rlhf_megatron.data.teacher_top_tokens import parse_teacher_top_tokens
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -130,6 +132,7 @@ def _tokenize_row_turns(
         raise ValueError(
             f"{sft.tools_key!r} must be a list of objects, or such a list as JSON text"
         )
+    _refuse_nan(tools, repr(sft.tools_key))
     turns = tokenize_conversation(
         messages, lambda part, asks: chat.render_conversation(part, asks, tools), tokenizer
     )
@@ -159,26 +162,33 @@ def _parse_messages(value: Any, key: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value, start=1):
         if not isinstance(message, dict) or not isinstance(message.get("role"), str):
             raise ValueError(f'message {number} of {key!r} must be an object with a "role"')
-        if not isinstance(_join_text_parts(message.get("content")), str):
+        if not isinstance(_read_content(message), str):
             raise ValueError(
                 f"message {number} of {key!r} must have text, or parts of text, as content"
             )
-    given = (
-        {name: item for name, item in message.items() if item is not None and item != []}
-        for message in value
-    )
-    return [{**message, "content": _join_text_parts(message.get("content"))} for message in given]
+        _refuse_nan(message.get("tool_calls"), f"message {number} of {key!r}")
+    return [
+        {**drop_absent_entries(message), "content": _read_content(message)} for message in value
+    ]
 
 
-def _join_text_parts(content: Any) -> Any:
-    """Return the text of a message's content, joined from its text parts. A list with another part
-    is returned as it is, and None gives "".
+def _refuse_nan(value: Any, place: str) -> None:
+    """Raise ValueError where a value that a template writes as JSON holds NaN or Infinity."""
+    try:
+        json.dumps(value, allow_nan=False, default=str)
+    except ValueError:
+        raise ValueError(
+            f"{place} has NaN or Infinity, which JSON does not have and a template would write;"
+            " make it null or text"
+        ) from None
+
+
+def _read_content(message: Mapping[str, Any]) -> Any:
+    """Return the text of a message, joined from its text parts; "" where the message has no content
+    or an empty list of parts. Content in another form is returned as it is.
     """
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        texts = [text for part in parts if isinstance(text := part.get("text"), str)]
-        content = "".join(texts) if len(texts) == len(content) else content
-    return "" if content is None else content
+    content = message.get("content")
+    return "" if content is None or content == [] else join_text_parts(content)
 
 
 def _parse_json_text(value: Any, key: str) -> Any:
@@ -205,7 +215,10 @@ def parse_preference_row(
     would ask. Only the answers train: in a conversation, the text that the chat template writes for
     the last message. Raise ValueError for a malformed row and for two equal answers.
     """
-    chosen, rejected = (look_up_key(row, key, "sft") for key in (sft.chosen_key, sft.rejected_key))
+    chosen, rejected = (
+        join_text_parts(look_up_key(row, key, f"sft.{name}"))
+        for name, key in (("chosen_key", sft.chosen_key), ("rejected_key", sft.rejected_key))
+    )
     prompt = parse_prompt(row[data.prompt_key], data.prompt_key) if data.prompt_key in row else None
     if not isinstance(chosen, str) and (prompt is None or prompt_format.chat is not None):
         if prompt_format.chat is None:
@@ -272,6 +285,7 @@ def parse_sample_weight(row: Mapping[str, Any], sft: SFTConfig) -> float:
     if sft.weight_key is None:
         return 1.0
     weight = look_up_key(row, sft.weight_key, "sft.weight_key")
+    weight = float(weight) if isinstance(weight, Decimal) else weight
     if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 <= weight < 1e6:
         raise ValueError(
             f"{sft.weight_key!r} must be a number from 0 up to a million, not {weight!r}"

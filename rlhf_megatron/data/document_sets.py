@@ -18,8 +18,7 @@ from rlhf_megatron.data.data_rows import (
     SOURCE_KEY,
     check_text_encoding,
     default_source_name,
-    iterate_json_rows,
-    iterate_raw_rows,
+    is_missing_value,
     look_up_key,
     raise_on_bad_rows,
 )
@@ -31,8 +30,15 @@ from rlhf_megatron.data.document_row_parsing import (
     parse_text_row,
 )
 from rlhf_megatron.data.document_samples import DocumentSample, InMemorySampleSet, SampleSource
+from rlhf_megatron.data.extra_columns import (
+    ExtraColumnWriter,
+    describe_picture_refusal,
+    find_picture_column,
+    parse_extra,
+)
 from rlhf_megatron.data.prompt_items import PromptFormat, PromptItem, Truncation, truncate_ids
 from rlhf_megatron.data.prompts import load_prompt_sets, name_source_in_errors, resolve_sources
+from rlhf_megatron.data.row_files import drop_null_columns, iterate_json_rows, iterate_raw_rows
 from rlhf_megatron.data.streamed_samples import StreamedSampleSet
 from rlhf_megatron.data.tokenizer import Tokenizer
 
@@ -150,7 +156,7 @@ def load_held_out_samples(
             tokenizer=tokenizer,
         )
         samples: Iterable[DocumentSample] = _read_samples(
-            data.val_files, DataSourceConfig(""), read, data, counts
+            data.val_files, DataSourceConfig(""), read, (TEXT_KEY,), data, counts
         )
         return tuple(_apply_length_limit(samples, data, sft.max_length, counts))
     sets = load_documents(data, sft, tokenizer, is_pairs)
@@ -186,19 +192,23 @@ def _load_prompt_samples(
     any length are kept, and of `counts` only num_bad is set. Samples have the weights of
     `sft.weight_key`.
     """
+    weight_column = {} if sft.weight_key is None else {sft.weight_key: "sft.weight_key"}
     sets = load_prompt_sets(
-        replace(data, max_prompt_length=ANY_LENGTH), tokenizer, must_encode_labels=True
+        replace(data, max_prompt_length=ANY_LENGTH),
+        tokenizer,
+        must_encode_labels=True,
+        extra_writer=ExtraColumnWriter(data.extra_columns, weight_column),
     )
     counts.num_bad = sets.num_bad_rows
 
     def make_weighted_samples(items: Sequence[PromptItem]) -> list[DocumentSample]:
         """Return the items as samples, with the weights of their rows."""
-        found = make_answer_samples(items, tokenizer)
+        samples = make_answer_samples(items, tokenizer)
         if sft.weight_key is None:
-            return found
-        weights = [parse_sample_weight(json.loads(item.extra or "{}"), sft) for item in items]
+            return samples
+        weights = [parse_sample_weight(parse_extra(item.extra), sft) for item in items]
         return [
-            replace(sample, weight=weight) for sample, weight in zip(found, weights, strict=True)
+            replace(sample, weight=weight) for sample, weight in zip(samples, weights, strict=True)
         ]
 
     train: SourceSamples = [
@@ -220,6 +230,7 @@ def _load_row_samples(
         chat = make_chat_format(tokenizer, data.system_prompt, data.apply_chat_template_kwargs)
     train: SourceSamples = []
     held_out: SamplesBySource = {}
+    read_keys = _list_read_keys(data, sft, is_pairs)
     for key, source in resolve_sources(data).items():
         prompt_format = PromptFormat(
             source.prompt_template or "{prompt}",
@@ -251,15 +262,15 @@ def _load_row_samples(
         with name_source_in_errors(key, source):
             if sft.in_memory:
                 samples: list[DocumentSample] | StreamedSampleSet = _read_samples(
-                    source.train_files, source, read, data, counts
+                    source.train_files, source, read, read_keys, data, counts
                 )
             else:
-                samples = _stream_samples(source, read, data, sft.max_length, counts)
+                samples = _stream_samples(source, read, read_keys, data, sft.max_length, counts)
             train.append((source.name, source.weight, samples))
             # held-out losses ask no teacher
             untaught = partial(read, sft=replace(sft, teacher_key=None))
             for sample in (
-                _read_samples(source.val_files, source, untaught, data, counts)
+                _read_samples(source.val_files, source, untaught, read_keys, data, counts)
                 if source.val_files
                 else ()
             ):
@@ -267,10 +278,18 @@ def _load_row_samples(
     return train, held_out
 
 
+def _list_read_keys(data: DataConfig, sft: SFTConfig, is_pairs: bool) -> tuple[str, ...]:
+    """Return the keys of a row that a job of conversations or pairs reads, beside its source."""
+    answers = (data.prompt_key, sft.chosen_key, sft.rejected_key)
+    keys = (*answers, sft.tools_key) if is_pairs else (sft.messages_key, sft.tools_key)
+    return tuple(key for key in (*keys, sft.weight_key, sft.teacher_key) if key is not None)
+
+
 def _read_samples(
     files: Sequence[str],
     source: DataSourceConfig,
     parse_row: Any,
+    read_keys: Sequence[str],
     data: DataConfig,
     counts: RowOutcomeCounts,
 ) -> list[DocumentSample]:
@@ -288,7 +307,7 @@ def _read_samples(
     )
     return [
         sample
-        for _, _, part in _iterate_good_rows(rows, source, parse_row, data, counts)
+        for _, _, part in _iterate_good_rows(rows, source, parse_row, read_keys, data, counts)
         for sample in part
     ]
 
@@ -296,6 +315,7 @@ def _read_samples(
 def _stream_samples(
     source: DataSourceConfig,
     parse_row: Any,
+    read_keys: Sequence[str],
     data: DataConfig,
     max_length: int,
     counts: RowOutcomeCounts,
@@ -311,11 +331,10 @@ def _stream_samples(
     for path in files:
         if not path.is_file():
             raise ValueError(
-                f"{path} is no file of JSON lines, which sft.in_memory: false reads; set"
-                " that to true."
+                f"{path} is no file of JSON, which sft.in_memory: false reads; set that to true."
             )
     rows = ((path, *row) for path in files for row in iterate_json_rows(path))
-    good = _iterate_good_rows(rows, source, parse_row, data, counts)
+    good = _iterate_good_rows(rows, source, parse_row, read_keys, data, counts)
     limited = (
         (files.index(path), begin, list(_apply_length_limit(part, data, max_length, counts)))
         for path, begin, part in good
@@ -327,7 +346,10 @@ def _stream_samples(
         """Return the samples of a row, without counting it again."""
         return list(
             _apply_length_limit(
-                _make_row_samples(path, value, source, again), data, max_length, RowOutcomeCounts()
+                _make_row_samples(path, value, source, again, read_keys),
+                data,
+                max_length,
+                RowOutcomeCounts(),
             )
         )
 
@@ -338,6 +360,7 @@ def _iterate_good_rows(
     rows: Iterable[tuple[Path, int, int, Any]],
     source: DataSourceConfig,
     parse_row: Any,
+    read_keys: Sequence[str],
     data: DataConfig,
     counts: RowOutcomeCounts,
 ) -> Iterator[tuple[Path, int, list[DocumentSample]]]:
@@ -348,7 +371,7 @@ def _iterate_good_rows(
     num_good = 0
     for path, number, begin, value in rows:
         try:
-            part = _make_row_samples(path, value, source, parse_row)
+            part = _make_row_samples(path, value, source, parse_row, read_keys)
         except ValueError as error:
             problems.append(f"{path}:{number}: {error}")
             continue
@@ -359,21 +382,44 @@ def _iterate_good_rows(
     if not num_good:
         names = ", ".join((*source.train_files, *source.val_files))
         raise ValueError(
-            f"the dataset is empty: no rows in {names}; each line must be a JSON object."
+            f"the dataset is empty: no rows in {names}; each line must be a JSON object, or the"
+            " file an array of objects."
         )
 
 
 def _make_row_samples(
-    path: Path, value: Any, source: DataSourceConfig, parse_row: Any
+    path: Path,
+    value: Any,
+    source: DataSourceConfig,
+    parse_row: Any,
+    read_keys: Sequence[str],
 ) -> list[DocumentSample]:
-    """Return the samples of a raw row, with their source set. Raise ValueError for a bad row."""
+    """Return the samples of a raw row, with their source set. Raise ValueError for a bad row; what
+    stands under other keys than `read_keys` and the source does not count, but for pictures.
+    """
     if isinstance(value, ValueError):
         raise value
     if not isinstance(value, dict):
         raise ValueError("not a JSON object")
-    check_text_encoding(json.dumps(value, ensure_ascii=False))
-    row_source = source.name or str(value.get(SOURCE_KEY, default_source_name(path)))
-    return [replace(sample, source=row_source) for sample in parse_row(value)]
+    row = drop_null_columns(value)
+    row_source = source.name or default_source_name(path)
+    if not source.name and not is_missing_value(row.get(SOURCE_KEY)):
+        row_source = str(row[SOURCE_KEY])
+    check_text_encoding(row_source, "source")
+    columns = [row[name] for key in read_keys if (name := _find_column_name(row, key)) is not None]
+    check_text_encoding(json.dumps(columns, ensure_ascii=False, default=str))
+    pictures = find_picture_column(row)
+    if pictures is not None:
+        raise ValueError(describe_picture_refusal(pictures))
+    return [replace(sample, source=row_source) for sample in parse_row(row)]
+
+
+def _find_column_name(row: Mapping[str, Any], key: str) -> str | None:
+    """Return the name of the row's column in which `look_up_key` looks for a key; None where the
+    row has no such column.
+    """
+    name = key if key in row else key.split(".")[0]
+    return name if name in row else None
 
 
 def _apply_length_limit(

@@ -11,6 +11,7 @@ from rlhf_megatron.config.schema import DataConfig, DataSourceConfig
 from rlhf_megatron.config.type_conversion import build_params
 from rlhf_megatron.data.chat_template import ChatFormat, make_chat_format
 from rlhf_megatron.data.data_rows import PromptRow, RowCounts, check_row_encoding, read_prompt_rows
+from rlhf_megatron.data.extra_columns import ExtraColumnWriter, LeftOutColumn
 from rlhf_megatron.data.prompt_items import (
     EncodedPrompts,
     PromptFormat,
@@ -48,6 +49,7 @@ class PromptSets:
     num_duplicates: int
     num_held_out_in_train: int  # held-out items whose prompt is trained on too
     template_prefix: str = ""  # what the chat template writes of each answer, as "<think>\n"
+    left_out_columns: tuple[LeftOutColumn, ...] = ()  # what rewards cannot read of the rows
 
     @cached_property
     def train_items(self) -> tuple[PromptItem, ...]:
@@ -80,10 +82,14 @@ class _LoadedPromptSource:
 
 
 def load_prompt_sets(
-    config: DataConfig, tokenizer: Tokenizer, must_encode_labels: bool = False
+    config: DataConfig,
+    tokenizer: Tokenizer,
+    must_encode_labels: bool = False,
+    extra_writer: ExtraColumnWriter | None = None,
 ) -> PromptSets:
     """Load the items of the run's sources, or of its task or files. `must_encode_labels`: labels
-    are trained on too, so that the tokenizer must be able to spell them.
+    are trained on too, so that the tokenizer must be able to spell them. `extra_writer` chooses the
+    columns that rewards read, and counts those that it leaves out; without one, `config` chooses.
 
     A source's held-out prompts are one set, or one for each file or data_source of its rows where
     it has several. Raise ValueError for malformed rows, empty sets and prompts over the limit, as
@@ -94,18 +100,20 @@ def load_prompt_sets(
     if config.apply_chat_template:
         chat = make_chat_format(tokenizer, config.system_prompt, config.apply_chat_template_kwargs)
     sources = resolve_sources(config)
+    extra_writer = extra_writer or ExtraColumnWriter(config.extra_columns)
     loaded = [
-        _load_prompt_source(key, source, config, tokenizer, chat, must_encode_labels)
+        _load_prompt_source(key, source, config, tokenizer, chat, must_encode_labels, extra_writer)
         for key, source in sources.items()
     ]
+    extra_writer.check_named_columns()
     trained = {item.prompt for source in loaded for item in source.train_prompts.items}
     encoded = [
         part for source in loaded for part in (source.train_prompts, source.held_out_prompts)
     ]
     return PromptSets(
         sources=tuple(
-            PromptSource(source.name, source.weight, found.train_prompts.items)
-            for source, found in zip(sources.values(), loaded, strict=True)
+            PromptSource(source.name, source.weight, loaded_source.train_prompts.items)
+            for source, loaded_source in zip(sources.values(), loaded, strict=True)
         ),
         held_out_sets=tuple(held_out for source in loaded for held_out in source.held_out_sets),
         num_bad_rows=sum(source.num_bad_rows for source in loaded)
@@ -117,6 +125,7 @@ def load_prompt_sets(
             item.prompt in trained for source in loaded for item in source.held_out_prompts.items
         ),
         template_prefix="" if chat is None else find_template_prefix(chat),
+        left_out_columns=extra_writer.list_left_out_columns(),
     )
 
 
@@ -152,9 +161,11 @@ def check_source_rows(config: DataConfig) -> None:
     """Read the rows of all sources, without a tokenizer, and drop them. Raise ValueError as
     `load_prompt_sets` does.
     """
+    extra_writer = ExtraColumnWriter(config.extra_columns)
     for key, source in resolve_sources(config).items():
         with name_source_in_errors(key, source):
-            _read_source_rows(key, source, config)
+            _read_source_rows(key, source, config, extra_writer)
+    extra_writer.check_named_columns()
 
 
 @contextmanager
@@ -175,6 +186,7 @@ def _load_prompt_source(
     tokenizer: Tokenizer,
     chat: ChatFormat | None,
     must_encode_labels: bool,
+    extra_writer: ExtraColumnWriter,
 ) -> _LoadedPromptSource:
     """Read, encode and group the rows of one source. Raise ValueError with the name of the
     source.
@@ -182,7 +194,7 @@ def _load_prompt_source(
     assert source.prompt_template is not None and source.few_shot is not None, "see `_sources`"
     with name_source_in_errors(setting_path, source):
         train, train_counts, held_out, held_out_counts = _read_source_rows(
-            setting_path, source, config
+            setting_path, source, config, extra_writer
         )
         shots, train, taken = draw_few_shot_examples(train, source.few_shot, source.prompt_template)
         held_out_rows = tuple(row for row in held_out if row.prompt not in taken)
@@ -213,7 +225,10 @@ def _load_prompt_source(
 
 
 def _read_source_rows(
-    setting_path: str, source: DataSourceConfig, config: DataConfig
+    setting_path: str,
+    source: DataSourceConfig,
+    config: DataConfig,
+    extra_writer: ExtraColumnWriter,
 ) -> tuple[tuple[PromptRow, ...], RowCounts, tuple[PromptRow, ...], RowCounts]:
     """Return (training rows, their counts, held-out rows, their counts) of a source. Raise
     ValueError for bad rows or missing files.
@@ -245,6 +260,7 @@ def _read_source_rows(
         prompt_key=config.prompt_key,
         label_key=config.label_key,
         skip_bad_rows=config.skip_bad_rows,
+        extra_writer=extra_writer,
     )
     held_out: tuple[tuple[PromptRow, ...], RowCounts] = ((), nothing)
     if source.val_files:

@@ -11,20 +11,20 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from rlhf_megatron.data.data_rows import read_json_row_at
 from rlhf_megatron.data.document_samples import (
     DocumentSample,
     DocumentSampleBatch,
     InMemorySampleSet,
 )
+from rlhf_megatron.data.row_files import read_json_row_at
 
 ParseRow = Callable[[Path, Any], list[DocumentSample]]
 """(file, value of a row) -> its samples, always the same ones."""
 
 
 class StreamedSampleSet(Sequence[DocumentSample]):
-    """Samples of JSON lines, as `InMemorySampleSet` has them; 14 bytes a sample are held in memory,
-    and no token.
+    """Samples of JSON lines or arrays, as `InMemorySampleSet` has them; 14 bytes a sample are held
+    in memory, and no token.
 
     The repr is a digest of everything that trains.
     """
@@ -36,7 +36,7 @@ class StreamedSampleSet(Sequence[DocumentSample]):
         parse_row: ParseRow,
     ) -> None:
         """Go through `rows` once and keep where each sample's row lies. `rows`: (index of the file,
-        byte at which the line begins, samples) of each row. `parse_row` must make the same samples
+        byte at which the row begins, samples) of each row. `parse_row` must make the same samples
         of a row each time.
         """
         self._files = tuple(files)

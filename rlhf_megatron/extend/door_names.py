@@ -143,6 +143,11 @@ _PREFERENCE_LOSSES = {
 
 _REWARDS = {
     **_from_module(
+        "rlhf_megatron.data.extra_columns",
+        parse_extra="the columns of the row in a sample's `extra`",
+        LeftOutColumnError="what asking for a column that could not be carried raises",
+    ),
+    **_from_module(
         "rlhf_megatron.rewards.scorers.reward_types",
         REWARDS="registry of `reward.name`",
         RewardSample="what a reward reads of a sample",

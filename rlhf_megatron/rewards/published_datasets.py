@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.hub import download_from_hub
-from rlhf_megatron.data.data_rows import iterate_raw_rows
+from rlhf_megatron.data.row_files import iterate_raw_rows
 from rlhf_megatron.rewards.scorers.answer_params import find_last_boxed
 
 BOXED_TEMPLATE = "{question}\n\nReason step by step, and put the final answer into \\boxed{{}}."

@@ -29,7 +29,7 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 SOURCES = "data.sources"
 CHAT = "data.apply_chat_template"
-OF_ROWS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+OF_ROWS = ("data.prompt_key", "data.label_key", "data.extra_columns", "data.skip_bad_rows")
 OF_CHAT = ("data.system_prompt", "data.apply_chat_template_kwargs")
 
 BY_SOURCE = "reward.by_source"

@@ -29,7 +29,7 @@ CP = "actor.megatron.context_parallel_size"
 NODES = "trainer.nnodes"
 GPUS = "trainer.n_gpus_per_node"
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
-FILE_KEYS = ("data.prompt_key", "data.label_key", "data.skip_bad_rows")
+FILE_KEYS = ("data.prompt_key", "data.label_key", "data.extra_columns", "data.skip_bad_rows")
 STAGES = (
     "next",
     "generate",

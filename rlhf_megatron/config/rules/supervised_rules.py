@@ -46,6 +46,7 @@ OF_RL = (
         "checks",
         "schedule",
         *LENGTHS,
+        "data.extra_columns",
     ),
     *(
         f"actor.{name}"

@@ -88,10 +88,10 @@ class DataConfig:
         "parameters of the task, see its dataclass", factory=dict
     )
     train_files: tuple[str, ...] = declare_setting(
-        "JSONL or parquet files, or saved datasets, with training prompts", ()
+        "JSONL, JSON or parquet files, or saved datasets, with training prompts", ()
     )
     val_files: tuple[str, ...] = declare_setting(
-        "JSONL or parquet files, or saved datasets, with held-out prompts", ()
+        "JSONL, JSON or parquet files, or saved datasets, with held-out prompts", ()
     )
     sources: tuple[DataSourceConfig, ...] = declare_setting(
         "several weighted sources, in place of task or files", ()
@@ -100,6 +100,13 @@ class DataConfig:
         "key of the prompt in a row: text, or a list of chat messages", "prompt"
     )
     label_key: str = declare_setting("key of the reference answer in a row", "answer")
+    extra_columns: tuple[str, ...] | None = declare_setting(
+        (
+            "other columns that rewards read, also with points (extra_info.index); each must be"
+            " carried. null: all that JSON can hold"
+        ),
+        None,
+    )
     prompt_template: str = declare_setting(
         "text around each prompt, which stands where {prompt} is", "{prompt}"
     )

@@ -23,6 +23,7 @@ from rlhf_megatron.controller.observe.line_file import (
 from rlhf_megatron.controller.observe.run_dir import write_json_atomically
 from rlhf_megatron.controller.observe.run_facts import read_package_versions
 from rlhf_megatron.controller.observe.tracker import RunTracker
+from rlhf_megatron.data.extra_columns import describe_left_out_columns
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 
@@ -147,7 +148,10 @@ def describe_run_start(
             for source in prompt_sets.sources
         )
         text += f" ({shares})"
-    return text + "".join(f"; {count} {what}" for what, count in skipped.items() if count)
+    phrases = [f"{count} {what}" for what, count in skipped.items() if count]
+    if note := describe_left_out_columns(prompt_sets.left_out_columns):
+        phrases.append(note)
+    return "; ".join([text, *phrases])
 
 
 def write_training_summary(

@@ -17,7 +17,9 @@ from typing import Any
 
 from rlhf_megatron.config.schema import DataConfig, SamplingConfig
 from rlhf_megatron.controller.observe.line_file import LineFile, write_file_atomically
-from rlhf_megatron.data.data_rows import iterate_raw_rows, parse_prompt_row
+from rlhf_megatron.data.data_rows import parse_prompt_row
+from rlhf_megatron.data.extra_columns import ExtraColumnWriter
+from rlhf_megatron.data.row_files import iterate_raw_rows
 
 JOB_FILE = "job.json"
 LINES_FILE = "answers.jsonl"
@@ -98,13 +100,17 @@ class AnswerFile:
         self._line_file.close()
 
 
-def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dict[str, Any]]:
+def read_answer_rows(
+    path: Path, data: DataConfig | None = None, extra_writer: ExtraColumnWriter | None = None
+) -> Iterator[dict[str, Any]]:
     """Yield the rows of a file of answers, in the order of the file. With `data`, also accept rows
-    that other programs wrote: the columns of a row of prompts and the list `responses`. Raise
-    ValueError, with file and line, for a missing file or any other row.
+    that other programs wrote: the columns of a row of prompts and the list `responses`; of their
+    other columns `extra_writer` makes what rewards read. Raise ValueError, with file and line, for
+    a missing file or any other row.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file.")
+    extra_writer = extra_writer or ExtraColumnWriter()
     for number, row in iterate_raw_rows(path):
         try:
             if (
@@ -113,9 +119,13 @@ def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dic
                 and "index" not in row
                 and "responses" in row
             ):
-                row = _convert_foreign_row(path, number, row, data)
-            if not isinstance(row["index"], int) or not isinstance(row["responses"], list):
+                row = _convert_foreign_row(path, number, row, data, extra_writer)
+            # A program that holds rows in a table may write whole numbers as 3.0.
+            if not isinstance(row["index"], int | float) or row["index"] % 1:
                 raise TypeError
+            if not isinstance(row["responses"], list):
+                raise TypeError
+            row["index"] = int(row["index"])
         except (KeyError, TypeError) as error:
             text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
             raise ValueError(f"{path}, line {number} must be {text}.") from error
@@ -123,7 +133,11 @@ def read_answer_rows(path: Path, data: DataConfig | None = None) -> Iterator[dic
 
 
 def _convert_foreign_row(
-    path: Path, line_number: int, row: dict[str, Any], data: DataConfig
+    path: Path,
+    line_number: int,
+    row: dict[str, Any],
+    data: DataConfig,
+    extra_writer: ExtraColumnWriter,
 ) -> dict[str, Any]:
     """Return a row that another program wrote as a row of ours. Finish reasons and numbers of
     tokens, which such a row lacks, become "stop" and 0. Raise ValueError for a row without prompt,
@@ -135,28 +149,24 @@ def _convert_foreign_row(
     if not isinstance(responses, list) or not all(isinstance(text, str) for text in responses):
         raise ValueError(f"{place}: responses must be a list of texts.")
     try:
-        asked = parse_prompt_row(rest, data.prompt_key, data.label_key, path.stem, place)
+        prompt_row = parse_prompt_row(
+            rest, data.prompt_key, data.label_key, path.stem, place, extra_writer
+        )
     except ValueError as error:
         raise ValueError(f"{place}: {error}.") from error
-    prompt = (
-        asked.prompt
-        if isinstance(asked.prompt, str)
-        else "\n".join(m.content for m in asked.prompt)
-    )
-    of_prompt = {
-        "prompt": prompt,
-        "answer": asked.label,
-        "source": asked.source,
-        "extra": asked.extra,
-    }
-    count = len(responses)
-    found: dict[str, Any] = {
+    prompt = prompt_row.prompt
+    if not isinstance(prompt, str):
+        prompt = "\n".join(message.content for message in prompt)
+    return {
         "index": line_number,
         "responses": responses,
-        "finish_reasons": ["stop"] * count,
-        "num_tokens": [0] * count,
+        "finish_reasons": ["stop"] * len(responses),
+        "num_tokens": [0] * len(responses),
+        "prompt": prompt,
+        "answer": prompt_row.label,
+        "source": prompt_row.source,
+        "extra": prompt_row.extra,
     }
-    return found | of_prompt
 
 
 def make_sampling_fingerprint(

@@ -20,6 +20,11 @@ from rlhf_megatron.controller.sync.weight_sync import WeightSync
 from rlhf_megatron.data.assistant_turns import THINK_END
 from rlhf_megatron.data.document_samples import SampleSource
 from rlhf_megatron.data.document_sets import first_row_has_label, load_documents
+from rlhf_megatron.data.extra_columns import (
+    ExtraColumnWriter,
+    LeftOutColumn,
+    describe_left_out_columns,
+)
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompt_items import PromptItem, make_prompt_batch
 from rlhf_megatron.data.prompts import load_prompt_sets
@@ -62,6 +67,7 @@ class AnswerGenerationJob:
     overwrite: bool = False
     opening_note: str = ""  # what the prompts begin with, in words
     template_prefix: str = ""  # what the chat template writes of each answer
+    left_out_columns: tuple[LeftOutColumn, ...] = ()  # what rewards cannot read of the rows
 
     @classmethod
     def from_config(
@@ -82,7 +88,10 @@ class AnswerGenerationJob:
         """
         setup.check_servers()
         tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
-        train, held_out, template_prefix = load_questions(data, sft, is_pairs, tokenizer)
+        extra_writer = ExtraColumnWriter(data.extra_columns)
+        train, held_out, template_prefix = load_questions(
+            data, sft, is_pairs, tokenizer, extra_writer
+        )
         by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
             raise ValueError(
@@ -100,6 +109,7 @@ class AnswerGenerationJob:
             overwrite,
             describe_opening_tokens(tokenizer, data, by_split[split][0].prompt_ids, "prompts"),
             template_prefix,
+            extra_writer.list_left_out_columns(),
         )
 
     def make_fingerprint(self) -> dict[str, Any]:
@@ -165,6 +175,8 @@ class AnswerGenerationJob:
         when retries or engines run out, and RunStopped when `stop` is requested; a call with the
         same arguments then continues.
         """
+        if note := describe_left_out_columns(self.left_out_columns):
+            report(note)
         with AnswerFile(
             self.output_path, self.make_fingerprint(), self.num_rows, self.overwrite
         ) as answers:
@@ -264,9 +276,14 @@ class AnswerGenerationJob:
 
 
 def load_questions(
-    data: DataConfig, sft: SFTConfig | None, is_pairs: bool, tokenizer: Tokenizer
+    data: DataConfig,
+    sft: SFTConfig | None,
+    is_pairs: bool,
+    tokenizer: Tokenizer,
+    extra_writer: ExtraColumnWriter | None = None,
 ) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...], str]:
     """Return (training prompts, held-out prompts, what the chat template writes of each answer).
+    `extra_writer` chooses and counts the other columns, as in `load_prompt_sets`.
 
     Rows of a supervised job that are no prompts with labels become prompts for the texts that they
     train: every turn of a conversation, the better answer of a pair. That text, without thoughts,
@@ -277,20 +294,22 @@ def load_questions(
         is_pairs or sft.messages_key is not None or sft.text_key is not None
     )
     if sft is None or not reads_other_rows or first_row_has_label(data):
-        sets = load_prompt_sets(data, tokenizer)
+        sets = load_prompt_sets(data, tokenizer, extra_writer=extra_writer)
         return sets.train_items, sets.held_out_items, sets.template_prefix
     if sft.text_key is not None and not is_pairs:
         raise ValueError(
             f"the run trains on plain texts (sft.text_key is {sft.text_key}), which ask nothing;"
             " name a file of prompts."
         )
-    found = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
+    document_sets = load_documents(data, replace(sft, teacher_key=None), tokenizer, is_pairs)
 
     def iterate_items(sources: Sequence[SampleSource]) -> Iterator[PromptItem]:
         """Yield a prompt for each stretch of a document that trains, with the text of the stretch
         as its label.
         """
-        for sample in (one.items[index] for one in sources for index in range(len(one.items))):
+        for sample in (
+            source.items[index] for source in sources for index in range(len(source.items))
+        ):
             document = sample.documents[0]
             for begin, end in document.trained_spans:
                 prompt_ids = document.token_ids[:begin]
@@ -304,8 +323,8 @@ def load_questions(
                     sample.source,
                 )
 
-    train_items = tuple(iterate_items(found.sources))
-    return train_items, tuple(iterate_items(found.held_out_sources)), ""
+    train_items = tuple(iterate_items(document_sets.sources))
+    return train_items, tuple(iterate_items(document_sets.held_out_sources)), ""
 
 
 def answer_with_checkpoints(

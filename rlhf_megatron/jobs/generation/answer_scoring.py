@@ -4,6 +4,7 @@ then the figures that a run's own evaluation has.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,6 +18,7 @@ from rlhf_megatron.controller.evaluation.held_out_evaluation import (
     summarize_evaluation,
 )
 from rlhf_megatron.data.batch import PromptBatch
+from rlhf_megatron.data.extra_columns import ExtraColumnWriter, describe_left_out_columns
 from rlhf_megatron.data.response_texts import find_response_prefix
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
@@ -26,6 +28,8 @@ from rlhf_megatron.rewards.service.reward_scorer import (
     check_sources_exist,
     make_reward_scorer,
 )
+
+logger = logging.getLogger(__name__)
 
 
 def score_answer_file(
@@ -44,7 +48,11 @@ def score_answer_file(
     the rewards read. Raise ConfigError and ValueError for a wrong reward or file,
     RewardErrorRateError where too many rewards fail.
     """
-    rows = list(read_answer_rows(answers_path, data))
+    extra_writer = ExtraColumnWriter(None if data is None else data.extra_columns)
+    rows = list(read_answer_rows(answers_path, data, extra_writer))
+    extra_writer.check_named_columns()
+    if note := describe_left_out_columns(extra_writer.list_left_out_columns()):
+        logger.warning(note)
     if not rows:
         raise ValueError(f"{answers_path} has no answers.")
     check_sources_exist(reward_config, {row["source"] for row in rows})

@@ -19,6 +19,11 @@ import aiohttp
 
 from rlhf_megatron.config.schema import DataConfig, RolloutConfig
 from rlhf_megatron.data.data_rows import ChatMessage, PromptRow, read_prompt_rows
+from rlhf_megatron.data.extra_columns import (
+    ExtraColumnWriter,
+    LeftOutColumn,
+    describe_left_out_columns,
+)
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.jobs.generation.answer_file import (
     AnswerFile,
@@ -58,6 +63,7 @@ class EndpointJob:
     num_concurrent_prompts: int  # prompts
     is_chat: bool
     overwrite: bool
+    left_out_columns: tuple[LeftOutColumn, ...] = ()  # what rewards cannot read of the rows
 
     @classmethod
     def from_config(
@@ -85,9 +91,11 @@ class EndpointJob:
                 "data.few_shot and rollout.stop would be ignored: an endpoint has its own tokens;"
                 " write examples into data.prompt_template, and leave out the stop."
             )
+        extra_writer = ExtraColumnWriter(data.extra_columns)
         rows, _ = read_prompt_rows(
-            data.val_files, data.prompt_key, data.label_key, data.skip_bad_rows
+            data.val_files, data.prompt_key, data.label_key, data.skip_bad_rows, extra_writer
         )
+        extra_writer.check_named_columns()
         if not is_chat and any(not isinstance(row.prompt, str) for row in rows):
             raise ValueError("--completions needs prompts that are texts; some rows hold chats.")
         return cls(
@@ -102,6 +110,7 @@ class EndpointJob:
             num_concurrent_prompts,
             is_chat,
             overwrite,
+            extra_writer.list_left_out_columns(),
         )
 
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
@@ -109,14 +118,16 @@ class EndpointJob:
         `AnswerGenerationJob.run` does. Raise EngineError where the server refuses or does not
         answer, RunStopped when `stop` is requested.
         """
-        asked = make_sampling_fingerprint(
+        if note := describe_left_out_columns(self.left_out_columns):
+            report(note)
+        fingerprint = make_sampling_fingerprint(
             self.rollout.val_kwargs, self.data.max_response_length, self.seed
         ) | {
             "model": f"{self.model} at {self.url}",
             "prompts": digest_texts([str(self._make_messages(row)) for row in self.rows]),
             "is_chat": self.is_chat,
         }
-        with AnswerFile(self.output_path, asked, len(self.rows), self.overwrite) as answers:
+        with AnswerFile(self.output_path, fingerprint, len(self.rows), self.overwrite) as answers:
             if answers.answered_indices:
                 report(
                     f"{len(answers.answered_indices)} of {len(self.rows)} prompts have an"

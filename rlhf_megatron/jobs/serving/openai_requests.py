@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import msgspec
 
 from rlhf_megatron.data.chat_template import ChatFormat
+from rlhf_megatron.data.message_content import drop_absent_entries
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rollout.engine_interface import SamplingParams
 
@@ -268,7 +269,10 @@ def _convert_message(message: dict[str, Any]) -> dict[str, Any]:
     """
     if not isinstance(message.get("role"), str):
         raise RequestError('each message needs a "role".')
-    read = {**message, "content": _join_text_content(message.get("content"))}
+    read = {
+        **drop_absent_entries(message),
+        "content": _join_text_content(message.get("content")),
+    }
     try:
         if message.get("tool_calls"):
             calls = [{**call, "function": dict(call["function"])} for call in message["tool_calls"]]
@@ -291,7 +295,7 @@ def _join_text_content(content: Any) -> str:
     if isinstance(content, list):
         if any(not isinstance(part, dict) or part.get("type") != "text" for part in content):
             raise RequestError("a part of a message is no text; this server reads text alone.")
-        return "".join(str(part.get("text", "")) for part in content)
+        return "".join(str(part.get("text") or "") for part in content)
     if content is not None and not isinstance(content, str):
         raise RequestError(f"the content of a message must be text, not {type(content).__name__}.")
     return content or ""

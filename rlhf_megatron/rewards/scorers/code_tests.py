@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from rlhf_megatron.data.extra_columns import parse_extra
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.sandbox.local_sandbox import LocalSandbox, SandboxSettings
 from rlhf_megatron.rewards.sandbox.long_integers import read_long_json
@@ -153,8 +154,7 @@ def parse_code_tests(label: str, extra: str) -> CodeTestSuite:
     """
     tests = read_long_json(label)
     if isinstance(tests, list) and tests and all(isinstance(test, dict) for test in tests):
-        row = read_long_json(extra) if extra else {}
-        metadata = row.get("metadata", {})
+        metadata = parse_extra(extra).get("metadata") or {}
         metadata = read_long_json(metadata) if isinstance(metadata, str) else metadata
         name = metadata.get("func_name") if tests[0].get("testtype") == "functional" else None
         if name is None and tests[0].get("testtype") == "functional":

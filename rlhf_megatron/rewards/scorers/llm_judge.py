@@ -7,7 +7,6 @@ writes [[7]]).
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from functools import partial
 from statistics import fmean, pstdev
 from typing import Any, ClassVar
 
+from rlhf_megatron.data.extra_columns import parse_extra
 from rlhf_megatron.rewards.endpoint_replicas import ask_any_replica, compute_max_wait_s
 from rlhf_megatron.rewards.reward_endpoint import (
     RewardEndpoint,
@@ -130,8 +130,8 @@ def fill_judge_template(sample: RewardSample, params: LlmJudgeParams) -> str:
     from the row (key `rubric`), else from the params. All fields are filled in at once, so that
     braces in a response stay.
     """
-    row = json.loads(sample.extra) if sample.extra else {}
-    rubric = str(row.get("rubric", params.rubric))
+    rubric = parse_extra(sample.extra).get("rubric")
+    rubric = params.rubric if rubric is None else str(rubric)
     values = {
         "prompt": sample.prompt,
         "response": read_response(drop_stop_token(sample), params),

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, Literal
 
+from rlhf_megatron.data.extra_columns import parse_extra
 from rlhf_megatron.rewards.scorers.answer_params import AnswerParams
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
@@ -60,7 +61,7 @@ def score_reasoning_gym(sample: RewardSample, params: ReasoningGymRewardParams) 
     """Score the answer by equality with the label, or with score: library as the library does. A
     sample without the library's entry, or without a label where one is needed, is masked.
     """
-    problem = json.loads(sample.extra).get(EXTRA_KEY) if sample.extra else None
+    problem = parse_extra(sample.extra).get(EXTRA_KEY)
     label = sample.label.strip()
     if problem is None:
         return make_masked_result(

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
+from rlhf_megatron.data.extra_columns import parse_extra
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.scorers.reward_types import (
     FIELDS_BY_VERL_NAME,
@@ -191,10 +192,13 @@ def score_by_user_function(sample: RewardSample, params: FunctionParams) -> Rewa
         name: getattr(sample, FIELDS_BY_VERL_NAME.get(name, name)) for name in names
     }
     if {"extra", "extra_info", "ground_truth"} & given.keys():
-        extra = json.loads(sample.extra) if sample.extra else {}
+        extra = parse_extra(sample.extra)
         label = json.loads(sample.label) if extra.pop(JSON_LABEL_KEY, False) else sample.label
-        read = {"extra": extra, "extra_info": extra.get("extra_info") or {}, "ground_truth": label}
-        given |= {name: value for name, value in read.items() if name in given}
+        parsed = {"extra": extra, "ground_truth": label}
+        if "extra_info" in given:
+            info = extra.get("extra_info")
+            parsed["extra_info"] = {} if info is None else info
+        given |= {name: value for name, value in parsed.items() if name in given}
     with params.server.hold_turn() if params.server is not None else nullcontext():
         value = call(**given, **params.kwargs)
         return convert_user_result(

@@ -123,6 +123,16 @@ def test_paths_are_no_names(text: str) -> None:
             "---\nconfigs:\n- {config_name: c, data_dir: z}\n---\n",
             ["z/y.jsonl"],
         ),
+        ("o/n:train", ["train.json", "dataset_infos.json"], "", ["train.json"]),
+        ("o/n:train", ["train.json", "train.jsonl"], "", ["train.jsonl"]),
+        ("o/n:train", ["a.jsonl", "test.json", "dataset_infos.json"], "", ["a.jsonl"]),
+        ("o/n:rows.json", ["rows.json", "train.jsonl"], "", ["rows.json"]),
+        (
+            "o/n:train",
+            ["x/rows.json", "x/infos.json"],
+            "---\nconfigs:\n- {config_name: c, data_files: x/rows.json}\n---\n",
+            ["x/rows.json"],
+        ),
     ],
 )
 def test_files_of_a_split(name: str, there: list[str], card: str, expected: list[str]) -> None:
@@ -142,9 +152,10 @@ def test_files_of_a_split(name: str, there: list[str], card: str, expected: list
             "o/n:main:dev",
             GSM8K,
             CARD,
-            r"no parquet or JSONL files .*o/n@refs/convert/parquet:SUBSET:dev",
+            r"no parquet, JSONL or JSON files .*o/n@refs/convert/parquet:SUBSET:dev",
         ),
         ("o/n:train", ["train.csv"], "", r"such files there: none"),
+        ("o/n:train", ["alpaca.json"], "", r"such files there: alpaca.json"),
         (
             "o/n:test",
             ["main/test/0.parquet", "other/test/0.parquet"],

@@ -11,15 +11,15 @@ import pytest
 from data_samples import written
 from pyarrow import parquet
 
-from rlhf_megatron.data import data_rows as rows_module
+from rlhf_megatron.data import extra_columns as extra_module
 from rlhf_megatron.data.data_rows import (
     ChatMessage,
     PromptRow,
     RowCounts,
     has_json_label,
-    iterate_raw_rows,
     read_prompt_rows,
 )
+from rlhf_megatron.data.row_files import iterate_raw_rows
 
 KEYS = ("prompt", "answer")
 JSON = '{"label_is_json": true}'
@@ -64,7 +64,7 @@ def test_a_number_is_written_as_people_write_it(tmp_path: Path, number: str, lab
             "'answer' must be a string or a number, not a JSON boolean",
         ),
         (b'{"prompt": "x", ', r"not JSON \(Expecting"),
-        (b'{"prompt": "x", "answer": NaN}', r"not JSON \(NaN"),
+        (b'{"prompt": "x", "answer": NaN}', "'answer' must be a string or a number, not nan"),
         (b'{"prompt": "\xff", "answer": "1"}', r"not UTF-8 \(byte 0xff\)"),
         (["x"], "a JSON array, not an object"),
         (
@@ -81,7 +81,8 @@ def test_a_number_is_written_as_people_write_it(tmp_path: Path, number: str, lab
             {"prompt": "x", "answer": True},
             "'answer' must be a string or a number, not a JSON boolean",
         ),
-        ({"prompt": "x", "answer": None}, "'answer' must be a string or a number, not a JSON null"),
+        ({"prompt": "x", "answer": None}, "'answer' is null, which counts as absent"),
+        ({"prompt": None, "answer": "1"}, "'prompt' is null, which counts as absent"),
     ],
 )
 def test_a_bad_row(tmp_path: Path, row: Any, problem: str) -> None:
@@ -134,7 +135,7 @@ def test_other_keys_travel_as_json(tmp_path: Path) -> None:
 
 
 def test_other_keys_have_a_limit(tmp_path: Path) -> None:
-    most = rows_module.MAX_EXTRA_CHARACTERS - len('{"k": ""}')
+    most = extra_module.MAX_EXTRA_CHARACTERS - len('{"k": ""}')
     assert (
         len(
             only(
@@ -143,12 +144,13 @@ def test_other_keys_have_a_limit(tmp_path: Path) -> None:
         )
         == 65_536
     )
-    path = written(tmp_path / "b.jsonl", {"prompt": "1", "answer": "1", "k": "x" * (most + 1)})
-    with pytest.raises(
-        ValueError,
-        match=r"b.jsonl:1: its other keys \(k\) have 65537 characters as JSON, over 65536",
-    ):
-        only(path)
+    path = written(
+        tmp_path / "b.jsonl", {"prompt": "1", "answer": "1", "j": 1, "k": "x" * (most + 1)}
+    )
+    assert json.loads(only(path).extra) == {
+        "j": 1,
+        "left_out_columns": {"k": "too long: a row carries 65536 characters"},
+    }
 
 
 def test_data_source_names_the_source(tmp_path: Path) -> None:
@@ -200,14 +202,25 @@ def test_chat_messages(tmp_path: Path) -> None:
             r'message 1 of .prompt. must be \{"role": ..., "content": ...\}, not a JSON string',
         ),
         (
-            [USER | {"name": "x"}],
+            [USER | {"name": "x", "tool_calls": None}],
             "message 1 of 'prompt' has 'name'; only role and content are known",
         ),
         (
             [SYSTEM, {"role": "user"}],
             "message 2 of 'prompt' must have text as role and content, not 'user' and nothing",
         ),
-        ([{"role": "user", "content": [{"type": "image"}]}], "not 'user' and a JSON array"),
+        (
+            [{"role": "user", "content": [{"type": "text", "text": "?"}, {"type": "image"}]}],
+            "message 1 of 'prompt' has a part of the type 'image', and prompts are text",
+        ),
+        (
+            [{"type": "image_url", "image_url": "x"}, {"type": "text", "text": "?"}],
+            "'prompt' has a part of the type 'image_url', and prompts are text",
+        ),
+        (
+            [{"role": "user", "content": None}],
+            "message 1 of 'prompt' must have text as role and content, not 'user' and nothing",
+        ),
     ],
 )
 def test_bad_messages(tmp_path: Path, messages: list[Any], problem: str) -> None:
@@ -335,7 +348,7 @@ def test_bad_rows_of_parquet(tmp_path: Path) -> None:
         tmp_path / "b.parquet", [{"prompt": "1", "answer": "1", "images": [b"\x89PNG"]}]
     )
     with pytest.raises(
-        ValueError, match=r"b.parquet:1: its other keys \(images\) cannot be written as JSON"
+        ValueError, match=r"b.parquet:1: it has images, and prompts are text: remove that column"
     ):
         read_prompt_rows([image], *KEYS, skip_bad_rows=False)
 

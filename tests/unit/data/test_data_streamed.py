@@ -147,7 +147,5 @@ def test_a_file_that_changes_is_told(tmp_path: Path) -> None:
 def test_other_files_are_refused(tmp_path: Path) -> None:
     tokenizer = load_tokenizer(write_published(tmp_path, "qwen3"))
     data = DataConfig(train_files=(str(tmp_path),), apply_chat_template=True)
-    with pytest.raises(
-        ValueError, match=r"is no file of JSON lines, which sft\.in_memory: false reads"
-    ):
+    with pytest.raises(ValueError, match=r"is no file of JSON, which sft\.in_memory: false reads"):
         load_documents(data, replace(CHATS, in_memory=False), tokenizer, is_pairs=False)

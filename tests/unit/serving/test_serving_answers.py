@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from rlhf_megatron.data.chat_template import make_chat_format
 from rlhf_megatron.data.tokenizer import (
     UNKNOWN_TOKEN_TEXT,
     Tokenizer,
@@ -29,6 +31,7 @@ from rlhf_megatron.jobs.serving.openai_requests import (
     ServedModel,
     check_request,
     parse_request,
+    render_chat_prompt,
 )
 
 
@@ -147,3 +150,34 @@ def test_requests_are_read_as_openai_says(served: ServedModel) -> None:
     ):
         with pytest.raises(RequestError, match=words):
             parse_request(json.dumps({**chat, **more}).encode(), ChatRequest, served)
+
+
+def test_nulls_and_parts_of_messages_are_as_if_they_were_not_there(tmp_path: Path) -> None:
+    """Clients send every entry of a message, and this template asks which are there. A null among
+    the arguments of a call is a value.
+    """
+    template = (
+        "{% for m in messages %}{{ m.keys() | list }}{{ m.content }}"
+        "{% for call in m.tool_calls %}{{ call.function.arguments | tojson }}{% endfor %}"
+        "{% endfor %}"
+    )
+    write_character_tokenizer(tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    tokenizer = load_tokenizer(tmp_path)
+    served = ServedModel("m", tokenizer, make_chat_format(tokenizer, None, {}), (1,), 40, 32)
+
+    def render(*messages: dict[str, Any]) -> str:
+        body = json.dumps({"messages": messages}).encode()
+        return render_chat_prompt(parse_request(body, ChatRequest, served), served)
+
+    plain = render({"role": "user", "content": "ab"})
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    assert plain == "['role', 'content']ab"
+    assert render({"role": "user", "content": "ab", "name": None, "tool_calls": []}) == plain
+    assert render({"role": "user", "content": parts, "tool_calls": None}) == plain
+    assert render({"role": "user", "content": [{"type": "text", "text": None}, *parts]}) == plain
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"a": null}'}}
+    called = render({"role": "assistant", "content": None, "tool_calls": [call]})
+    assert called.endswith('{"a": null}') and "None" not in called
+    with pytest.raises(RequestError, match="a part of a message is no text"):
+        render({"role": "user", "content": [*parts, {"type": "image_url", "image_url": "x"}]})
