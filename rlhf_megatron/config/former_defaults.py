@@ -6,17 +6,18 @@ configuration, and where nobody set a setting of this table, the former value st
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
-from rlhf_megatron.config.key_paths import get_config_value
+from rlhf_megatron.config.key_paths import get_config_value, join_key_path
 from rlhf_megatron.config.show import format_yaml_value
 from rlhf_megatron.config.yaml_nodes import (
     LoadedConfig,
     MappingNode,
     Node,
     convert_to_nodes,
+    convert_to_plain,
     merge_nodes,
 )
 
@@ -27,12 +28,15 @@ class FormerDefault:
 
     key: str
     value: bool | int | float | str | None
-    # True: the setting did not exist, so a resolved configuration that has the setting's section
-    # without the setting means `value`. No rule may leave such a setting out of `config.yaml` as
-    # ignored while its section is in use. False: the setting existed with `value` as its default,
-    # and every configuration that used the setting has it in writing.
+    # True: the setting did not exist, so a resolved configuration that used it, and has it not in
+    # writing, means `value`. False: the setting existed with `value` as its default, and every
+    # configuration that used the setting has it in writing.
     is_new_setting: bool
     reason: str  # what the former value does, as the end of "because"
+    # Another setting and the values of it with which this one is in use; None: wherever its section
+    # is in use. The rules may leave this setting out of `config.yaml` as ignored nowhere else, or
+    # its absence would say nothing about the version that wrote the file.
+    used_where: tuple[str, tuple[str, ...]] | None = None
 
     def describe(self, default: object) -> str:
         """Return the line for whoever watches a run that keeps the former value; `default` is the
@@ -48,7 +52,13 @@ _DECAY_ENDS = "the run began when the decay of the learning rate ended at the la
 
 FORMER_DEFAULTS = (
     *(
-        FormerDefault(f"{section}.optim.lr_decay_ends", "at_last_step", True, _DECAY_ENDS)
+        FormerDefault(
+            f"{section}.optim.lr_decay_ends",
+            "at_last_step",
+            True,
+            _DECAY_ENDS,
+            (f"{section}.optim.lr_decay_style", ("linear", "cosine")),
+        )
         for section in ("actor", "critic", "warmup")
     ),
     FormerDefault(
@@ -57,20 +67,37 @@ FORMER_DEFAULTS = (
         True,
         "the run began when plain text got no token in front, such as <s>",
     ),
+    FormerDefault(
+        "algorithm.filter_groups.metric",
+        "reward",
+        False,
+        "the run began when the filter compared whole rewards, with their terms",
+    ),
 )
 
 
-def list_implied_defaults(keys: Collection[str]) -> list[FormerDefault]:
-    """Return the former defaults that a resolved configuration means by not having their settings;
-    `keys` are the full keys that the configuration has.
+def list_implied_defaults(settings: Mapping[str, str]) -> list[FormerDefault]:
+    """Return the former defaults that a resolved configuration (setting -> value as text) means by
+    not having their settings.
     """
     return [
         former
         for former in FORMER_DEFAULTS
         if former.is_new_setting
-        and former.key not in keys
-        and any(key.startswith(former.key.rpartition(".")[0] + ".") for key in keys)
+        and former.key not in settings
+        and is_setting_in_use(former, settings)
     ]
+
+
+def is_setting_in_use(former: FormerDefault, settings: Mapping[str, str]) -> bool:
+    """Return whether a resolved configuration used the setting of a former default, or would have
+    used the setting if it had existed.
+    """
+    if former.used_where is not None:
+        other_key, values = former.used_where
+        return settings.get(other_key) in values
+    section = former.key.rpartition(".")[0] + "."
+    return any(key.startswith(section) for key in settings)
 
 
 def add_implied_defaults(settings: Mapping[str, str]) -> dict[str, str]:
@@ -86,7 +113,7 @@ def add_implied_nodes(root: MappingNode) -> MappingNode:
     means by not having them.
     """
     tree: Node = root
-    for former in list_implied_defaults(_list_node_keys(root, "")):
+    for former in list_implied_defaults(dict(_list_node_settings(root, ""))):
         value: Any = former.value
         for name in reversed(former.key.split(".")):
             value = {name: value}
@@ -95,36 +122,34 @@ def add_implied_nodes(root: MappingNode) -> MappingNode:
     return tree
 
 
-def _list_node_keys(node: Node, key: str) -> list[str]:
-    """Return the full keys of all values in a tree; `key` is that of the tree itself."""
-    if not isinstance(node, MappingNode):
-        return [key]
-    return [
-        leaf
-        for name, item in node.items.items()
-        for leaf in _list_node_keys(item, f"{key}.{name}" if key else name)
-    ]
+def _list_node_settings(node: Node, key: str) -> Iterator[tuple[str, str]]:
+    """Yield (full key, value as text) of all values in a tree; `key` is that of the tree itself."""
+    if isinstance(node, MappingNode):
+        for name, item in node.items.items():
+            yield from _list_node_settings(item, join_key_path(key, name))
+    else:
+        yield key, format_yaml_value(convert_to_plain(node))
 
 
 def keep_former_defaults(
     loaded: LoadedConfig, resumed_settings: Mapping[str, str]
 ) -> tuple[LoadedConfig, list[FormerDefault]]:
-    """Return a configuration with the former defaults that a resumed run keeps, and these.
+    """Return (a configuration with the former defaults that a resumed run keeps, these defaults).
 
     `resumed_settings` are the settings (as text) of the checkpoint that the run goes on from. A
     setting that somebody wrote in `loaded` stays as it was written.
     """
     before = add_implied_defaults(resumed_settings)
-    kept = [
+    former_defaults = [
         former
         for former in FORMER_DEFAULTS
         if before.get(former.key) == format_yaml_value(former.value)
         and not loaded.is_set(former.key)
     ]
     config = loaded.config
-    for former in kept:
+    for former in former_defaults:
         config = _replace_setting(config, former.key, former.value)
-    return replace(loaded, config=config), kept
+    return replace(loaded, config=config), former_defaults
 
 
 def _replace_setting(section: Any, key: str, value: object) -> Any:

@@ -47,7 +47,7 @@ EXTENDS = "extends"
 LOCK = "lock"
 LOCK_FILE = "config.lock.yaml"  # in a run's directory (controller/recovery/config_lock_file.py)
 RESOLVED_FILE = "config.yaml"  # in directories that a run writes, which have one of:
-_RUN_WRITTEN_FILES = ("run.lock", "manifest.json", "capsule.json")
+_RUN_WRITTEN_FILES = ("run.lock", "attempts.jsonl", "manifest.json", "capsule.json")
 
 INPUTS = {
     *("model.path", "model.tokenizer_path", "critic.path", "reference.path", "reward_model.path"),

@@ -25,7 +25,7 @@ from rlhf_megatron.config.resume_changes import flatten_config_yaml
 from rlhf_megatron.config.rules import PreflightCheck
 from rlhf_megatron.config.rules.run_rules import has_served_model, list_pool_layouts
 from rlhf_megatron.config.rules.validate import check_world_size
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import RunConfig, TrainerConfig
 from rlhf_megatron.config.secrets import redact_secrets, reveal_secrets
 from rlhf_megatron.config.show import format_yaml_value, render_config_yaml
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
@@ -91,20 +91,18 @@ class TrainJob:
             capsule = self.replay if isinstance(self.replay, Path) else None
             last_step = self.replay if isinstance(self.replay, int) else None
             checks += list_preflight_checks(self.replay_from, last_step, capsule)
-        kept: list[FormerDefault] = []
+        former_defaults: list[FormerDefault] = []
 
         def keep_resumed_settings(loaded: LoadedConfig) -> LoadedConfig:
             """Return the configuration with the former defaults that the resumed run keeps."""
-            resumed, former_defaults = keep_former_defaults(
-                loaded, self._read_resumed_settings(loaded.config)
-            )
-            kept.extend(former_defaults)
+            settings = self._read_resumed_settings(loaded.config.trainer)
+            resumed, former_defaults[:] = keep_former_defaults(loaded, settings)
             return resumed
 
         loaded = load_run_config(
             self.path, self.overrides, checks=checks, adjust_loaded=keep_resumed_settings
         )
-        for former in kept if is_first else ():
+        for former in former_defaults if is_first else ():
             print(former.describe(get_config_value(RunConfig(), former.key)), flush=True)
         if is_first and loaded.lock_contents is not None:
             from rlhf_megatron.controller.recovery.config_lock_file import check_config_lock
@@ -112,17 +110,14 @@ class TrainJob:
             check_config_lock(loaded, self.allow_changes, partial(print, flush=True))
         return reveal_secrets(loaded.config, os.environ)
 
-    def _read_resumed_settings(self, config: RunConfig) -> dict[str, str]:
+    def _read_resumed_settings(self, trainer: TrainerConfig) -> dict[str, str]:
         """Return the settings, each as text, of the checkpoint, recorded run or capsule that this
         job goes on from or repeats; {} for a new run.
         """
-        from rlhf_megatron.controller.recovery.resume_point import (
-            CONFIG,
-            read_resumed_settings,
-        )
+        from rlhf_megatron.controller.recovery.resume_point import CONFIG, read_resumed_settings
 
         if self.replay is None:
-            return read_resumed_settings(self._locate_run_dir(config), config.trainer)
+            return read_resumed_settings(self._locate_run_dir(trainer), trainer)
         recorded = self.replay if isinstance(self.replay, Path) else self.replay_from
         if recorded is None or not (recorded / CONFIG).is_file():
             return {}  # another message says what is wrong with the replay
@@ -155,12 +150,12 @@ class TrainJob:
         """Return the run's directory. A replay gets a directory of its own beside that of the run
         it reads, which mostly has the same configuration.
         """
-        return self._locate_run_dir(self.config)
+        return self._locate_run_dir(self.config.trainer)
 
-    def _locate_run_dir(self, config: RunConfig) -> Path:
-        """Return the directory of a run with this configuration."""
-        name = config.trainer.experiment_name + ("-replay" if self.replay is not None else "")
-        return Path(config.trainer.default_local_dir) / name
+    def _locate_run_dir(self, trainer: TrainerConfig) -> Path:
+        """Return the directory of a run with these settings."""
+        name = trainer.experiment_name + ("-replay" if self.replay is not None else "")
+        return Path(trainer.default_local_dir) / name
 
     def start(self) -> int:
         """Run this process's part of the job, as launcher, host or controller, and return its exit

@@ -18,7 +18,12 @@ from rlhf_megatron.config.rules.batch_rules import (
     check_holds_longest_sample,
     check_occupies_all_replicas,
 )
-from rlhf_megatron.config.rules.part_rules import MODEL_PART, find_registered_part, try_build_params
+from rlhf_megatron.config.rules.part_rules import (
+    MAIN_REWARD,
+    MODEL_PART,
+    find_registered_part,
+    try_build_params,
+)
 from rlhf_megatron.config.rules.run_rules import (
     check_lr_schedule,
     compute_model_parallel_size,
@@ -140,7 +145,7 @@ def check_group_filter(loaded: LoadedConfig) -> OptionalProblems:
         ),
         ("rollout.n", f"{FILTER}.enable"),
     )
-    known = ["reward", *list_reward_parts(c)]
+    known = [MAIN_REWARD, "reward", *list_reward_parts(c)]
     if chosen.metric.partition("/")[0] not in known:
         near = difflib.get_close_matches(chosen.metric, known, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else "; name one of them."
@@ -252,7 +257,7 @@ def name_reward_term_parts(config: RunConfig) -> list[str]:
     gets a number, as in `reward_2`; rewards/service/reward_components.py names the parts alike.
     """
     r = config.reward
-    taken = {r.name, *(one.name for one in r.by_source.values())}
+    taken = {MAIN_REWARD, r.name, *(one.name for one in r.by_source.values())}
     parts = []
     for term in r.terms:
         part = term.name

@@ -41,6 +41,9 @@ OF_LOSSES = {
 
 # under which the scores of the section reward_model are a part of a sample's reward
 MODEL_PART = "reward_model"
+# under which the main reward, before its weight, is a part where more is in a sample's reward
+MAIN_REWARD = "main_reward"
+NO_MAIN_REWARD = "zero"  # the registered reward with which terms or a reward model say all
 
 
 @dataclass(frozen=True)

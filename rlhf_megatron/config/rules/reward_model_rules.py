@@ -15,7 +15,12 @@ from rlhf_megatron.config.rules import (
     register_rl_rule,
 )
 from rlhf_megatron.config.rules.batch_rules import check_holds_longest_sample
-from rlhf_megatron.config.rules.part_rules import MODEL_PART, find_registered_part
+from rlhf_megatron.config.rules.part_rules import (
+    MAIN_REWARD,
+    MODEL_PART,
+    NO_MAIN_REWARD,
+    find_registered_part,
+)
 from rlhf_megatron.config.rules.run_rules import (
     count_reward_model_ranks,
     has_reward_model,
@@ -115,13 +120,19 @@ def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
         ),
         ("reward_model.step_separator",),
     )
+    metric = c.algorithm.filter_groups.metric.partition("/")[0]
+    main_names = {c.reward.name, *(one.name for one in c.reward.by_source.values())}
+    # where the main reward is zero, the filter reads the whole reward
+    reads_model = metric in ("reward", MODEL_PART) or (
+        metric == MAIN_REWARD and NO_MAIN_REWARD in main_names
+    )
+    decisive_name = MAIN_REWARD if NO_MAIN_REWARD not in main_names else "exact_match"
     yield make_problem_if(
-        c.algorithm.filter_groups.enable
-        and c.algorithm.filter_groups.metric.partition("/")[0] in ("reward", MODEL_PART),
+        c.algorithm.filter_groups.enable and reads_model,
         (
             f"{METRIC} ({c.algorithm.filter_groups.metric}) is read before the model of {PATH}"
-            f" scores; name the reward of `reward` that decides, such as {c.reward.name}, or serve"
-            " the model and name it in reward.terms."
+            f" scores; name the reward of `reward` that decides, such as {decisive_name},"
+            " or serve the model and name it in reward.terms."
         ),
         (METRIC, FILTER, PATH),
     )

@@ -254,6 +254,12 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
         keys = (f"{section}.optim.min_lr", f"{section}.optim.lr_decay_steps")
         switch = f"{section}.optim.lr_decay_style"
         yield optim.lr_decay_style == "constant", keys, switch, "choose a style that decays"
+        yield (
+            optim.lr_decay_style not in ("linear", "cosine"),
+            (f"{section}.optim.lr_decay_ends",),
+            switch,
+            "choose linear or cosine",
+        )
     bounds = tuple(
         f"checks.log_prob_{name}" for name in ("p50_abs_diff", "p99_abs_diff", "mean_kl")
     )

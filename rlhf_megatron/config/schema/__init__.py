@@ -121,7 +121,12 @@ class FilterGroupsConfig:
         "leave out groups whose samples all have the same metric, and generate others (DAPO)", False
     )
     metric: str = declare_setting(
-        "reward, or the name of one of its parts; where a sample lacks that: its reward", "reward"
+        (
+            "main_reward, the reward of the sample's source without terms (where that is zero: all"
+            " of the reward); reward, all of it; or one of its parts, and where a sample lacks that"
+            " its reward"
+        ),
+        "main_reward",
     )
     max_num_gen_batches: int = declare_setting(
         "batches of data.train_batch_size prompts that a step may generate", 10, COUNT

@@ -254,12 +254,14 @@ class OptimConfig:
         declare_setting("shape of the decay after warm-up", "constant")
     )
     lr_decay_steps: int | None = declare_setting(
-        "optimizer steps until min_lr; null: all of the run", None, COUNT
+        "optimizer steps of warm-up and decay, min_lr from then on; null: all of the run",
+        None,
+        COUNT,
     )
     lr_decay_ends: Literal["after_last_step", "at_last_step"] = declare_setting(
         (
-            "where the decay reaches min_lr: one optimizer step after its last one, which trains"
-            " too, or at the last one, which trains nothing where min_lr is 0"
+            "where linear and cosine reach min_lr: one step after the last one, which still trains,"
+            " or at the last one (as runs did that began with an earlier version)"
         ),
         "after_last_step",
     )

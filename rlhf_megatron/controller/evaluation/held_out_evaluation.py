@@ -10,6 +10,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import comb, inf, sqrt
 
+from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.controller.evaluation.confidence_intervals import (
     compute_item_interval,
     compute_wilson_interval,
@@ -22,6 +23,7 @@ from rlhf_megatron.controller.evaluation.sample_figures import (
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.response_texts import ResponseReader
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.service.reward_components import get_main_score
 from rlhf_megatron.rollout.engine_interface import GeneratedSample
 
 MAX_EXAMPLES = 8
@@ -55,12 +57,15 @@ class SetResult:
     majority_accuracy: float  # of always giving the most common label
     # best, worst and maj of k = 2, 4 .. N samples, with intervals
     figures: tuple[SampleFigure, ...] = ()
+    # mean over items of the mean whole reward of an item's samples; None where that is the score
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Figures of one evaluation, all sets together.
-    An item's score is the mean over its samples.
+    """Figures of one evaluation, all sets together. A sample's score is its main reward
+    (`get_main_score`), which says whether the answer is right; an item's score is the mean
+    over its samples.
     """
 
     accuracy: float  # mean score
@@ -72,6 +77,8 @@ class EvaluationResult:
     # prompt, response, label, score of a few items
     examples: tuple[tuple[str, str, str, float], ...]
     sets: tuple[SetResult, ...] = ()
+    # mean over items of the whole reward, with terms; None where that is the score
+    reward: float | None = None
 
 
 @dataclass(frozen=True)
@@ -85,10 +92,26 @@ class ScoredEvaluationSet:
     results: tuple[tuple[RewardResult, ...], ...]
 
     def collect_valid_scores(self) -> list[tuple[float, ...]]:
-        """Return a tuple for each item with the scores of its samples that are not masked."""
+        """Return a tuple for each item with the scores, which are main rewards, of its samples that
+        are not masked.
+        """
         return [
-            tuple(r.score for r in results if not is_masked(r.status)) for results in self.results
+            tuple(get_main_score(r) for r in results if not is_masked(r.status))
+            for results in self.results
         ]
+
+    @property
+    def has_separate_main_reward(self) -> bool:
+        """Return whether the whole reward of some sample is more than its main reward."""
+        return any(MAIN_REWARD in result.parts for results in self.results for result in results)
+
+    def compute_item_rewards(self) -> list[float]:
+        """Return the mean whole reward of each item that has samples that count."""
+        items = [
+            [result.score for result in results if not is_masked(result.status)]
+            for results in self.results
+        ]
+        return [_compute_mean(rewards) for rewards in items if rewards]
 
     def collect_valid_answers(self) -> list[tuple[str, ...]]:
         """Return a tuple for each item with the final answers of its samples that are not masked,
@@ -161,8 +184,11 @@ def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> Evaluati
             _collect_examples(a, max(1, MAX_EXAMPLES // len(scored_sets))) for a in scored_sets
         )
     )
+    has_rewards = any(a.has_separate_main_reward for a in scored_sets)
+    rewards = list(chain.from_iterable(a.compute_item_rewards() for a in scored_sets))
+    reward = _compute_mean(rewards) if has_rewards else None
     result = compute_accuracy(item_scores, lengths)
-    return replace(result, examples=examples, sets=sets)
+    return replace(result, examples=examples, sets=sets, reward=reward)
 
 
 def compute_accuracy(
@@ -171,7 +197,7 @@ def compute_accuracy(
     """Return the accuracy with its interval and the mean response length, without examples and
     sets. `item_scores`: the mean score of each item; `response_lengths`: the tokens of each sample.
 
-    Scores outside [0, 1] (rewards with terms) are no shares: their interval is Student's.
+    Scores outside [0, 1] are no shares: their interval is Student's.
     """
     count = len(item_scores)
     accuracy = sum(item_scores) / count
@@ -221,6 +247,9 @@ def summarize_set(scored_set: ScoredEvaluationSet) -> SetResult:
         )
         if num_samples > 1
         else (),
+        reward=_compute_mean(scored_set.compute_item_rewards())
+        if scored_set.has_separate_main_reward
+        else None,
     )
 
 
@@ -292,7 +321,7 @@ def _collect_examples(
     """Return (prompt, response, label, score) of the first samples of a set."""
     p = scored_set.prompts
     return [
-        (prompt, response, label, result.score)
+        (prompt, response, label, get_main_score(result))
         for prompt, label, responses, results in zip(
             p.prompts, p.labels, scored_set.responses, scored_set.results, strict=True
         )

@@ -296,6 +296,7 @@ def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
         num_items=int(row["val/num_items"]),
         mean_response_length=row["val/response_length"],
         examples=(),
+        reward=row.get("val/reward"),
     )
 
 
@@ -308,6 +309,8 @@ def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         "val/num_items": float(result.num_items),
         "val/response_length": result.mean_response_length,
     }
+    if result.reward is not None:
+        values["val/reward"] = result.reward
     for one in result.sets:
         count = one.num_samples
         found = {
@@ -323,6 +326,8 @@ def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
                 found |= {f"{key}/low": figure.low, f"{key}/high": figure.high}
         if one.low is not None and one.high is not None:
             found |= {"low": one.low, "high": one.high}
+        if one.reward is not None:
+            found["reward"] = one.reward
         found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
         values |= {f"val/{one.name}/{name}": value for name, value in found.items()}
     return values

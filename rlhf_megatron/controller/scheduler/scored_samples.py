@@ -20,10 +20,12 @@ from torch import Tensor
 
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups, mark_informative_samples
 from rlhf_megatron.algorithms.resampling import ResamplingParams, draw_resampled_indices
+from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.config.schema import FilterGroupsConfig, PFPPOConfig
 from rlhf_megatron.controller.observe.metrics.batch_metrics import (
     count_sampled_tokens,
     make_valid_sample_mask,
+    select_reward_column,
     summarise_mean_max_min,
 )
 from rlhf_megatron.data.batch import (
@@ -253,7 +255,9 @@ class GroupFilterReport:
                 ),
                 num_taken_groups,
                 self._num_wanted_groups,
-                self._filter_config.metric,
+                "the main reward"
+                if self._filter_config.metric == MAIN_REWARD
+                else self._filter_config.metric,
                 num_batches,
                 "the step trains on those" if num_taken_groups else "no update in this step",
             )
@@ -276,10 +280,7 @@ def _mask_samples_with_signal(batch: ScoredBatch, filter_config: FilterGroupsCon
     samples. All samples of a group have the same value; a group with fewer than two valid samples
     has no signal.
     """
-    metric = batch.rewards
-    if filter_config.metric != "reward" and filter_config.metric in batch.reward_parts:
-        part = batch.reward_parts[filter_config.metric]
-        metric = torch.where(part.isnan(), batch.rewards, part)
+    metric = select_reward_column(batch, filter_config.metric)
     return mark_informative_samples(metric, batch.group_ids, make_valid_sample_mask(batch))
 
 

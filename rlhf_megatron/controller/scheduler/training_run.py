@@ -15,7 +15,12 @@ from pathlib import Path
 from rlhf_megatron.config.resume_changes import compute_settings_digest, flatten_config_yaml
 from rlhf_megatron.config.rules.engine_machines import describe_engine_placement
 from rlhf_megatron.config.rules.engine_rules import count_engines
-from rlhf_megatron.config.rules.run_rules import has_critic, has_served_model, needs_reference
+from rlhf_megatron.config.rules.run_rules import (
+    has_critic,
+    has_reward_model,
+    has_served_model,
+    needs_reference,
+)
 from rlhf_megatron.config.rules.schedule_rules import does_schedule_take_turns
 from rlhf_megatron.config.schema import RunConfig, TrainerConfig
 from rlhf_megatron.config.show import render_config_yaml
@@ -274,7 +279,11 @@ def _connect_run(
     of_model = reward_servers.make_reward_term() if reward_servers is not None else None
     scorer = stack.enter_context(
         make_reward_scorer(
-            config.reward, run_dir / REWARD_LOG, of_model, service_places.make_reward_pool
+            config.reward,
+            run_dir / REWARD_LOG,
+            of_model,
+            service_places.make_reward_pool,
+            has_later_scores=has_reward_model(config),
         )
     )
     return RunConnections(group, workers, fleet, transfer_dir, turns, reward_servers, scorer)

@@ -23,6 +23,7 @@ from rlhf_megatron.data.response_texts import find_response_prefix
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
 from rlhf_megatron.rewards.service.response_reading import describe_response_reading
+from rlhf_megatron.rewards.service.reward_components import get_main_score
 from rlhf_megatron.rewards.service.reward_scorer import (
     check_reward_labels,
     check_sources_exist,
@@ -164,12 +165,13 @@ def convert_evaluation_to_json(scored_sets: Sequence[ScoredEvaluationSet]) -> di
         asdict(s) | {"scores": [[_extract_valid_score(r) for r in item] for item in a.results]}
         for s, a in zip(result.sets, scored_sets, strict=True)
     ]
-    return {"mean": result.accuracy, "low": result.low, "high": result.high, "sets": sets}
+    figures = {"mean": result.accuracy, "low": result.low, "high": result.high, "sets": sets}
+    return figures if result.reward is None else figures | {"reward": result.reward}
 
 
 def _extract_valid_score(result: RewardResult) -> float | None:
     """Return the score of a result, or None if it is masked."""
-    return None if is_masked(result.status) else result.score
+    return None if is_masked(result.status) else get_main_score(result)
 
 
 def compare_answers(

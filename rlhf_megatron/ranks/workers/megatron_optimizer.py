@@ -216,7 +216,11 @@ def make_lr_and_decay_schedules(
     optimizer: Any, optim: OptimConfig, num_steps: int
 ) -> OptimizerParamScheduler:
     """Return the schedules of learning rate and weight decay over the groups of any optimizer.
-    Raise ValueError for a decay that ends within the warm-up, or a weight decay that falls.
+
+    With N decay steps, w of them warm-up, step i (from 1) has i / w of the rate up to w, and after
+    that the decay at (i - w) / (N - w + 1); where optim.lr_decay_ends is at_last_step, at
+    (i - w) / (N - w). Raise ValueError for a decay that ends within the warm-up, or a weight decay
+    that falls.
     """
     decay_steps = optim.lr_decay_steps if optim.lr_decay_steps is not None else num_steps
     if optim.lr_decay_style != "constant" and decay_steps <= optim.lr_warmup_steps:
@@ -225,11 +229,17 @@ def make_lr_and_decay_schedules(
             f" ({optim.lr_warmup_steps}) for lr_decay_style {optim.lr_decay_style!r}; warm up"
             " shorter or decay longer."
         )
-    end = optim.weight_decay if optim.weight_decay_end is None else optim.weight_decay_end
-    if end < optim.weight_decay:
+    end_step = max(decay_steps, optim.lr_warmup_steps + 1)
+    # Megatron evaluates a step's rate at the step's own number, and an inverse square root falls to
+    # min_lr only behind the end of the decay.
+    falls_to_end = optim.lr_decay_style in ("linear", "cosine")
+    if falls_to_end and optim.lr_decay_ends == "after_last_step":
+        end_step += 1
+    end_decay = optim.weight_decay if optim.weight_decay_end is None else optim.weight_decay_end
+    if end_decay < optim.weight_decay:
         raise ValueError(
-            f"weight_decay_end ({end}) must be at least weight_decay ({optim.weight_decay}): the"
-            " schedule only rises."
+            f"weight_decay_end ({end_decay}) must be at least weight_decay ({optim.weight_decay}):"
+            " the schedule only rises."
         )
     # The groups get their weight decay here and not from the optimizer's default: only this
     # schedule heeds wd_mult.
@@ -239,10 +249,10 @@ def make_lr_and_decay_schedules(
         max_lr=optim.lr,
         min_lr=optim.min_lr,
         lr_warmup_steps=optim.lr_warmup_steps,
-        lr_decay_steps=max(decay_steps, optim.lr_warmup_steps + 1),
+        lr_decay_steps=end_step,
         lr_decay_style=optim.lr_decay_style,
         start_wd=optim.weight_decay,
-        end_wd=end,
+        end_wd=end_decay,
         wd_incr_steps=max(num_steps, 1),
         wd_incr_style="constant" if optim.weight_decay_end is None else "linear",
     )

@@ -10,7 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.config.rules.part_rules import MODEL_PART
+from rlhf_megatron.config.rules.part_rules import MAIN_REWARD, MODEL_PART, NO_MAIN_REWARD
 from rlhf_megatron.config.schema import RewardConfig, RewardTermConfig
 from rlhf_megatron.config.type_conversion import resolve_part
 from rlhf_megatron.registry import RegistryEntry
@@ -46,10 +46,16 @@ class RewardComponents:
     main_component: RewardComponent
     by_source: dict[str, RewardComponent]
     terms: tuple[RewardComponent, ...]
+    # True: a reward model on the ranks adds its scores behind the reward stage
+    has_later_scores: bool = False
 
     def __iter__(self) -> Iterator[RewardComponent]:
         """Yield all components: the main one, those of the sources, the terms."""
         yield from (self.main_component, *self.by_source.values(), *self.terms)
+
+    def combine_results(self, source: str, results: Sequence[RewardResult]) -> RewardResult:
+        """Return one result for the results of the components of this source, in their order."""
+        return combine_results(self.select_for_source(source), results, self.has_later_scores)
 
     def select_for_source(self, source: str) -> tuple[RewardComponent, ...]:
         """Return the components that score a sample of this source, the main one first."""
@@ -57,10 +63,13 @@ class RewardComponents:
 
 
 def load_reward_components(
-    config: RewardConfig, model_term: RewardTermConfig | None = None
+    config: RewardConfig,
+    model_term: RewardTermConfig | None = None,
+    has_later_scores: bool = False,
 ) -> RewardComponents:
     """Return the rewards that the configuration names. `model_term` is a term that scores by the
-    run's own reward model. Raise ConfigError with all unknown names and wrong parameters at once.
+    run's own reward model; `has_later_scores`: that model is on the ranks, and scores behind the
+    reward stage. Raise ConfigError with all unknown names and wrong parameters at once.
     """
     problems: list[str] = []
 
@@ -84,7 +93,7 @@ def load_reward_components(
         )
         for source, one in config.by_source.items()
     }
-    taken = {config.name, *(one.name for one in config.by_source.values())}
+    taken = {MAIN_REWARD, config.name, *(one.name for one in config.by_source.values())}
     terms = []
     for i, term in enumerate(config.terms):
         part = _make_unique_name(term.name, taken)
@@ -105,6 +114,7 @@ def load_reward_components(
         main,
         {source: one for source, one in by_source.items() if one is not None},
         tuple(one for one in terms if one is not None),
+        has_later_scores,
     )
 
 
@@ -117,7 +127,9 @@ def _make_unique_name(name: str, used_names: set[str]) -> str:
 
 
 def combine_results(
-    components: Sequence[RewardComponent], results: Sequence[RewardResult]
+    components: Sequence[RewardComponent],
+    results: Sequence[RewardResult],
+    has_later_scores: bool = False,
 ) -> RewardResult:
     """Return one result for a sample's results, the main one first: the weighted sum, and every
     score as a part.
@@ -125,7 +137,9 @@ def combine_results(
     The main reward decides the status. Where that is malformed or timeout the main reward adds at
     most 0 and the terms still count, so that a response without an answer is paid or fined for its
     format and length as any other. A sample that any component could not score is masked. A
-    `wrong_score` maps scores from 0..1 to wrong_score..1. Hints of the results are joined.
+    `wrong_score` maps scores from 0..1 to wrong_score..1. Hints of the results are joined. Where
+    the sum has more in it than the main reward, or will have (`has_later_scores`), the main reward
+    also is the part `MAIN_REWARD`, unless it is `zero`.
     """
     for result in results:
         if is_masked(result.status):
@@ -139,5 +153,17 @@ def combine_results(
             f"{component.part_name}/{name}": float(value) for name, value in result.parts.items()
         }
         score += component.weight * own
+    main = components[0]
+    is_sum = len(components) > 1 or main.weight != 1.0 or has_later_scores
+    if is_sum and main.entry.name != NO_MAIN_REWARD:
+        parts[MAIN_REWARD] = parts[main.part_name]
     hints = dict.fromkeys(result.error for result in results if result.error)
     return RewardResult(score, results[0].status, parts, "\n".join(hints))
+
+
+def get_main_score(result: RewardResult) -> float:
+    """Return the main reward of a sample, before its weight and without terms: whether the answer
+    is right, as far as the rewards tell. Return the score where it is nothing but the main reward,
+    or the main reward is `zero`.
+    """
+    return result.parts.get(MAIN_REWARD, result.score)

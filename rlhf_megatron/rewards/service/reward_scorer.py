@@ -32,7 +32,6 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 from rlhf_megatron.rewards.service.reward_components import (
     RewardComponent,
     RewardComponents,
-    combine_results,
     load_reward_components,
 )
 from rlhf_megatron.rewards.service.reward_worker import call_reward
@@ -183,7 +182,9 @@ class RewardScorer:
             (self.components.select_for_source(sample.source), sample) for sample in samples
         ]
         return [
-            combine_results(components, [find_result(c, sample) for c in components])
+            self.components.combine_results(
+                sample.source, [find_result(component, sample) for component in components]
+            )
             for components, sample in of_samples
         ]
 
@@ -251,13 +252,15 @@ def make_reward_scorer(
     log_path: Path,
     model_term: RewardTermConfig | None = None,
     make_pool: RewardPoolFactory = RewardWorkerPool,
+    has_later_scores: bool = False,
 ) -> RewardScorer:
     """Return the scorer of the rewards that the configuration names. `log_path` takes the output of
-    worker processes; `model_term` is the run's own reward model (see `load_reward_components`);
-    `make_pool` makes the pool of worker processes. Raise ConfigError with all unknown names and
-    wrong parameters.
+    worker processes; `model_term` and `has_later_scores` are of the run's own reward model (see
+    `load_reward_components`); `make_pool` makes the pool of worker processes. Raise ConfigError
+    with all unknown names and wrong parameters.
     """
-    return RewardScorer(load_reward_components(config, model_term), config, log_path, make_pool)
+    components = load_reward_components(config, model_term, has_later_scores)
+    return RewardScorer(components, config, log_path, make_pool)
 
 
 def check_sources_exist(config: RewardConfig, known_sources: Iterable[str]) -> None:

@@ -93,13 +93,13 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
          )),
         ([FILTER, "algorithm.filter_groups.metric=exact_mach"],
          (
-             "algorithm.filter_groups.metric ('exact_mach') must be one of 'reward', 'exact_match';"
-             " did you mean 'exact_match'?"
+             "algorithm.filter_groups.metric ('exact_mach') must be one of 'main_reward', 'reward',"
+             " 'exact_match'; did you mean 'exact_match'?"
          )),
         ([FILTER, "algorithm.filter_groups.metric=x"],
          (
-             "algorithm.filter_groups.metric ('x') must be one of 'reward', 'exact_match'; name"
-             " one of them."
+             "algorithm.filter_groups.metric ('x') must be one of 'main_reward', 'reward',"
+             " 'exact_match'; name one of them."
          )),
         ([FILTER, "algorithm.filter_groups.max_num_gen_batches=0"],
          "algorithm.filter_groups.max_num_gen_batches (0) must be at least 1; the default is 10."),

@@ -72,10 +72,16 @@ def test_valid_runs_have_no_problem(problems: Problems) -> None:
              "reward_model.step_separator (x) would be ignored because reward_model.granularity"
              " is response"
          )),
-        (["algorithm.filter_groups.enable=true"],
+        (["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=reward"],
          (
              "algorithm.filter_groups.metric (reward) is read before the model of reward_model.path"
-             " scores; name the reward of `reward` that decides, such as exact_match"
+             " scores; name the reward of `reward` that decides, such as main_reward"
+         )),
+        (["algorithm.filter_groups.enable=true", "reward.name=zero", "reward.params={}"],
+         (
+             "algorithm.filter_groups.metric (main_reward) is read before the model of"
+             " reward_model.path scores; name the reward of `reward` that decides, such as"
+             " exact_match"
          )),
         (["algorithm.adv_estimator=remax"],
          (

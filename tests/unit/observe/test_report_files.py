@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from report_samples import (
     evaluation_row,
     mismatch_line,
@@ -265,6 +266,20 @@ def test_all_layouts_of_a_resumed_run_are_told(tmp_path: Path) -> None:
         describe_layouts(read_run_files(path))
         == "actor tp2 pp1 dp2, then actor tp1 pp2 dp2, critic tp1 pp1 dp1"
     )
+
+
+def test_an_older_run_has_the_defaults_with_which_it_ran(tmp_path: Path) -> None:
+    """A decay in a configuration that does not say where it ends was written before that could be
+    said.
+    """
+    path = write_run_dir(tmp_path / "a")
+    config = path / "config.yaml"
+    for style, ends in (("cosine", "at_last_step"), ("constant", None)):
+        tree = yaml.safe_load(config.read_text())
+        tree["actor"]["optim"]["lr_decay_style"] = style
+        config.write_text(yaml.safe_dump(tree))
+        values = {s.key: s.value for s in list_changed_settings(read_run_files(path))}
+        assert values.get("actor.optim.lr_decay_ends") == ends
 
 
 def test_settings_that_differ_from_the_defaults(tmp_path: Path) -> None:

@@ -17,14 +17,16 @@ from rlhf_megatron.config.former_defaults import (
     FORMER_DEFAULTS,
     FormerDefault,
     add_implied_defaults,
+    is_setting_in_use,
     keep_former_defaults,
+    list_implied_defaults,
 )
 from rlhf_megatron.config.key_paths import get_config_value
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.resume_changes import compute_settings_digest, flatten_config_yaml
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import OptimConfig, RunConfig
 from rlhf_megatron.config.show import render_config_yaml
-from rlhf_megatron.config.yaml_nodes import LoadedConfig
+from rlhf_megatron.config.yaml_nodes import LoadedConfig, ValueOrigin
 from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
 from rlhf_megatron.jobs.train_job import CHECKED_ENV, TrainJob
 from rlhf_megatron.weights.checkpoint_manifest import make_file_record
@@ -34,15 +36,16 @@ FORMER = "at_last_step"
 NEW = "after_last_step"
 
 
-def write_user_config(directory: Path, extra: str = "") -> Path:
+def write_user_config(directory: Path, decay_ends: str = "") -> Path:
     path = directory / "run.yaml"
     rows = directory / "rows.jsonl"
     path.write_text(
         f"model: {{path: {MODEL}, init_seed: 1}}\n"
+        f"actor: {{optim: {{lr_decay_style: cosine{decay_ends}}}}}\n"
         f"data: {{train_files: [{rows}], val_files: [{rows}], max_prompt_length: 8,"
         " max_response_length: 8}\n"
         f"trainer: {{experiment_name: tiny, default_local_dir: {directory / 'runs'},"
-        f" device: cpu, runtime: inline, n_gpus_per_node: 1}}\n{extra}"
+        f" device: cpu, runtime: inline, n_gpus_per_node: 1}}\n"
     )
     rows.write_text('{"prompt": "1+1=", "answer": "2"}\n')
     return path
@@ -108,9 +111,9 @@ def test_the_newest_whole_checkpoint_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["file", "command line"])
 def test_what_the_user_set_stays(tmp_path: Path, place: str) -> None:
-    extra = f"actor: {{optim: {{lr_decay_ends: {NEW}}}}}\n" if place == "file" else ""
+    written = f", lr_decay_ends: {NEW}" if place == "file" else ""
     overrides = () if place == "file" else (f"{KEY}={NEW}",)
-    config_path = write_user_config(tmp_path, extra)
+    config_path = write_user_config(tmp_path, written)
     make_checkpoint(tmp_path / "runs" / "tiny", 1, KEY)
     assert read_value(TrainJob(config_path, overrides).config) == NEW
 
@@ -135,7 +138,7 @@ def test_the_line_says_what_stays_and_how_to_change_it(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("sign", ["run.lock", "manifest.json", "capsule.json"])
+@pytest.mark.parametrize("sign", ["run.lock", "attempts.jsonl", "manifest.json", "capsule.json"])
 def test_the_configuration_of_an_older_run_means_the_former_default(
     tmp_path: Path, sign: str
 ) -> None:
@@ -171,12 +174,15 @@ def test_a_replay_reads_what_the_recorded_run_had(tmp_path: Path) -> None:
     assert read_value(TrainJob(config_path, replay=checkpoint).config) == FORMER
 
 
-def test_a_section_that_was_not_in_use_implies_nothing() -> None:
-    settings = {"actor.optim.lr": "1e-3", "trainer.seed": "1"}
+def test_a_setting_that_was_not_in_use_implies_nothing() -> None:
+    settings = {"actor.optim.lr_decay_style": "linear", "critic.optim.lr_decay_style": "constant"}
     assert add_implied_defaults(settings) == {**settings, KEY: FORMER}
     loaded, kept = keep_former_defaults(LoadedConfig.from_defaults(), settings)
     assert [former.key for former in kept] == [KEY]
     assert loaded.config.critic.optim.lr_decay_ends == NEW
+    without_section = FormerDefault("data.shuffle", False, True, "")
+    assert not is_setting_in_use(without_section, settings)
+    assert is_setting_in_use(without_section, {"data.seed": "1"})
     assert keep_former_defaults(LoadedConfig.from_defaults(), {})[1] == []
 
 
@@ -195,16 +201,37 @@ def test_each_entry_of_the_table_is_a_setting_with_another_default(
 
 
 @pytest.mark.parametrize("job", ["train", "sft", "reward-model"])
-@pytest.mark.parametrize("estimator", ["grpo", "gae"])
-def test_a_new_setting_of_the_table_is_written_wherever_its_section_is(
-    job: Literal["train", "sft", "reward-model"], estimator: str
+@pytest.mark.parametrize("style", ["linear", "cosine", "constant", "inverse-square-root"])
+def test_a_new_setting_is_written_wherever_it_is_in_use(
+    job: Literal["train", "sft", "reward-model"],
+    style: Literal["linear", "cosine", "constant", "inverse-square-root"],
 ) -> None:
     """Else its absence would say nothing about the version that wrote the file."""
+    optim = OptimConfig(lr_decay_style=style)
     default = RunConfig()
-    algorithm = replace(default.algorithm, adv_estimator=estimator)
-    config = replace(default, job=job, algorithm=algorithm)
-    written = flatten_config_yaml(render_config_yaml(config))
-    for former in FORMER_DEFAULTS:
-        section = former.key.rpartition(".")[0] + "."
-        if former.is_new_setting and any(key.startswith(section) for key in written):
-            assert former.key in written
+    config = replace(
+        default,
+        job=job,
+        actor=replace(default.actor, optim=optim),
+        critic=replace(default.critic, optim=optim),
+        warmup=replace(default.warmup, optim=optim, max_steps=1),
+        algorithm=replace(default.algorithm, adv_estimator="gae"),
+    )
+    assert list_implied_defaults(flatten_config_yaml(render_config_yaml(config))) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "expected"),
+    [("reward", "reward"), ("exact_match", "main_reward"), (None, "main_reward")],
+)
+def test_a_filter_keeps_the_default_with_which_it_began(written: str | None, expected: str) -> None:
+    """A run without a filter has no metric in writing; another metric was the user's choice."""
+    metric = "algorithm.filter_groups.metric"
+    settings = {"algorithm.filter_groups.enable": "true"}
+    if written is not None:
+        settings[metric] = written
+    loaded, kept = keep_former_defaults(LoadedConfig.from_defaults(), settings)
+    assert loaded.config.algorithm.filter_groups.metric == expected
+    assert [former.key for former in kept] == ([metric] if expected == "reward" else [])
+    chosen = LoadedConfig(RunConfig(), {metric: ValueOrigin("run.yaml", 3, layer=0)})
+    assert keep_former_defaults(chosen, settings)[1] == []

@@ -61,13 +61,19 @@ def test_a_weighted_sum_by_hand() -> None:
         sample("so <answer>7</answer>"),
     )
     assert right == RewardResult(
-        1 + 0.5 - 1.5, "ok", {"exact_match": 1.0, "format": 1.0, "overlong": -0.75}
+        1 + 0.5 - 1.5,
+        "ok",
+        {"exact_match": 1.0, "format": 1.0, "overlong": -0.75, "main_reward": 1.0},
     )
-    assert wrong == RewardResult(0.5, "ok", {"exact_match": 0.0, "format": 1.0, "overlong": 0.0})
+    assert wrong == RewardResult(
+        0.5, "ok", {"exact_match": 0.0, "format": 1.0, "overlong": 0.0, "main_reward": 0.0}
+    )
     assert no_answer == RewardResult(
-        -2.0, "malformed", {"exact_match": 0.0, "format": 0.0, "overlong": -1.0}
+        -2.0, "malformed", {"exact_match": 0.0, "format": 0.0, "overlong": -1.0, "main_reward": 0.0}
     )
-    assert no_form == RewardResult(1.0, "ok", {"exact_match": 1.0, "format": 0.0, "overlong": 0.0})
+    assert no_form == RewardResult(
+        1.0, "ok", {"exact_match": 1.0, "format": 0.0, "overlong": 0.0, "main_reward": 1.0}
+    )
 
 
 def test_a_wrong_answer_may_cost() -> None:
@@ -88,8 +94,12 @@ def test_sources_have_their_own_main_reward_and_share_the_terms() -> None:
     exact, digits = score(
         config, sample("7", num_tokens=6), sample("7a", num_tokens=6, source="digits")
     )
-    assert exact == RewardResult(0.8, "ok", {"exact_match": 1.0, "overlong": -0.2})
-    assert digits == RewardResult(3 * 0.5 - 0.2, "ok", {"character_share": 0.5, "overlong": -0.2})
+    assert exact == RewardResult(
+        0.8, "ok", {"exact_match": 1.0, "overlong": -0.2, "main_reward": 1.0}
+    )
+    assert digits == RewardResult(
+        3 * 0.5 - 0.2, "ok", {"character_share": 0.5, "overlong": -0.2, "main_reward": 0.5}
+    )
 
 
 def test_parts_of_one_name_are_numbered() -> None:
@@ -99,7 +109,9 @@ def test_parts_of_one_name_are_numbered() -> None:
         terms=tuple(RewardTermConfig("format", 1.0, {"pattern": p}) for p in ("b+", "[ab]+")),
     )
     [result] = score(config, sample("aa"))
-    assert result == RewardResult(2.0, "ok", {"format": 1.0, "format_2": 0.0, "format_3": 1.0})
+    assert result == RewardResult(
+        2.0, "ok", {"format": 1.0, "format_2": 0.0, "format_3": 1.0, "main_reward": 1.0}
+    )
 
 
 def components(*weights: float) -> list[RewardComponent]:
@@ -121,19 +133,21 @@ def components(*weights: float) -> list[RewardComponent]:
         ([RewardResult(0.0, "timeout"), make_masked_result("x")], make_masked_result("x")),
         (
             [RewardResult(0.0, "timeout"), RewardResult(1.0)],
-            RewardResult(0.5, "timeout", {"part0": 0.0, "part1": 1.0}),
+            RewardResult(0.5, "timeout", {"part0": 0.0, "part1": 1.0, "main_reward": 0.0}),
         ),
         (
             [RewardResult(1.0), RewardResult(0.0, "timeout")],
-            RewardResult(1.0, "ok", {"part0": 1.0, "part1": 0.0}),
+            RewardResult(1.0, "ok", {"part0": 1.0, "part1": 0.0, "main_reward": 1.0}),
         ),
         (
             [RewardResult(-1.0, "malformed"), RewardResult(1.0)],
-            RewardResult(-0.5, "malformed", {"part0": -1.0, "part1": 1.0}),
+            RewardResult(-0.5, "malformed", {"part0": -1.0, "part1": 1.0, "main_reward": -1.0}),
         ),
         (
             [RewardResult(2.0, parts={"a": 3.0}), RewardResult(1.0)],
-            RewardResult(2.5, "ok", {"part0": 2.0, "part0/a": 3.0, "part1": 1.0}),
+            RewardResult(
+                2.5, "ok", {"part0": 2.0, "part0/a": 3.0, "part1": 1.0, "main_reward": 2.0}
+            ),
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_a_step_trains_on_what_stands_when_the_batches_are_used_up(
     assert prompts_of(batch) == [1, 5, 6] and drawn(stages) == 8
     assert stages._step_metrics["filter_groups/num_groups"] == 3.0
     assert (
-        "algorithm.filter_groups: 3 of 4 groups differ in reward after 2 batches"
+        "algorithm.filter_groups: 3 of 4 groups differ in the main reward after 2 batches"
         " (max_num_gen_batches); the step trains on those."
     ) in caplog.text
 
@@ -196,7 +196,7 @@ def test_where_none_teaches_nothing_is_updated(caplog: pytest.LogCaptureFixture)
     with caplog.at_level(logging.WARNING):
         scored = run(stages)
     assert (
-        "0 of 4 groups differ in reward after 2 batches (max_num_gen_batches); no update"
+        "0 of 4 groups differ in the main reward after 2 batches (max_num_gen_batches); no update"
         " in this step"
     ) in caplog.text
     assert prompts_of(scored) == [0, 1, 2, 3] and drawn(stages) == 8

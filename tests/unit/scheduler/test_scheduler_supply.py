@@ -233,7 +233,7 @@ def test_a_step_trains_on_what_there_is_when_its_batches_are_used_up(
     with caplog.at_level(logging.WARNING), bench.supply:
         assert bench.take(1) == [4]
     words = (
-        "1 of 2 groups differ in reward after 3 batches (max_num_gen_batches); the step"
+        "1 of 2 groups differ in the main reward after 3 batches (max_num_gen_batches); the step"
         " trains on those."
     )
     assert words in caplog.text
@@ -270,7 +270,7 @@ def test_a_step_without_any_signal_has_groups_that_teach_nothing(
         bench.sync(is_new=False)
         assert len(bench.take(2)) == 2, "the next step has groups of its own"
     assert (
-        "0 of 2 groups differ in reward after 3 batches (max_num_gen_batches); no update"
+        "0 of 2 groups differ in the main reward after 3 batches (max_num_gen_batches); no update"
         in caplog.text
     )
 

@@ -25,6 +25,7 @@ from rlhf_megatron.algorithms.advantages.advantage_estimator import (
 from rlhf_megatron.algorithms.log_prob_mismatch import compute_response_differences
 from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups
+from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.controller.observe.report.run_files import LoggedSample
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.seeds import derive_seed
@@ -96,21 +97,35 @@ def assign_token_versions(batch: RolloutBatch) -> Tensor:
     return versions_T
 
 
+def select_reward_column(batch: ScoredBatch, name: str) -> Tensor:
+    """Return [B]: the reward part of this name, and a sample's whole reward where the sample lacks
+    the part. "reward" is the whole reward of all samples, `MAIN_REWARD` the reward that says
+    whether an answer is right.
+    """
+    if name == "reward" or name not in batch.reward_parts:
+        return batch.rewards
+    part = batch.reward_parts[name]
+    return torch.where(part.isnan(), batch.rewards, part)
+
+
 def compute_group_metrics(batch: ScoredBatch) -> dict[str, float]:
     """Return the share of groups with different rewards, of groups of several valid samples whose
-    rewards agree, and of those the groups all right and all wrong.
+    rewards agree, and of groups of several valid samples that are all right or all wrong by their
+    main rewards.
     """
     groups = PromptGroups.from_ids(batch.group_ids, make_valid_sample_mask(batch))
     is_mixed = groups.have_differing_entries(batch.rewards)
     counts = groups.count_valid_samples()
     is_uniform = (counts > 1) & ~is_mixed
-    # of a uniform group: of each of its samples
-    rewards = groups.sum_by_group(batch.rewards) / counts.clamp(min=1)
+    main_rewards = select_reward_column(batch, MAIN_REWARD)
+    agree = (counts > 1) & ~groups.have_differing_entries(main_rewards)
+    # of a group that agrees: of each of its samples
+    rewards = groups.sum_by_group(main_rewards) / counts.clamp(min=1)
     shares = {
         "mixed_groups": is_mixed,
         "uniform_groups": is_uniform,
-        "solve_all": is_uniform & (rewards >= 1.0),
-        "solve_none": is_uniform & (rewards <= 0.0),
+        "solve_all": agree & (rewards >= 1.0),
+        "solve_none": agree & (rewards <= 0.0),
     }
     return {
         f"reward/{name}": int(of_groups.sum()) / max(1, groups.num_groups)

@@ -48,8 +48,9 @@ the ones that teach
 reward/uniform_groups | share | share | {GROUPS} - | groups of several samples that count, whose \
 rewards all agree:
   without signal
-reward/solve_all | share | share | {GROUPS} | of these the groups whose rewards are all 1 or more
-reward/solve_none | share | share | {GROUPS} | of these the groups whose rewards are all 0 or less
+reward/solve_all | share | share | {GROUPS} | groups of several samples that count, whose main \
+rewards agree and are 1 or more
+reward/solve_none | share | share | {GROUPS} | the same of groups whose main rewards are 0 or less
 reward/masked | share | share | {SAMPLES} - | samples left out because their reward could not be \
 computed
 reward/part/<name> | score | mean | samples that count and have it | \
@@ -150,13 +151,17 @@ left out where it cannot
   be told
 # Losses, estimators, corrections
 # Evaluations
-val/accuracy | score | mean | held-out items + | score of all held-out items; \
-a share where it is 0 or 1
+val/accuracy | score | mean | held-out items + | main reward of all held-out items, without \
+terms; a share where it is 0 or 1
+val/reward | score | mean | held-out items + | whole reward of all held-out items, where it is \
+more than the main reward
+val/<source>/reward | score | mean | {HELD_OUT_ITEMS} + | the same of one set
 val/accuracy_low | share | quantile | held-out items | lower end of its 95 % interval
 val/accuracy_high | share | quantile | held-out items | upper end of its 95 % interval
 val/num_items | count | count | an evaluation | held-out items
 val/response_length | tokens | mean | held-out samples | response length on the held-out items
-val/<source>/mean@<N> | score | mean | {HELD_OUT_ITEMS} + | mean score of an item's N samples
+val/<source>/mean@<N> | score | mean | {HELD_OUT_ITEMS} + | mean score (main \
+reward) of an item's N samples
 val/<source>/std@<N> | score | mean | {HELD_OUT_ITEMS} | standard deviation of an item's scores
 val/<source>/best@<k> | score | mean | {HELD_OUT_ITEMS} + | expected best of k samples of an item; \
 for 0/1 scores pass@k

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
+from rlhf_megatron.config.former_defaults import add_implied_defaults
 from rlhf_megatron.config.key_paths import get_config_value, list_setting_leaves
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import format_yaml_value
@@ -352,7 +353,7 @@ def list_changed_settings(run: RunFiles) -> list[ChangedSetting]:
 
 def flatten_written_settings(run: RunFiles) -> dict[str, str]:
     """Return all settings that config.yaml has as text, by full key, also those that this version
-    does not know.
+    does not know, and the former defaults that config.yaml means by not having their settings.
     """
     known = {leaf.key for leaf in list_setting_leaves(RunConfig)}
 
@@ -369,4 +370,4 @@ def flatten_written_settings(run: RunFiles) -> dict[str, str]:
             else:
                 yield key, format_yaml_value(value)
 
-    return dict(walk_tree(run.config or {}, ""))
+    return add_implied_defaults(dict(walk_tree(run.config or {}, "")))
