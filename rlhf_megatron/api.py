@@ -7,6 +7,7 @@ Importing it imports no torch; docs/api.md has an example for a notebook.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import subprocess
@@ -23,6 +24,8 @@ from rlhf_megatron.jobs.train_job import CHECKED_ENV, TrainJob
 
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
+
+logger = logging.getLogger(__name__)
 
 Overrides = Sequence[str] | Mapping[str, Any]
 """Settings over those of a file: ["trainer.seed=7"] as on the command line,
@@ -113,7 +116,10 @@ class Run:
         """
         from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
 
-        find_exportable_weights(self.directory, step, best).write_hf_directory(Path(out), dtype)
+        weights = find_exportable_weights(self.directory, step, best)
+        weights.write_hf_directory(Path(out), dtype)
+        for note in weights.notes:
+            logger.warning("%s: %s", out, note)
         return Path(out)
 
     def report(self, out: Path | None = None) -> Path:

@@ -58,31 +58,37 @@ def run_export_command(args: argparse.Namespace) -> None:
     print what was written and how to use it. Raise ValueError where the run has no such weights.
     """
     role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
-    found = find_exportable_weights(args.run_dir, args.step, args.best, args.model, role)
+    weights = find_exportable_weights(args.run_dir, args.step, args.best, args.model, role)
     if args.adapter:
         if args.dtype is not None:
             raise ValueError(
                 f"--dtype {args.dtype} is not for --adapter, which is float32; leave it out."
             )
-        num_tensors = found.write_adapter_directory(args.out)
+        num_tensors = weights.write_adapter_directory(args.out)
         print(
-            f"{args.out}: adapter of {num_tensors} tensors of step {found.step},"
-            f" from {found.checkpoint_path}."
+            f"{args.out}: adapter of {num_tensors} tensors of step {weights.step},"
+            f" from {weights.checkpoint_path}."
         )
         print(
             f'next: peft.PeftModel.from_pretrained(model, "{args.out}"), or'
             " actor.lora.path of a run"
         )
         return
-    with _ByteProgressBar(found.model.make_conversion_items(args.dtype)) as bar:
-        num_tensors = found.write_hf_directory(args.out, args.dtype, bar.add_progress_task("write"))
-    print(f"{args.out}: {num_tensors} tensors of step {found.step}, from {found.checkpoint_path}.")
-    if found.model.companions_directory is None:
+    with _ByteProgressBar(weights.model.make_conversion_items(args.dtype)) as bar:
+        num_tensors = weights.write_hf_directory(
+            args.out, args.dtype, bar.add_progress_task("write")
+        )
+    print(
+        f"{args.out}: {num_tensors} tensors of step {weights.step}, from {weights.checkpoint_path}."
+    )
+    for note in weights.notes:
+        print(f"note: {note}")
+    if (weights.model.tokenizer_directory or weights.model.companions_directory) is None:
         print(
             "note: without a tokenizer, since the run's model directory is not here; --model DIR"
             " names another."
         )
-    if found.model.head == "vocabulary":
+    if weights.model.head == "vocabulary":
         print(
             f'next: transformers.AutoModelForCausalLM.from_pretrained("{args.out}"), or model.path'
             " of a run"

@@ -68,6 +68,13 @@ FORMER_DEFAULTS = (
         "the run began when plain text got no token in front, such as <s>",
     ),
     FormerDefault(
+        "sft.use_head_bias",
+        True,
+        True,
+        "the run began when the heads of all reward models had a bias, which its state holds",
+        ("job", ("reward-model",)),
+    ),
+    FormerDefault(
         "algorithm.filter_groups.metric",
         "reward",
         False,

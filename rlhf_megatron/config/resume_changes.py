@@ -24,6 +24,7 @@ FIXED = {
         "the state has the former's matrices",
     ),
     "model.dtype": "the state was made in the former type",
+    "sft.use_head_bias": "the state has the head of the former setting",
     "sft.in_memory": "the state names its data by the way in which they are read",
     "algorithm.adv_estimator": "it decides which models are trained and what their state is",
 }

@@ -51,7 +51,12 @@ from rlhf_megatron.weights.fp8_engine_weights import require_whole_fp8_blocks
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
 from rlhf_megatron.weights.shard_plan import EngineLayout
-from rlhf_megatron.weights.value_model import open_scoring_model, open_value_model
+from rlhf_megatron.weights.value_model import (
+    open_scoring_model,
+    open_value_model,
+    warn_of_dropped_bias,
+)
+from rlhf_megatron.weights.weight_table import HeadKind
 
 _NOT_PROMPT_FIELDS = ("max_response_length", "train_batch_size", "shuffle", "seed")
 DATA_KEYS = tuple(f"data.{f.name}" for f in fields(DataConfig) if f.name not in _NOT_PROMPT_FIELDS)
@@ -89,7 +94,8 @@ def list_preflight_checks(
         PreflightCheck(
             ("model",),
             lambda c: _check_weight_headers(
-                None if c.model.init_seed is not None else c.model.path, c.actor
+                None if c.model.init_seed is not None or c.job == "reward-model" else c.model.path,
+                c.actor,
             ),
         ),
         PreflightCheck(
@@ -102,6 +108,14 @@ def list_preflight_checks(
             ("reference.path", "model.tokenizer_path"),
             lambda c: (
                 _check_teacher_tokenizer(c.reference.path, c.model) if has_teacher(c) else None
+            ),
+        ),
+        PreflightCheck(
+            ("model.path", "sft.use_head_bias"),
+            lambda c: (
+                _check_trained_head(c.model.path, c.sft)
+                if c.job == "reward-model" and c.model.init_seed is None
+                else None
             ),
         ),
         PreflightCheck(
@@ -238,6 +252,16 @@ def _check_critic_weights(critic_path: str | None) -> None:
         open_value_model(
             Path(critic_path), make_weight_table(read_hf_config(Path(critic_path)), head="value")
         )
+        warn_of_dropped_bias(Path(critic_path))
+
+
+def _check_trained_head(model_path: str, sft: SFTConfig) -> None:
+    """Check that the model from which the job reward-model starts has no bias of the head that the
+    run would drop.
+    """
+    head: HeadKind = "value" if sft.use_head_bias else "unbiased_value"
+    path = Path(model_path)
+    open_value_model(path, make_weight_table(read_hf_config(path), head=head))
 
 
 def _check_reward_model_weights(reward_model_path: str | None) -> None:
@@ -247,6 +271,7 @@ def _check_reward_model_weights(reward_model_path: str | None) -> None:
             Path(reward_model_path),
             make_weight_table(read_hf_config(Path(reward_model_path)), head="value"),
         )
+        warn_of_dropped_bias(Path(reward_model_path))
 
 
 def _check_devices(trainer: TrainerConfig) -> None:

@@ -6,10 +6,13 @@ This is the one place that puts workers, resharding and engine clients together.
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from rlhf_megatron.config.rules.run_rules import (
     count_actor_ranks,
@@ -21,8 +24,9 @@ from rlhf_megatron.config.rules.run_rules import (
     has_teacher,
     needs_reference,
 )
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import MegatronConfig, ModelConfig, RunConfig
 from rlhf_megatron.data.seeds import seed_process
+from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.device import read_local_rank, select_rank_device
 from rlhf_megatron.ranks.checkpoint.rng_state import load_rng_states, save_rng_states
 from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import write_on_all_ranks
@@ -79,12 +83,18 @@ from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.value_model import (
     add_value_head,
+    choose_pad_token_id,
+    describe_classifier_export,
     make_reward_model_config,
+    make_zero_bias,
+    needs_zero_bias,
     open_scoring_model,
     open_value_model,
 )
 from rlhf_megatron.weights.weight_source import WeightSource, make_random_source
-from rlhf_megatron.weights.weight_table import HeadKind
+from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
+
+logger = logging.getLogger(__name__)
 
 
 class HostRole:
@@ -97,13 +107,19 @@ class HostRole:
         reference: ReferenceModel | None,
         model_path: Path,
         hf_config: HFConfig | None = None,
+        has_exported_zero_bias: bool = False,
+        tokenizer_path: Path | None = None,
     ) -> None:
         """Keep the models of this rank. `hf_config` is the configuration that exported weights get;
-        None takes that of the actor's backend.
+        None takes that of the actor's backend. `has_exported_zero_bias`: exported weights get a
+        bias of 0 for the value head, which the actor's head does not have. `tokenizer_path`: the
+        directory of the run's tokenizer; None takes `model_path`.
         """
         self.world = world
         self.model_path = model_path
+        self.tokenizer_path = tokenizer_path
         self.exported_config = hf_config or actor.backend.hf_config
+        self.has_exported_zero_bias = has_exported_zero_bias
         self.actor = actor
         self.reference = reference
         self._engine_groups = EngineProcessGroups()
@@ -144,13 +160,18 @@ class HostRole:
         """Write the actor in Hugging Face layout, with the exported configuration and the tokenizer
         files of the model directory.
         """
+        world = self.actor.backend.export_world
+        added_shards: list[tuple[WeightRule, Tensor | None]] = []
+        if self.has_exported_zero_bias and world.is_last_stage:
+            added_shards.append(make_zero_bias(self.actor.dtype, world.device))
         export_sharded_model_to_hf(
-            self.actor.export_shards(),
-            self.actor.backend.export_world,
+            chain(self.actor.export_shards(), added_shards),
+            world,
             directory=directory,
             hf_config=self.exported_config,
             dtype=self.actor.dtype,
             companions_directory=self.model_path,
+            tokenizer_directory=self.tokenizer_path,
         )
 
     def refresh_reference(self) -> None:
@@ -214,11 +235,12 @@ class HostRole:
 class CriticRole(CriticModel):
     """The role "critic": the critic, and the ways to write it."""
 
-    tokenizer_path: Path  # set by its maker: the directory whose tokenizer is written with it
+    policy_path: Path  # set by its maker: the policy's directory, whose tokenizer is written
+    tokenizer_path: Path | None  # of the run's tokenizer, where it is not that of the policy
 
     def save_hf(self, directory: Path) -> None:
         """Write the critic's weights in Hugging Face layout, as a token classifier of one label,
-        with the tokenizer of `tokenizer_path`. critic.path can name the directory.
+        with the run's tokenizer. critic.path can name the directory.
         """
         export_sharded_model_to_hf(
             self.export_shards(),
@@ -226,7 +248,8 @@ class CriticRole(CriticModel):
             directory=directory,
             hf_config=self.exported_config,
             dtype=self.dtype,
-            companions_directory=self.tokenizer_path,
+            companions_directory=self.policy_path,
+            tokenizer_directory=self.tokenizer_path,
         )
 
     def save_rng(self, directory: Path) -> SaveResult:
@@ -263,6 +286,22 @@ class WorldRole:
     def close(self) -> None:
         """Destroy Megatron's process groups, and leave the default process group to the pool."""
         destroy_world(is_default_group_ended=False)
+
+
+def find_own_tokenizer_path(model: ModelConfig) -> Path | None:
+    """Return the directory of the tokenizer where the model's directory is another one, else
+    None.
+    """
+    return None if model.tokenizer_path is None else Path(model.tokenizer_path)
+
+
+def choose_trained_head(job: str, use_head_bias: bool) -> HeadKind:
+    """Return what stands behind the final norm of the model under the name "actor": the output
+    layer of a policy, or the value head of the job reward-model.
+    """
+    if job != "reward-model":
+        return "vocabulary"
+    return "value" if use_head_bias else "unbiased_value"
 
 
 def open_weight_source(
@@ -327,7 +366,7 @@ class RoleBuilder:
         actor = config.actor
         critic = config.critic
         policy = read_hf_config(Path(config.model.path))
-        head: HeadKind = "value" if config.job == "reward-model" else "vocabulary"
+        head = choose_trained_head(config.job, config.sft.use_head_bias)
         of_actor = [TrainedModelSpec(policy, dtype, actor.ppo_max_token_len_per_gpu, head)]
         if has_critic(config):
             hf_config = read_hf_config(Path(critic.path)) if critic.path else policy
@@ -414,7 +453,9 @@ class RoleBuilder:
             else None
         )
         trains: PolicyWorker = actor  # mypy compares what stands here with what the proxies call
-        host: HostWorker = HostRole(world, actor, reference, path)
+        host: HostWorker = HostRole(
+            world, actor, reference, path, tokenizer_path=find_own_tokenizer_path(config.model)
+        )
         scores: TeacherWorker | None = reference
         roles: dict[str, object] = {"actor": trains, "host": host}
         return roles if scores is None else {**roles, REFERENCE: scores}
@@ -424,13 +465,30 @@ class RoleBuilder:
         "actor", with an output layer of one label; and "host".
         """
         config = self.config
-        hf_config = read_hf_config(Path(config.model.path))
-        first = self._open_value_weights(None, hf_config)
-        backend = self._build_backend(hf_config, first, world, config.actor.megatron, head="value")
+        path = Path(config.model.path)
+        hf_config = read_hf_config(path)
+        head = choose_trained_head(config.job, config.sft.use_head_bias)
+        first = self._open_value_weights(None, hf_config, head)
+        backend = self._build_backend(hf_config, first, world, config.actor.megatron, head)
         model = CriticModel(backend, config.critic, self.actor_phases, config.trainer.seed)
         learns: ValueWorker = model  # mypy compares what stands here with what the proxies call
+        tokenizer = load_tokenizer(config.model.tokenizer_path or path, path)
+        has_head_bias = config.sft.use_head_bias
+        exported_config = make_reward_model_config(
+            hf_config, has_head_bias, choose_pad_token_id(tokenizer, int(hf_config["vocab_size"]))
+        )
+        if world.rank == 0:
+            for note in describe_classifier_export(exported_config):
+                logger.warning("the exported reward model: %s", note)
+        has_zero_bias = not has_head_bias and needs_zero_bias(exported_config)
         host = HostRole(
-            world, model, None, Path(config.model.path), make_reward_model_config(hf_config)
+            world,
+            model,
+            None,
+            path,
+            exported_config,
+            has_zero_bias,
+            find_own_tokenizer_path(config.model),
         )
         return {"actor": learns, "host": host}
 
@@ -478,11 +536,17 @@ class RoleBuilder:
         megatron = critic.megatron if pool.pool_name == CRITIC else config.actor.megatron
         backend = self._build_backend(hf_config, first, world, megatron, head="value")
         role = CriticRole(backend, critic, self.critic_phases, config.trainer.seed)
-        role.tokenizer_path = Path(config.model.path)
+        role.policy_path = Path(config.model.path)
+        role.tokenizer_path = find_own_tokenizer_path(config.model)
+        if world.rank == 0:
+            for note in describe_classifier_export(role.exported_config):
+                logger.warning("the exported critic: %s", note)
         return role
 
-    def _open_value_weights(self, path: str | None, hf_config: HFConfig) -> WeightSource:
-        """Return the first weights of a value model, with a value head. The weights come from
+    def _open_value_weights(
+        self, path: str | None, hf_config: HFConfig, head: HeadKind = "value"
+    ) -> WeightSource:
+        """Return the first weights of a value model, whose head is `head`. The weights come from
         `path`, or where `path` is None are the policy's first weights (random with
         model.init_seed).
         """
@@ -493,7 +557,7 @@ class RoleBuilder:
             source = make_random_source(hf_config, seed)
         else:
             source = open_value_model(
-                Path(path or config.model.path), make_weight_table(hf_config, head="value")
+                Path(path or config.model.path), make_weight_table(hf_config, head=head)
             )
         return add_value_head(source, config.critic.value_head_init_std, config.trainer.seed)
 

@@ -23,19 +23,17 @@ from rlhf_megatron.data.atomic_directory import write_directory_atomically
 from rlhf_megatron.weights.hf_reader import DTYPES, FP8, INDEX
 
 MAX_SHARD_BYTES = 2 << 30  # processes that write into files of their own do not wait for each other
-_COMPANIONS = (
+_TOKENIZER_FILES = (
     "tokenizer*",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.*",
     "merges.txt",
     "chat_template*",
-    "generation_config.json",
     "*.model",
     "*.jinja",
-    "*.py",
-    "LICENSE*",
 )
+_COMPANIONS = (*_TOKENIZER_FILES, "generation_config.json", "*.py", "LICENSE*")
 
 _FORMAT_NAMES = {**{name: code for code, name in DTYPES.items()}, "float8_e4m3fn": FP8}
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
@@ -153,32 +151,49 @@ def write_config_and_tokenizer(
     hf_config: Mapping[str, Any],
     dtypes: set[str],
     companions_directory: Path | None,
+    tokenizer_directory: Path | None = None,
 ) -> None:
     """Write config.json, with the weights' type where they share one (float32 buffers aside), and
-    copy the tokenizer's files from `companions_directory`.
+    copy the tokenizer's files from `tokenizer_directory`, the other companion files from
+    `companions_directory`. Without a `tokenizer_directory` all come from `companions_directory`.
     """
     config = dict(hf_config)
-    kinds = dtypes - {"float32"} or dtypes
-    if len(kinds) == 1:
-        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(kinds))
-    own = companions_directory / "config.json" if companions_directory is not None else None
-    if own is not None and own.is_file() and json.loads(own.read_bytes()) == config:
-        shutil.copyfile(own, directory / "config.json")
+    weight_dtypes = dtypes - {"float32"} or dtypes
+    if len(weight_dtypes) == 1:
+        config["dtype" if "dtype" in config else "torch_dtype"] = next(iter(weight_dtypes))
+    original_config = (
+        companions_directory / "config.json" if companions_directory is not None else None
+    )
+    if (
+        original_config is not None
+        and original_config.is_file()
+        and json.loads(original_config.read_bytes()) == config
+    ):
+        shutil.copyfile(original_config, directory / "config.json")
     else:
         (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-    if companions_directory is not None:
-        for path in find_companion_files(companions_directory):
-            shutil.copyfile(path, directory / path.name)
+    companions = find_companion_files(companions_directory) if companions_directory else []
+    if tokenizer_directory is not None:
+        # No file of the other tokenizer stays: a vocabulary would not fit the new tokenizer.
+        companions = [path for path in companions if not _is_tokenizer_file(path)]
+        companions += filter(_is_tokenizer_file, find_companion_files(tokenizer_directory))
+    for path in companions:
+        shutil.copyfile(path, directory / path.name)
+
+
+def _is_tokenizer_file(path: Path) -> bool:
+    """Return whether a companion file belongs to the tokenizer or its chat template."""
+    return any(path.match(pattern) for pattern in _TOKENIZER_FILES)
 
 
 def find_companion_files(directory: Path) -> list[Path]:
     """Return the files of a model directory that are copied along with its weights: tokenizer, chat
     template, code and licence, but not config.json.
     """
-    found = {
+    files = {
         path for pattern in _COMPANIONS for path in Path(directory).glob(pattern) if path.is_file()
     }
-    return sorted(found)
+    return sorted(files)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,13 @@ from rlhf_megatron.weights.families.model_family import (
     ModelFamily,
     make_family_table,
 )
-from rlhf_megatron.weights.weight_table import HeadKind, HFTensor, StackedEntry, WeightRule
+from rlhf_megatron.weights.weight_table import (
+    VALUE_HEADS,
+    HeadKind,
+    HFTensor,
+    StackedEntry,
+    WeightRule,
+)
 
 _FUSED_EXPERTS = re.compile(r"(.*\.)mlp\.experts\.((?:gate_up|down)_proj(?:_bias)?)")
 SOFTCAP = "final_logit_softcapping"
@@ -35,15 +41,15 @@ gate, up, down.
 
 
 class PackedCausalLM(nn.Module):
-    """A causal language model over packed documents, or with head "value" its decoder and a value
-    head.
+    """A causal language model over packed documents, or with a head of VALUE_HEADS its decoder and
+    a value head.
 
     Hidden states are processed inside of `forward`: only there are sharded weights whole.
     """
 
     def __init__(self, causal_lm: Any, head: HeadKind) -> None:
-        """Take over the model; with head "value" keep its decoder only and add a linear layer
-        `score` in float32.
+        """Take over the model; with a head of VALUE_HEADS keep its decoder only and add a linear
+        layer `score` in float32, which has a bias for "value".
         """
         super().__init__()
         self.hf_config = causal_lm.config
@@ -54,13 +60,12 @@ class PackedCausalLM(nn.Module):
         """Given where packed documents would see each other. Returns the largest of all ranks'
         numbers of batches.
         """
-        if head == "value":
+        if head in VALUE_HEADS:
             self.decoder = nn.Module()
             setattr(self.decoder, causal_lm.base_model_prefix, causal_lm.base_model)
             self._body_name = str(causal_lm.base_model_prefix)
-            self.score = nn.Linear(
-                causal_lm.config.get_text_config().hidden_size, 1, dtype=torch.float32
-            )
+            hidden_size = causal_lm.config.get_text_config().hidden_size
+            self.score = nn.Linear(hidden_size, 1, bias=head == "value", dtype=torch.float32)
 
     def forward(
         self,
@@ -174,7 +179,8 @@ class PackedCausalLM(nn.Module):
         where sharded weights are whole.
         """
         weight = self.score.weight.float()
-        bias = self.score.bias.float()
+        # nn.Linear is typed as if its bias were always there
+        bias = None if self.score.bias is None else self.score.bias.float()
         return nn.functional.linear(hidden_SH.index_select(0, rows_R).float(), weight, bias)[:, 0]
 
     def collect_tensors(self) -> dict[str, Tensor]:
@@ -251,7 +257,7 @@ def build_causal_lm(
         if getattr(module, "padding_idx", None) is not None:
             module.padding_idx = None  # the row of that token would never get a gradient
     model = PackedCausalLM(causal, head)
-    if head == "value":
+    if head in VALUE_HEADS:
         model.score.to("meta")
     return model
 
@@ -391,6 +397,20 @@ def find_transformers_family(model_type: str) -> ModelFamily | None:
         refuse_megatron_backend,
         make_table,
     )
+
+
+def find_transformers_classifier(model_type: str, suffix: str) -> str | None:
+    """Return the name of transformers' class for a model type whose name ends in `suffix`,
+    "ForSequenceClassification" or "ForTokenClassification"; None where there is none.
+    """
+    from transformers.models.auto import modeling_auto
+
+    names_by_suffix = {
+        "ForSequenceClassification": modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        "ForTokenClassification": modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    }
+    name: str | None = names_by_suffix[suffix].get(model_type)
+    return name
 
 
 def make_transformers_weight_table(hf_config: HFConfig, head: HeadKind) -> tuple[WeightRule, ...]:

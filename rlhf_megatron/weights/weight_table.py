@@ -24,10 +24,13 @@ smaller, and further ones empty.
 StageOwner = Literal["embedding", "layer", "head"]
 """Which pipeline stage has the tensor: the first, the one of its layer, the last."""
 
-HeadKind = Literal["vocabulary", "value"]
-"""What stands behind the final norm: the output layer of a policy,
-or the value head of a critic.
+HeadKind = Literal["vocabulary", "value", "unbiased_value"]
+"""What stands behind the final norm: the output layer of a policy, the value head of a critic, with
+weight and bias, or the value head of a reward model, which has no bias unless the run asks for one.
 """
+
+VALUE_HEADS: frozenset[HeadKind] = frozenset({"value", "unbiased_value"})
+"""The heads with one number a token."""
 
 LayerImpl = Literal["local", "transformer_engine"]
 """Whose names the modules of a Megatron model have. Tables, and files on disk, are made under

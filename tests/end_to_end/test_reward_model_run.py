@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from end_to_end_tools import write_config as write_rl_config
 from forked_runs import ForkServer
 from places import MODEL
 from reward_model_tools import Scored
+from safetensors.torch import load_file, save_file
 from sglang_tools import needs_sglang
 
 from rlhf_megatron.cli.main import main
@@ -291,6 +293,38 @@ def test_a_run_starts_servers_of_its_model(
         assert all(abs(one - round(one)) > 1e-6 for one in times), (
             "the rule alone: up to 40 items of 0 or 1"
         )
+
+
+def test_a_reward_model_is_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model of a run is an older reward model, whose bias would be lost, or one without a
+    language model's output layer.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    config = AutoConfig.from_pretrained(MODEL, num_labels=1, tie_word_embeddings=False)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(tmp_path / "model")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(MODEL / name, tmp_path / "model")
+    model = {"path": str(tmp_path / "model"), "init_seed": None}
+    path = str(write_config(tmp_path / "run", 64, model=model))
+    words = [f"{key}={value}" for key, value in ONE_RANK.items() if "." in key]
+    check = ["config", "check", path, *words]
+    assert main(check) == 0, capsys.readouterr()
+
+    file = tmp_path / "model" / "model.safetensors"
+    save_file({**load_file(file), "score.bias": torch.tensor([0.25])}, file, {"format": "pt"})
+    assert main(check) == 2
+    output = capsys.readouterr()
+    assert "has a score.bias of 0.25, and the head" in output.out + output.err
+    assert main([*check, "sft.use_head_bias=true"]) == 0, capsys.readouterr()
+
+
+def test_the_bias_of_a_head_is_for_reward_models(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_config(tmp_path / "run", 8, sft={"loss_mode": "dpo"})
+    assert main(["sft", str(path), "job=sft", "sft.use_head_bias=true"]) == 2
+    assert "sft.use_head_bias (true) would be ignored because job is sft" in capsys.readouterr().err
 
 
 def test_the_command_and_the_loss_agree(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -77,6 +77,7 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
     if config.job == "train":
         return
     yield True, OF_RL, "job", "set job: train"
+    yield config.job != "reward-model", ("sft.use_head_bias",), "job", "set job: reward-model"
     yield (
         not learns_from_pairs(config) and not has_teacher(config),
         ("sft.params",),

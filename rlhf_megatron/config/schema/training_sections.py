@@ -628,3 +628,10 @@ class SFTConfig:
     rejected_key: str = declare_setting(
         "with a preference loss: key of the worse answer, text or messages", "rejected"
     )
+    use_head_bias: bool = declare_setting(
+        (
+            "of a reward model: train a bias of the head, which transformers' sequence classifiers"
+            " do not have; the model is then written as a ...ForTokenClassification"
+        ),
+        False,
+    )

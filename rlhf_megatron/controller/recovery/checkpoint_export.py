@@ -7,7 +7,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,17 +22,31 @@ from rlhf_megatron.controller.recovery.resume_point import (
     check_same_architecture,
     read_run_state,
 )
+from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.registry import load_registry
 from rlhf_megatron.weights.checkpoint_manifest import MANIFEST
 from rlhf_megatron.weights.conversion.conversion_writer import ReportBytes, write_hf_directory
 from rlhf_megatron.weights.conversion.stored_model import StoredModel
+from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_reader import read_hf_config, read_json_object
 from rlhf_megatron.weights.lora import compute_lora_scale
 from rlhf_megatron.weights.lora_adapter import MergedLoraSource, write_peft_adapter
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
-from rlhf_megatron.weights.value_model import make_reward_model_config, make_value_model_config
+from rlhf_megatron.weights.value_model import BIAS as HEAD_BIAS
+from rlhf_megatron.weights.value_model import WEIGHT as HEAD_WEIGHT
+from rlhf_megatron.weights.value_model import (
+    ZeroBiasSource,
+    choose_pad_token_id,
+    describe_classifier_export,
+    make_reward_model_config,
+    make_value_model_config,
+    needs_zero_bias,
+)
+from rlhf_megatron.weights.weight_table import VALUE_HEADS, HeadKind
 
+# keys of a value head's bias in the checkpoints of both backends, megatron and fsdp
+STORED_BIAS_KEYS = frozenset({"value_head.bias", HEAD_BIAS})
 # of a run that writes weights itself
 HF = "hf"
 HF_CRITIC = "hf_critic"
@@ -47,6 +61,7 @@ class ExportableWeights:
     checkpoint_path: Path
     step: int
     lora_config: LoRAConfig | None = None  # of a policy that has adapters
+    notes: tuple[str, ...] = ()  # what a reader of the directory must know, a sentence each
 
     def write_hf_directory(
         self,
@@ -105,26 +120,29 @@ def find_exportable_weights(
     Take the newest good checkpoint; or the checkpoint of `step`; or with `use_best` the checkpoint
     with the best trainer.keep_best. `model_directory` gives the config.json and tokenizer for the
     weights, where those of the run are not on this machine. A critic becomes a token classifier of
-    one label, a trained reward model a sequence classifier.
+    one label; so does a reward model whose checkpoint has a bias of the head, and one without a
+    bias becomes a sequence classifier.
 
     Raise ValueError where there is no such checkpoint, the checkpoint is not good, or the model
     directory is of another model.
     """
-    found = _find_checkpoint(run_or_checkpoint, step, use_best)
-    state = read_run_state(found)
-    if not (found.path / role).is_dir():
-        raise ValueError(f"{found.path} has no {role}: the run trained none.")
-    config = read_run_config(found.path / CONFIG).config
+    checkpoint = _find_checkpoint(run_or_checkpoint, step, use_best)
+    state = read_run_state(checkpoint)
+    if not (checkpoint.path / role).is_dir():
+        raise ValueError(f"{checkpoint.path} has no {role}: the run trained none.")
+    config = read_run_config(checkpoint.path / CONFIG).config
     is_critic = role == "critic"
     is_reward_model = config.job == "reward-model"
-    own = config.critic.path if is_critic and config.critic.path is not None else config.model.path
-    directory = model_directory or Path(own)
+    model_path = (
+        config.critic.path if is_critic and config.critic.path is not None else config.model.path
+    )
+    directory = model_directory or Path(model_path)
     hf_config: dict[str, Any]
     if directory.is_dir():
         hf_config = _read_hf_config_with_plugins(directory, config.plugins)
-        if own == config.model.path:
+        if model_path == config.model.path:
             check_same_architecture(str(directory), state)
-    elif model_directory is not None or own != config.model.path:
+    elif model_directory is not None or model_path != config.model.path:
         raise ValueError(
             f"{directory} is not a directory; give one with the config.json of this {role}"
             " by --model."
@@ -132,24 +150,64 @@ def find_exportable_weights(
     else:
         hf_config = {name: json.loads(value) for name, value in state.architecture.items()}
     companions = model_directory or Path(config.model.path)
-    source = TorchDistSource(found.path / role)
+    notes: list[str] = []
+    tokenizer_directory = None
+    if config.model.tokenizer_path is not None and model_directory is None:
+        tokenizer_directory = Path(config.model.tokenizer_path)
+        if not tokenizer_directory.is_dir():
+            notes.append(
+                f"the run's tokenizer ({tokenizer_directory}) is not here; the tokenizer, if any,"
+                f" is that of {companions}. --model DIR names a directory with the right one."
+            )
+            tokenizer_directory = None
+    stored = TorchDistSource(checkpoint.path / role)
     lora = config.actor.lora if role == "actor" and config.actor.lora.rank else None
+    head: HeadKind = "vocabulary"
+    exported_config = dict(hf_config)
+    if is_reward_model:
+        # What the checkpoint has decides: checkpoints of before the setting have a bias.
+        head = "value" if not STORED_BIAS_KEYS.isdisjoint(stored.names) else "unbiased_value"
+        exported_config = make_reward_model_config(
+            hf_config,
+            head == "value",
+            _find_pad_token_id(tokenizer_directory or companions, companions, hf_config),
+        )
+    elif is_critic:
+        head = "value"
+        exported_config = make_value_model_config(hf_config)
     weights = StoredModel(
         hf_config,
-        source if lora is None else MergedLoraSource(source, compute_lora_scale(lora)),
-        found.path / role,
+        stored if lora is None else MergedLoraSource(stored, compute_lora_scale(lora)),
+        checkpoint.path / role,
         companions if companions.is_dir() else None,
         recorded_digests={},
-        head="value" if is_critic or is_reward_model else "vocabulary",
+        head=head,
         is_written_by_fsdp=config.actor.backend == "fsdp",
+        tokenizer_directory=tokenizer_directory,
     )
-    if is_reward_model:
-        exported_config = make_reward_model_config(hf_config)
-    elif is_critic:
-        exported_config = make_value_model_config(hf_config)
-    else:
-        exported_config = dict(hf_config)
-    return ExportableWeights(weights, exported_config, found.path, state.step, lora)
+    if head == "unbiased_value" and needs_zero_bias(exported_config):
+        weights = _add_zero_bias(weights)
+    if head in VALUE_HEADS:
+        notes += describe_classifier_export(exported_config)
+    return ExportableWeights(
+        weights, exported_config, checkpoint.path, state.step, lora, tuple(notes)
+    )
+
+
+def _find_pad_token_id(
+    tokenizer_directory: Path, companions_directory: Path, hf_config: HFConfig
+) -> int | None:
+    """Return the `pad_token_id` of an exported reward model, None where there is no tokenizer."""
+    if not (tokenizer_directory / "tokenizer.json").is_file():
+        return None
+    tokenizer = load_tokenizer(tokenizer_directory, companions_directory)
+    return choose_pad_token_id(tokenizer, int(hf_config["vocab_size"]))
+
+
+def _add_zero_bias(model: StoredModel) -> StoredModel:
+    """Return a reward model without a bias of the head as one with a bias of 0."""
+    [weight_rule] = [rule for rule in model.weight_table if rule.hf_tensors[0].name == HEAD_WEIGHT]
+    return replace(model, source=ZeroBiasSource(model.source, weight_rule), head="value")
 
 
 def _read_hf_config_with_plugins(directory: Path, plugins: Sequence[str]) -> dict[str, Any]:
@@ -240,10 +298,10 @@ def export_missing_weights(run_dir: Path, trainer: TrainerConfig, has_critic: bo
     lines = []
     for name, role in wanted:
         if not (run_dir / name).exists():
-            find_exportable_weights(
-                run_dir, trainer.total_training_steps, role=role
-            ).write_hf_directory(run_dir / name)
+            weights = find_exportable_weights(run_dir, trainer.total_training_steps, role=role)
+            weights.write_hf_directory(run_dir / name)
             lines.append(f"weights of the {role}: {run_dir / name}")
+            lines += [f"note: {note}" for note in weights.notes]
     return lines
 
 

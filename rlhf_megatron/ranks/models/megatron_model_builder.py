@@ -41,7 +41,7 @@ from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 from rlhf_megatron.ranks.parallel.world import World
 from rlhf_megatron.weights.families.family_lookup import find_model_family
 from rlhf_megatron.weights.families.model_family import pad_vocab_size
-from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl
+from rlhf_megatron.weights.weight_table import VALUE_HEADS, HeadKind, LayerImpl
 
 logger = logging.getLogger(__name__)
 
@@ -75,7 +75,7 @@ def build_megatron_model(
     Every chunk takes packed documents: `chunk(token_ids [1, T], position_ids [1, T], None,
     packed_seq_params=make_packed_documents(...))`. The last chunk of the last stage returns hidden
     states [1, T, h], from which the weight of `get_head_weight` makes log-probs; or, where `head`
-    is "value", `get_value_head` makes values: then there is no output layer.
+    is one of VALUE_HEADS, `get_value_head` makes values: then there is no output layer.
 
     Raise ValueError for an architecture, layout or setting that is not supported.
     """
@@ -86,7 +86,7 @@ def build_megatron_model(
     )
     family = find_model_family(hf_config)
     gpt_arguments = family.make_gpt_arguments(hf_config)
-    if head == "value":
+    if head in VALUE_HEADS:
         # there is no output layer to share them with
         gpt_arguments["share_embeddings_and_output_weights"] = False
     arguments = family.make_transformer_arguments(hf_config)
@@ -181,8 +181,8 @@ def _build_model_chunk(
             module.rotary = rotary
         elif isinstance(module, MultiLatentAttention):
             module.rotary_pos_emb = LatentRotaryEmbedding(module.rotary_pos_emb, config)
-    if has_head and head == "value":
-        install_value_head(model, world.tp_group)
+    if has_head and head in VALUE_HEADS:
+        install_value_head(model, world.tp_group, has_bias=head == "value")
     elif has_head:
         expose_hidden_states(model)
     return model.to(world.device)

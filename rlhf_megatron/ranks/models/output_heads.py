@@ -43,12 +43,20 @@ class ValueHead(torch.nn.Module):
     `sequence_parallel`.
     """
 
+    bias: torch.nn.Parameter | None
+
     def __init__(
-        self, hidden_size: int, dtype: torch.dtype, is_sequence_split: bool, tp_group: ProcessGroup
+        self,
+        hidden_size: int,
+        dtype: torch.dtype,
+        is_sequence_split: bool,
+        tp_group: ProcessGroup,
+        has_bias: bool = True,
     ) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.zeros(1, hidden_size, dtype=dtype))
-        self.bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype))
+        bias = torch.nn.Parameter(torch.zeros(1, dtype=dtype)) if has_bias else None
+        self.register_parameter("bias", bias)
         self.sequence_parallel = is_sequence_split
         self.tp_group = tp_group
 
@@ -69,9 +77,8 @@ class ValueHead(torch.nn.Module):
             gather_sequence_parts(hidden_SH, self.tp_group) if self.sequence_parallel else hidden_SH
         )
         hidden_RH = whole_SH.index_select(0, rows_R)
-        return torch.nn.functional.linear(
-            hidden_RH.float(), self.weight.float(), self.bias.float()
-        )[:, 0]
+        bias = None if self.bias is None else self.bias.float()
+        return torch.nn.functional.linear(hidden_RH.float(), self.weight.float(), bias)[:, 0]
 
     def sharded_state_dict(
         self, prefix: str, sharded_offsets: tuple[Any, ...], metadata: dict[str, Any]
@@ -102,13 +109,13 @@ def expose_hidden_states(model: Any) -> None:
     model.output_layer.__class__ = HiddenStatesHead
 
 
-def install_value_head(model: Any, tp_group: ProcessGroup) -> None:
-    """Replace the output layer of a GPTModel by a value head; the model then returns hidden states
-    [b, s, h].
+def install_value_head(model: Any, tp_group: ProcessGroup, has_bias: bool = True) -> None:
+    """Replace the output layer of a GPTModel by a value head, with or without a bias; the model
+    then returns hidden states [b, s, h].
     """
     config = model.config
     model.output_layer = ValueHead(
-        config.hidden_size, config.params_dtype, config.sequence_parallel, tp_group
+        config.hidden_size, config.params_dtype, config.sequence_parallel, tp_group, has_bias
     )
 
 

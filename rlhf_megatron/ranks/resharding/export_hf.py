@@ -56,6 +56,7 @@ def export_sharded_model_to_hf(
     hf_config: Mapping[str, Any],
     dtype: torch.dtype,
     companions_directory: Path | None = None,
+    tokenizer_directory: Path | None = None,
     max_file_bytes: int = _FILE_BYTES,
 ) -> None:
     """Write a sharded model as a Hugging Face directory. Call it on every rank of the pool;
@@ -64,9 +65,9 @@ def export_sharded_model_to_hf(
 
     Each stage's rank (dp 0, cp 0, tp 0) writes its tensors, as `dtype`; the first stage completes
     the directory, which then appears under its name. `companions_directory` is a directory whose
-    tokenizer files (and MTP tensors, if any) are copied. Raise on every rank of the first copy when
-    one rank fails, and ValueError when the directory exists and is not empty; nothing is left
-    behind.
+    tokenizer files (and MTP tensors, if any) are copied; with `tokenizer_directory` the tokenizer
+    files come from there. Raise on every rank of the first copy when one rank fails, and ValueError
+    when the directory exists and is not empty; nothing is left behind.
     """
     if not world.is_first_copy:
         return
@@ -88,7 +89,12 @@ def export_sharded_model_to_hf(
     if failure is None and is_first:
         failure = _catch_failure(
             lambda: _complete_directory(
-                directory, aside, hf_config, get_storable_dtype_name(dtype), companions_directory
+                directory,
+                aside,
+                hf_config,
+                get_storable_dtype_name(dtype),
+                companions_directory,
+                tokenizer_directory,
             )
         )
     if is_sender:
@@ -271,6 +277,7 @@ def _complete_directory(
     hf_config: Mapping[str, Any],
     dtype: str,
     companions_directory: Path | None,
+    tokenizer_directory: Path | None,
 ) -> None:
     """Rename the files of all stages as Hugging Face names them, write the MTP tensors, index,
     config and tokenizer beside them, and rename the partial directory to `directory`, all flushed
@@ -296,7 +303,9 @@ def _complete_directory(
         files[final] = specs
     if total > 1:
         write_weight_index(partial_directory, files)
-    write_config_and_tokenizer(partial_directory, hf_config, {dtype}, companions_directory)
+    write_config_and_tokenizer(
+        partial_directory, hf_config, {dtype}, companions_directory, tokenizer_directory
+    )
     for path in [*partial_directory.iterdir(), partial_directory]:
         fsync_path(path)
     refuse_nonempty_directory(directory)

@@ -67,7 +67,8 @@ def plan_layout_memory(
     """Return the memory of each pipeline stage, by building its model without storage. Call it in a
     process without process groups; it leaves none behind.
 
-    `num_ranks` is the size of the pool; `head` is "vocabulary" for an actor, "value" for a critic.
+    `num_ranks` is the size of the pool; `head` is "vocabulary" for an actor, "value" for a critic,
+    "unbiased_value" for a reward model whose head has no bias.
 
     Raise ValueError for a model or layout that is not supported.
     """

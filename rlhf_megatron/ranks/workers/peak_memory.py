@@ -23,7 +23,7 @@ from rlhf_megatron.ranks.workers.optimizer_state_format import OptimizerStateFor
 from rlhf_megatron.weights.families.family_lookup import find_model_family, make_weight_table
 from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.parallel_layout import ParallelLayout, make_parallel_layout
-from rlhf_megatron.weights.weight_table import HeadKind, LayerImpl
+from rlhf_megatron.weights.weight_table import VALUE_HEADS, HeadKind, LayerImpl
 
 # of a device's memory: the rest is for NCCL, fragments, collectives and what engines keep
 USABLE_MEMORY_SHARE = 0.75
@@ -126,7 +126,7 @@ def estimate_stage_activation_bytes(
         estimate_layer_activation_bytes(model, layout, impl, has_experts) for has_experts in here
     ]
     num_layers = len(here)
-    gradients = max(whole) if stage < layout.pp - 1 or model.head == "value" else 0
+    gradients = max(whole) if stage < layout.pp - 1 or model.head in VALUE_HEADS else 0
     under_way = layout.pp - stage
     if layout.vpp > 1:  # chunks of layers, in rounds of pp micro-batches
         under_way = math.ceil(

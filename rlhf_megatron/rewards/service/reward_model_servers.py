@@ -4,7 +4,9 @@ model with one label gives numbers, a judge (`served.judge`) writes verdicts.
 
 SGLang gives the head of a Qwen2 or Qwen3 classifier a bias, which transformers' checkpoints lack,
 and leaves it as it was made: random, another one on each replica. It is served from a directory of
-links that adds the bias 0.
+links that adds the bias 0. Of a Llama or Gemma 2 classifier SGLang drops a bias that the files
+have: the run adds it to the scores. A token classifier of one label, which SGLang does not know, is
+served as the sequence classifier of the same tensors.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import logging
 import os
 import secrets
 import threading
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -57,11 +60,19 @@ from rlhf_megatron.rollout.sglang.sglang_environment import (
 from rlhf_megatron.rollout.sglang.sglang_launch import SGLangServerLaunch
 from rlhf_megatron.weights.hf_reader import INDEX, HFReader, read_json_object
 from rlhf_megatron.weights.shard_plan import EngineLayout
+from rlhf_megatron.weights.value_model import (
+    BIAS,
+    SEQUENCE_CLASSIFIER,
+    SGLANG_HEADS_WITH_BIAS,
+    SGLANG_HEADS_WITHOUT_BIAS,
+    TOKEN_CLASSIFIER,
+    WEIGHT,
+    needs_zero_bias,
+    read_head_bias,
+    warn_of_dropped_bias,
+)
 
 logger = logging.getLogger(__name__)
-WITHOUT_BIAS = ("Qwen2ForSequenceClassification", "Qwen3ForSequenceClassification")
-HEAD = "score.weight"
-BIAS = "score.bias"
 BIAS_FILE = "score_bias.safetensors"
 FOLDER = "reward_servers"  # in the run directory
 SERVER = "reward"  # begins their names
@@ -79,6 +90,8 @@ def check_model_servers(engine_setup: EngineSetup, reward_model: RewardModelConf
     any.
     """
     load_tokenizer(str(reward_model.path))
+    if reward_model.served.judge is None:
+        warn_of_dropped_bias(Path(str(reward_model.path)))
     _check_server_environment(engine_setup, reward_model)
 
 
@@ -111,6 +124,9 @@ class RewardModelServers:
         self._is_asleep = False
         self._abandoned_names: set[str] = set()
         self._has_ended = threading.Event()
+        self._dropped_bias = (
+            0.0 if self._is_judge else find_dropped_bias(Path(str(self.reward_model.path)))
+        )
         launches = make_server_launches(engine_setup, reward_model, run_dir)
         self.servers = EngineServers(
             [*map(place, launches)], self.rollout_config.startup_timeout_s, progress
@@ -167,7 +183,7 @@ class RewardModelServers:
             return RewardTermConfig("llm_judge", model.weight, params | model.served.judge)
         params |= {"ending": model.served.ending, "tokenizer": model.path}
         params |= {"skip_special_tokens": model.served.skip_special_tokens}
-        params |= {"mean": model.mean, "std": model.std, "activation": model.activation}
+        params |= make_score_params(model, self._dropped_bias)
         return RewardTermConfig("reward_server", model.weight, params)
 
     def collect_metrics(self) -> dict[str, float]:
@@ -294,14 +310,26 @@ class RewardModelServers:
             logger.error("%s was not started again: %s", address.name, error)
 
 
+def make_score_params(model: RewardModelConfig, dropped_bias: float) -> dict[str, Any]:
+    """Return the parameters of `reward_server` that make rewards of the servers' scores, which lack
+    `dropped_bias`: a mean that is lower by the bias adds the bias.
+    """
+    mean = model.mean - dropped_bias
+    return {"mean": mean, "std": model.std, "activation": model.activation}
+
+
 def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = False) -> Path:
-    """Return the directory to serve: `model_dir`, or where the head needs a bias of 0,
-    `target_dir`, which gets links to the model's files and the bias. With `may_exist` use a
-    `target_dir` that another process has made, if this machine sees it.
+    """Return the directory to serve: `model_dir`, or where the model is a token classifier or its
+    head needs a bias of 0, `target_dir`, which gets links to the model's files, the bias and the
+    name of the class. With `may_exist` use a `target_dir` that another process has made, if this
+    machine sees it.
     """
     reader = HFReader(model_dir)
-    architectures = read_json_object(model_dir / "config.json").get("architectures") or ()
-    if not set(WITHOUT_BIAS).intersection(architectures) or BIAS in reader.names:
+    hf_config = read_json_object(model_dir / "config.json")
+    served_config = {**hf_config, "architectures": _list_served_classes(hf_config)}
+    is_renamed = served_config["architectures"] != (hf_config.get("architectures") or [])
+    lacks_bias = needs_zero_bias(served_config) and BIAS not in reader.names
+    if not is_renamed and not lacks_bias:
         return model_dir
     if may_exist and (target_dir / INDEX).exists():
         return target_dir
@@ -309,14 +337,49 @@ def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = F
     for file in [*target_dir.iterdir()]:
         file.unlink()
     for file in model_dir.iterdir():
-        if file.name != INDEX:
+        if file.name != INDEX and not (is_renamed and file.name == "config.json"):
             (target_dir / file.name).symlink_to(file.resolve())
-    weight_map = {name: reader.get_file_name(name) for name in reader.names} | {BIAS: BIAS_FILE}
+    if is_renamed:
+        (target_dir / "config.json").write_text(json.dumps(served_config, indent=2) + "\n")
+    weight_map = {name: reader.get_file_name(name) for name in reader.names}
+    if lacks_bias:
+        weight_map[BIAS] = BIAS_FILE
+        num_labels = reader.read_shape(WEIGHT)[0]
+        save_file({BIAS: torch.zeros(num_labels)}, target_dir / BIAS_FILE, {"format": "pt"})
     (target_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
-    save_file(
-        {BIAS: torch.zeros(reader.read_shape(HEAD)[0])}, target_dir / BIAS_FILE, {"format": "pt"}
-    )
     return target_dir
+
+
+def _list_served_classes(hf_config: Mapping[str, Any]) -> list[str]:
+    """Return the architectures of config.json under which SGLang serves the model: a token
+    classifier's name becomes that of the sequence classifier, where SGLang has one.
+    """
+    names = [str(name) for name in hf_config.get("architectures") or ()]
+    known_classes = SGLANG_HEADS_WITH_BIAS | SGLANG_HEADS_WITHOUT_BIAS
+    renamed = [name.replace(TOKEN_CLASSIFIER, SEQUENCE_CLASSIFIER) for name in names]
+    return [
+        other if other in known_classes else name
+        for name, other in zip(names, renamed, strict=True)
+    ]
+
+
+def find_dropped_bias(model_dir: Path) -> float:
+    """Return the bias of the head that SGLang drops from each score of the model; 0.0 where it
+    reads the bias, or where there is none.
+    """
+    classes = _list_served_classes(read_json_object(model_dir / "config.json"))
+    if SGLANG_HEADS_WITHOUT_BIAS.isdisjoint(classes):
+        return 0.0
+    bias = read_head_bias(HFReader(model_dir))
+    if bias:
+        logger.warning(
+            "%s has a %s of %g, which SGLang's %s drops; the run adds it to the servers' scores.",
+            model_dir,
+            BIAS,
+            bias,
+            ", ".join(classes),
+        )
+    return bias
 
 
 def _check_server_environment(

@@ -149,6 +149,7 @@ class HFTarget:
         self.file_headers = self._safetensors_layout.file_headers
         self._hf_config = hf_config or model.hf_config
         self._companions_directory = model.companions_directory
+        self._tokenizer_directory = model.tokenizer_directory
         block = next((item.fp8_block for item in items if item.fp8_block is not None), None)
         if block is not None:
             is_linear = (
@@ -205,7 +206,11 @@ class HFTarget:
         if len(files) > 1:
             write_weight_index(directory, files)
         write_config_and_tokenizer(
-            directory, self._hf_config, self._dtypes, self._companions_directory
+            directory,
+            self._hf_config,
+            self._dtypes,
+            self._companions_directory,
+            self._tokenizer_directory,
         )
         if self._has_digests:
             _write_digest_file(directory, digests)

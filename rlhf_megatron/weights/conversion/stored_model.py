@@ -120,12 +120,13 @@ class StoredModel:
     hf_config: HFConfig  # without the quantisation of its files
     source: WeightSource
     directory: Path  # of the weights
-    companions_directory: Path | None  # directory with the tokenizer's files
+    companions_directory: Path | None  # directory with the tokenizer's files, and others
     # as recorded by an earlier conversion; empty where there are none
     recorded_digests: Mapping[str, str]
     head: HeadKind = "vocabulary"
     is_written_by_fsdp: bool = False  # the source knows transformers' names
     fp8_block: tuple[int, int] | None = None  # of FP8, where the files are quantised
+    tokenizer_directory: Path | None = None  # None: the tokenizer is that of the companions
 
     @cached_property
     def weight_table(self) -> tuple[WeightRule, ...]:

@@ -35,7 +35,7 @@ def make_weight_table(
     module names of `impl`.
 
     `head` "value": the table of a critic, which has a value head in place of the output layer, tied
-    or not.
+    or not; "unbiased_value": the same without the bias of the head.
     """
     return make_family_table(find_model_family(hf_config), hf_config, tp_size, impl, head)
 

@@ -12,6 +12,7 @@ from typing import Any
 from rlhf_megatron.part_signatures import find_call_problem
 from rlhf_megatron.registry import Registry
 from rlhf_megatron.weights.weight_table import (
+    VALUE_HEADS,
     HeadKind,
     HFTensor,
     LayerImpl,
@@ -89,14 +90,15 @@ def make_family_table(
     `make_weight_table`.
     """
     table = family.make_table(hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size))
-    if head == "value":
+    if head in VALUE_HEADS:
         body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
-        table = (*body, *_make_value_head_rules(read_positive_int(hf_config, "hidden_size")))
+        head_rules = _make_value_head_rules(read_positive_int(hf_config, "hidden_size"))
+        table = (*body, *(head_rules if head == "value" else head_rules[:1]))
     return rename_rules_for_impl(impl, table)
 
 
 def _make_value_head_rules(hidden_size: int) -> tuple[WeightRule, ...]:
-    """Return the rules of a value head: its weight [1, hidden] and its bias [1]."""
+    """Return the rules of a value head: its weight [1, hidden], then its bias [1]."""
     shapes = {"weight": (1, hidden_size), "bias": (1,)}
     return tuple(
         make_plain_rule(

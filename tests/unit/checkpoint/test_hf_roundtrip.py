@@ -21,6 +21,7 @@ from rlhf_megatron.weights.hf_writer import (
     TensorSpec,
     open_hf_directory_writer,
     plan_weight_files,
+    write_config_and_tokenizer,
 )
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
@@ -355,3 +356,27 @@ def test_companions_are_copied_and_the_type_is_named(tmp_path: Path) -> None:
         **CONFIG,
         "torch_dtype": "bfloat16",
     }
+
+
+def test_a_tokenizer_of_its_own_comes_whole(tmp_path: Path) -> None:
+    """No file of the model's tokenizer stays beside it; what is no tokenizer's comes along."""
+    model = tmp_path / "model"
+    tokenizer = tmp_path / "tokenizer"
+    files = {
+        model: ["tokenizer.json", "merges.txt", "chat_template.jinja", "generation_config.json"],
+        tokenizer: ["tokenizer.json", "tokenizer_config.json", "generation_config.json", "a.txt"],
+    }
+    for directory, names in files.items():
+        directory.mkdir()
+        for name in names:
+            (directory / name).write_text(directory.name)
+    for own, expected in (
+        (tokenizer, {"tokenizer.json": "tokenizer", "tokenizer_config.json": "tokenizer"}),
+        (None, dict.fromkeys(["tokenizer.json", "merges.txt", "chat_template.jinja"], "model")),
+    ):
+        target = tmp_path / f"written with {own}".replace("/", "_")
+        target.mkdir()
+        write_config_and_tokenizer(target, CONFIG, {"bfloat16"}, model, own)
+        (target / "config.json").unlink()
+        written = {path.name: path.read_text() for path in target.iterdir()}
+        assert written == {**expected, "generation_config.json": "model"}

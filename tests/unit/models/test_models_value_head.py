@@ -110,6 +110,31 @@ def test_values_are_float32_sums_of_rounded_numbers(world: World) -> None:
     assert hidden.grad[1].tolist() == [1.0, 2.0**-9, 2.0**-10]
 
 
+def test_a_head_without_a_bias_sums_products_only(world: World) -> None:
+    head = ValueHead(
+        3, torch.float32, is_sequence_split=False, tp_group=world.tp_group, has_bias=False
+    )
+    with torch.no_grad():
+        head.weight.copy_(torch.tensor([[1.0, 2.0, -0.5]]))
+    values = head.compute_values(torch.tensor([[1.0, 1.0, 2.0]]), torch.arange(1))
+    assert values.tolist() == [2.0] and [name for name, _ in head.named_parameters()] == ["weight"]
+    state = head.sharded_state_dict("output_layer.", (), {"dp_cp_group": world.dp_group})
+    assert list(state) == ["output_layer.weight"]
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_table_without_the_bias_is_that_of_a_sequence_classifier(name: str) -> None:
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.AutoConfig.for_model(**FAMILIES[name], num_labels=1)
+        model = transformers.AutoModelForSequenceClassification.from_config(config)
+    theirs = {n: tuple(t.shape) for n, t in model.named_parameters()}
+    table = make_weight_table(FAMILIES[name], 2, head="unbiased_value")
+    check_tensor_parallel_split(table, 2)
+    assert {hf.name: hf.shape for rule in table for hf in rule.hf_tensors} == theirs
+
+
 def test_no_rows_have_gradients_that_are_zero(world: World) -> None:
     """And not none: a rank without rows still takes part in the reductions of every parameter."""
     head = ValueHead(3, torch.float32, is_sequence_split=False, tp_group=world.tp_group)
