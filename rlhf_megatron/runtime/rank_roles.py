@@ -81,6 +81,7 @@ from rlhf_megatron.weights.checkpoint_manifest import (
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.weights.lora_adapter import CONFIG as ADAPTER_CONFIG
 from rlhf_megatron.weights.value_model import (
     add_value_head,
     choose_pad_token_id,
@@ -143,8 +144,9 @@ class HostRole:
 
         A failure of an engine is recorded in the report, and is not raised here.
         """
-        return deliver_weights(
-            self.actor.export_shards(),
+        export = self.actor.export_for_engines(version, getattr(torch, dtype))
+        report = deliver_weights(
+            export.shards,
             self.actor.backend.export_world,
             self._engine_groups,
             version=version,
@@ -155,6 +157,7 @@ class HostRole:
             transport_kind=transport,
             ranks_per_machine=ranks_per_machine,
         )
+        return replace(report, lost_update=export.finish_send())
 
     def save_hf(self, directory: Path) -> None:
         """Write the actor in Hugging Face layout, with the exported configuration and the tokenizer
@@ -184,17 +187,25 @@ class HostRole:
             self.reference.copy_weights_from(self.actor.backend)
 
     def save_reference(self, directory: Path) -> SaveResult:
-        """Write the reference in Hugging Face layout, as a part of a checkpoint. Every rank takes
-        part. The returned result holds the error of a failed write, which is not raised.
+        """Write the reference as a part of a checkpoint: in Hugging Face layout, or, where the
+        policy has an adapter, the reference's adapter alone, in peft's format. Merged weights would
+        be rounded. Every rank takes part. The returned result holds the error of a failed write,
+        which is not raised.
         """
         reference = self.reference
         world = self.world
         assert reference is not None, "there is no reference here"
+        adapter = reference.backend.adapter
 
         def write_reference() -> tuple[FileRecord, ...]:
-            """Export the reference, and return the records of the files on rank 0, () on other
+            """Write the reference, and return the records of the files on rank 0, () on other
             ranks.
             """
+            if adapter is not None:
+                matrices = adapter.gather_matrices()
+                if world.rank == 0:
+                    adapter.save(directory, matrices, str(self.model_path))
+                return make_file_records(directory) if world.rank == 0 else ()
             hf_config = self.actor.backend.hf_config
             dtype = self.actor.dtype
             export_sharded_model_to_hf(
@@ -214,9 +225,14 @@ class HostRole:
         return result
 
     def load_reference(self, directory: Path) -> None:
-        """Load the reference's weights from a directory that `save_reference` wrote."""
+        """Load the reference's weights from a directory that `save_reference` wrote. Earlier
+        versions wrote a reference with an adapter as merged weights, which are loaded as they are.
+        """
         assert self.reference is not None, "there is no reference here"
-        self.reference.load_hf(directory)
+        if (directory / ADAPTER_CONFIG).is_file():
+            self.reference.load_adapter(directory)
+        else:
+            self.reference.load_hf(directory)
 
     def save_rng(self, directory: Path) -> SaveResult:
         """Write this rank's random states to its own file in `directory`, as a part of a
@@ -509,7 +525,9 @@ class RoleBuilder:
         if self.config.actor.backend == "fsdp":
             from rlhf_megatron.ranks.workers.fsdp_backend import FSDPBackend  # imports transformers
 
-            lora = self.config.actor.lora if head == "vocabulary" else None
+            has_adapter = head == "vocabulary" and not (
+                is_frozen and self._starts_reference_without_adapter()
+            )
             return FSDPBackend(
                 hf_config,
                 weight_source,
@@ -518,11 +536,20 @@ class RoleBuilder:
                 self.config.actor.fsdp,
                 head,
                 is_frozen,
-                lora,
+                self.config.actor.lora if has_adapter else None,
                 self.config.trainer.seed,
             )
         return MegatronBackend(
             hf_config, weight_source, world, dtype, megatron, head, is_frozen, router_replay
+        )
+
+    def _starts_reference_without_adapter(self) -> bool:
+        """Return whether the reference never has an adapter of the policy: it is another model, or
+        the policy has no effective adapter when the reference becomes the policy.
+        """
+        config = self.config
+        return config.reference.path is not None or (
+            config.actor.lora.path is None and not config.warmup.max_steps
         )
 
     def _build_critic(self, pool: PoolMember, world: World) -> CriticWorker:

@@ -122,8 +122,13 @@ def make_initial_lora_matrix(name: str, shape: Sequence[int], seed: int) -> Tens
     return (torch.rand(tuple(shape), generator=generator) * 2 - 1) / math.sqrt(shape[1])
 
 
+def compute_lora_change(down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
+    """Return scale B A in float32, for the rows that `up_OR` holds."""
+    return (up_OR.float() @ down_RI.float()) * scale
+
+
 def merge_lora_weight(weight_OI: Tensor, down_RI: Tensor, up_OR: Tensor, scale: float) -> Tensor:
     """Return W + scale B A in float32. `weight_OI` may hold a part of the rows, with the same rows
     of `up_OR`.
     """
-    return weight_OI.float() + (up_OR.float() @ down_RI.float()) * scale
+    return weight_OI.float() + compute_lora_change(down_RI, up_OR, scale)

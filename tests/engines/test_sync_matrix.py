@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,7 @@ def send(world: Any, name: str, seed: int, arguments: dict[str, Any], is_fsdp: b
         load_weights_on_rank,
     )
     from rlhf_megatron.ranks.models.megatron_model_builder import build_megatron_model
+    from rlhf_megatron.ranks.workers.lost_update import EngineExport
     from rlhf_megatron.runtime.rank_roles import HostRole
     from rlhf_megatron.weights.weight_source import make_random_source
 
@@ -150,15 +152,16 @@ def send(world: Any, name: str, seed: int, arguments: dict[str, Any], is_fsdp: b
         backend = FSDPBackend(
             config, make_random_source(config, seed), world, torch.float32, FSDPConfig()
         )
-        actor = SimpleNamespace(backend=backend, export_shards=backend.export_shards)
+        export_shards = backend.export_shards
+        actor = SimpleNamespace(backend=backend)
     else:
         table = make_weight_table(config, world.layout.tp)
         model = build_megatron_model(config, world, torch.float32)
         load_weights_on_rank(model.chunks, table, make_random_source(config, seed), world)
         place = SimpleNamespace(export_world=world, hf_config=config)
-        actor = SimpleNamespace(
-            backend=place, export_shards=lambda: iterate_local_shards(model.chunks, table)
-        )
+        export_shards = partial(iterate_local_shards, model.chunks, table)
+        actor = SimpleNamespace(backend=place)
+    actor.export_for_engines = lambda *_: EngineExport(export_shards(), lambda: None)
     role = HostRole(world, actor, None, Path())  # type: ignore[arg-type]
     try:
         return role.send_weights(**arguments)

@@ -68,8 +68,12 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
             yield ConfigProblem(
                 f"{key} must be written without leading dashes; use {plain}.", (key,)
             )
+    # under fsdp weights that learn, and weights with merged adapters, are float32 until they are
+    # cast for the engine: a float32 engine has other values than a bfloat16 engine
     yield make_problem_if(
-        c.rollout.dtype == "float32" and c.model.dtype == "bfloat16",
+        c.rollout.dtype == "float32"
+        and c.model.dtype == "bfloat16"
+        and c.actor.backend == "megatron",
         (
             "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine"
             " would spend twice the memory on the same values; remove it or set"

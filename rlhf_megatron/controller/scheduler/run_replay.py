@@ -96,7 +96,15 @@ def replay_run(
         data = RunData(None, (), tokenizer, ())
         sync = PolicySync(start.policy_version)
         stages = ReplayStages(
-            config, workers, None, data, parts, sync, refuse_to_score, recorded_rollouts=recorder
+            config,
+            workers,
+            None,
+            data,
+            parts,
+            sync,
+            refuse_to_score,
+            show_note=tracker.show_note,
+            recorded_rollouts=recorder,
         )
         guard = StageGuard(tracker, stop_request)
         run_policy_warmup(

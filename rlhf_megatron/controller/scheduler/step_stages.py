@@ -23,6 +23,7 @@ from rlhf_megatron.controller.observe.metrics.batch_metrics import (
     find_non_finite_columns,
     make_valid_sample_mask,
 )
+from rlhf_megatron.controller.observe.metrics.first_reference_kl import FirstReferenceKLCheck
 from rlhf_megatron.controller.observe.metrics.mismatch_check import MismatchCheck
 from rlhf_megatron.controller.recovery.nonfinite_skips import NonFiniteSkips
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
@@ -100,6 +101,7 @@ class StepStages:
     route_files: RouteFileRetention = field(default_factory=RouteFileRetention)
     metric_sources: Sequence[Callable[[], dict[str, float]]] = ()  # metrics that each step adds
     report_progress: Callable[[str], object] = lambda text: None  # what the run does now
+    show_note: Callable[[str], object] = lambda text: None  # a line for whoever watches the run
 
     def __post_init__(self) -> None:
         """Make the objects that live as long as the run: mismatch check, advantage stage and, with
@@ -107,6 +109,9 @@ class StepStages:
         """
         config = self.config
         self.mismatch_check = MismatchCheck(config.checks, config.is_float32_throughout)
+        self._check_first_reference_kl = FirstReferenceKLCheck(
+            config.reference.path, config.actor.router_replay != "none", self.show_note
+        )
         self.advantage_stage = AdvantageStage(config.algorithm, self.setup)
         self.trained_version = 0  # of the policy that the last batch was given to
         self._update_settings = UpdateSettings.from_run_config(config)
@@ -283,7 +288,8 @@ class StepStages:
         are. Record the samples where the run records its rollouts.
 
         Raise ValueError where engine and trainer disagree at the first step. Later steps are
-        compared while they train.
+        compared while they train. Show a note where policy and reference differ at the first step
+        though they are the same model.
         """
         if self._is_annotation_journalled:
             if self._records_routes(step):  # by the process that annotated it, which is gone
@@ -297,6 +303,7 @@ class StepStages:
             else self.compute_annotations(step, scored_batch)
         )
         self._compare_log_probs(step, annotated, is_before_training=True)
+        self._check_first_reference_kl(step, annotated)
         return annotated
 
     def _compare_log_probs(

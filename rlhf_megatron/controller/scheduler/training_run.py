@@ -87,6 +87,7 @@ from rlhf_megatron.controller.sync.device_turns import (
     refuse_engine_probe,
 )
 from rlhf_megatron.controller.sync.engine_probe import EngineWeightProbe
+from rlhf_megatron.controller.sync.lost_update_warning import LostAdapterWarning
 from rlhf_megatron.controller.sync.weight_sync import WeightSync
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompts import PromptSets
@@ -318,7 +319,7 @@ def _make_step_stages(
         connections.fleet,
         run_data,
         setup,
-        _make_weight_sync(config, connections, prompt_sets),
+        _make_weight_sync(config, connections, prompt_sets, tracker),
         connections.scorer,
         recorder=recorder,
         journal=journal if isinstance(journal, StepJournal) else None,
@@ -327,6 +328,7 @@ def _make_step_stages(
         route_files=route_files,
         metric_sources=(*watches, *([servers.collect_metrics] if servers is not None else [])),
         report_progress=tracker.show_stage,
+        show_note=tracker.show_note,
     )
 
 
@@ -393,17 +395,19 @@ def _make_device_turns(
 
 
 def _make_weight_sync(
-    config: RunConfig, connections: RunConnections, prompt_sets: PromptSets
+    config: RunConfig, connections: RunConnections, prompt_sets: PromptSets, tracker: RunTracker
 ) -> WeightSync:
     """Make the weight sync. In a colocated run, an engine without digests is refused instead of
-    probed.
+    probed. A run with an adapter shows a warning in `tracker` where engines do not see the adapter.
     """
+    engine_dtype = config.rollout.dtype or config.model.dtype
+    adapter_warning = LostAdapterWarning(engine_dtype, tracker.show_note)
     return WeightSync(
         connections.workers.host,
         connections.fleet,
         connections.transfer_dir,
         config.rollout.update_weights_bucket_megabytes * MIB,
-        config.rollout.dtype or config.model.dtype,
+        engine_dtype,
         probe_engine=refuse_engine_probe
         if config.rollout.colocated
         else _make_weight_probe(config, connections.workers.actor, prompt_sets),
@@ -411,6 +415,7 @@ def _make_weight_sync(
         model_path=Path(config.model.path),
         device_turns=connections.turns,
         ranks_per_machine=config.trainer.n_gpus_per_node if config.trainer.nnodes > 1 else None,
+        watch_lost_update=adapter_warning if config.actor.lora.rank else None,
     )
 
 

@@ -30,6 +30,7 @@ from rlhf_megatron.rollout.transports.disk_transport import (
 )
 from rlhf_megatron.weights.hf_reader import read_hf_config
 from rlhf_megatron.weights.tensor_digest import format_digest
+from rlhf_megatron.weights.update_rounding import compute_lost_update_share
 
 NAMES_SHOWN = 5
 
@@ -77,6 +78,7 @@ class WeightSync(PolicySync):
         model_path: Path | None = None,
         device_turns: DeviceTurns | None = None,
         ranks_per_machine: int | None = None,
+        watch_lost_update: Callable[[float], None] | None = None,
     ) -> None:
         """Make the sync, and register it with `fleet` and `device_turns`, which use it to send
         weights again.
@@ -84,7 +86,8 @@ class WeightSync(PolicySync):
         `probe_engine` is called with a serving engine that cannot compute digests; it raises
         EngineError. `model_path` is the directory whose configuration and tokenizer go with files
         of weights (`transport` disk). `device_turns` are those of trainer and engines, where they
-        share devices. `ranks_per_machine`: see `deliver_weights`.
+        share devices. `ranks_per_machine`: see `deliver_weights`. `watch_lost_update` is called
+        with the share of the update that rounding lost in a sync, where the share is known.
         """
         assert transport != "disk" or model_path is not None, (
             "files of weights need a configuration"
@@ -99,6 +102,7 @@ class WeightSync(PolicySync):
         self.transport = transport
         self.model_path = model_path
         self.ranks_per_machine = ranks_per_machine
+        self.watch_lost_update = watch_lost_update
         self._sent_digests: dict[str, str] | None = None  # digests of what `policy_version` is
         self.device_turns = device_turns or DeviceTurns()
         self.device_turns.resend_weights = partial(self, is_full_resync=True)
@@ -145,13 +149,18 @@ class WeightSync(PolicySync):
         for engine in self.fleet.live_engines:
             if standing_by_name.get(engine.address.name) is None:
                 self._probe_or_set_aside(engine)
-        return {
+        metrics = {
             "policy/version": float(version),
             "sync/num_bytes": float(sent.num_bytes),
             "sync/bytes_moved": float(sent.bytes_moved),
             "sync/bytes_needed": float(sent.bytes_needed),
             "sync/seconds": time.monotonic() - start,
         }
+        if sent.lost_update_share is not None and not is_full_resync:
+            metrics["policy/lost_update_share"] = sent.lost_update_share
+            if self.watch_lost_update is not None:
+                self.watch_lost_update(sent.lost_update_share)
+        return metrics
 
     def resync_engines(self, engines: Sequence[InferenceEngine]) -> None:
         """Send the current version again to these engines, and verify it: they were started again,
@@ -226,6 +235,7 @@ class WeightSync(PolicySync):
             bytes_needed=sum(report.bytes_needed for report in reports),
             digests={name: format_digest(value) for name, value in digests.items()},
             failure_by_engine={name: "; ".join(reasons) for name, reasons in failures.items()},
+            lost_update_share=compute_lost_update_share(report.lost_update for report in reports),
         )
         if self.transport == "disk":
             assert self.model_path is not None
@@ -296,6 +306,7 @@ class _SyncTotals:
     bytes_needed: int
     digests: dict[str, str]  # Hugging Face name -> digest, in the engines' type
     failure_by_engine: dict[str, str]  # engine name -> why it has not got everything
+    lost_update_share: float | None  # what rounding lost of the update; None: not measured
 
 
 def _apply_to_engines(

@@ -35,6 +35,7 @@ IGNORED_METRICS = (
         "val/*",
         "training/*",
         "warmup/accuracy",
+        "policy/lost_update_share",
     ),
     *("global_seqlen/*", "health/*"),
 )

@@ -34,6 +34,7 @@ from rlhf_megatron.weights.bucket_plan import (
 )
 from rlhf_megatron.weights.parallel_layout import GridCoordinates, ParallelLayout
 from rlhf_megatron.weights.tensor_digest import digest_tensor_part, format_digest
+from rlhf_megatron.weights.update_rounding import LostUpdateSums
 from rlhf_megatron.weights.weight_table import WeightRule, find_holder_places, join_shards
 
 logger = logging.getLogger(__name__)
@@ -123,6 +124,9 @@ class SendReport:
     failures: dict[str, str] = field(default_factory=dict)
     bytes_moved: int = 0  # to the ranks of all engines: what they read or were sent
     bytes_needed: int = 0  # of what stands in the ranks of all engines afterwards
+    # of weights that this rank alone sends; None where nothing was merged or cast, or where there
+    # was no send before
+    lost_update: LostUpdateSums | None = None
 
 
 @dataclass(frozen=True)

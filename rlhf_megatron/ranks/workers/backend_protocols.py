@@ -7,7 +7,7 @@ FSDP2. All methods are called on every rank of the pool at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +24,7 @@ from rlhf_megatron.ranks.workers.offload import TrainerPart
 from rlhf_megatron.ranks.workers.rank_reports import HeadReport, ReplicaReport
 from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
 from rlhf_megatron.weights.families.model_family import HFConfig
+from rlhf_megatron.weights.update_rounding import MergeRounding
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import WeightRule
 
@@ -43,6 +44,17 @@ class OptimizerStepResult:
     grad_norm: float  # global, before clipping; nan or inf in a step that is skipped
     lr: float
     is_skipped: bool
+
+
+@dataclass(frozen=True)
+class MasterShard:
+    """A stretch of a weight's shard, with the float32 values that the optimizer steps on."""
+
+    name: str  # of the weight, Megatron's
+    start: int  # place of the first value in this rank's shard, flattened
+    weight: Tensor  # [values], in the type in which the model holds the weight
+    # [values], float32; the weight itself where the model holds the weight in float32
+    master: Tensor
 
 
 class StepOptimizer(Protocol):
@@ -108,6 +120,24 @@ class PolicyHead(Protocol):
         """Return the report on the head; None off the last stage."""
 
 
+class ModelAdapter(Protocol):
+    """The LoRA matrices of a model. All methods are called on every rank of the pool at once."""
+
+    def gather_matrices(self) -> dict[str, Tensor]:
+        """Return all matrices, whole, by name."""
+
+    def save(self, directory: Path, matrices: Mapping[str, Tensor], base_model_name: str) -> None:
+        """Write these matrices into a new directory in peft's format. Call it on one rank.
+        `base_model_name`: the model name or path that peft's config gives as the base.
+        """
+
+    def load(self, directory: Path) -> None:
+        """Load the matrices that `save` wrote. Raise ValueError where they do not fit."""
+
+    def clear(self) -> None:
+        """Make the matrices have no effect, until others are loaded."""
+
+
 class ModelBackend(Protocol):
     """A model with its weights. Its optimizer exists after `begin_phase`, if the model was made to
     train.
@@ -119,6 +149,10 @@ class ModelBackend(Protocol):
     dtype: torch.dtype  # of the activations, and of the files that are written
 
     routes: ExpertRoutes | None  # of a model with experts whose routing is replayed
+
+    @property
+    def adapter(self) -> ModelAdapter | None:
+        """Return the LoRA matrices beside the layers; None for a model that has none."""
 
     @property
     def export_world(self) -> World:
@@ -149,9 +183,14 @@ class ModelBackend(Protocol):
     def gather_parameters(self) -> None:
         """Gather the parameters that the last optimizer step updated on other ranks."""
 
-    def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+    def export_shards(
+        self, merge_rounding: MergeRounding | None = None
+    ) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """Yield the rules of this rank's stage with this rank's shards, the parameters gathered
         before; None for an expert that other ranks hold.
+
+        `merge_rounding` gets each weight into which an adapter is merged; a model without adapters
+        has none.
         """
 
     def load_weights(self, weight_source: WeightSource) -> None:
@@ -161,7 +200,8 @@ class ModelBackend(Protocol):
 
     def copy_weights_from(self, source_backend: Any) -> None:
         """Copy the weights of another backend of the same kind, layout and architecture into this
-        one.
+        one, matrices of adapters included. A forward pass of this one then gives the bits that a
+        forward pass of the other one gives.
         """
 
 
@@ -217,6 +257,14 @@ class TrainedBackend(ModelBackend, Protocol):
 
     def named_weights(self) -> Mapping[str, Tensor]:
         """Return `named_parameters` and the buffers that are weights too."""
+
+    def iterate_master_shards(
+        self, names: Collection[str], max_values: int
+    ) -> Iterator[MasterShard]:
+        """Yield this rank's part of the weights of these Megatron names, as far as no other rank
+        yields the same values. Of a weight, at most about `max_values` values are yielded by all
+        ranks together: the first values of each shard. The parameters are gathered before.
+        """
 
     def check_replicas(self) -> ReplicaReport:
         """Compare the tensors that this rank holds alike with other ranks; return the report."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,10 @@ from rlhf_megatron.ranks.checkpoint.sharded_checkpoint import (
 from rlhf_megatron.ranks.kernels.chosen_token_logits import apply_softcap
 from rlhf_megatron.ranks.kernels.log_prob import HeadOutputs
 from rlhf_megatron.ranks.parallel.world import World
+from rlhf_megatron.ranks.workers.backend_protocols import MasterShard, RowsFunction
 from rlhf_megatron.ranks.workers.backend_protocols import PolicyHead as RowHead
-from rlhf_megatron.ranks.workers.backend_protocols import RowsFunction
 from rlhf_megatron.ranks.workers.expert_routes import ExpertRoutes
+from rlhf_megatron.ranks.workers.fsdp_adapter import FSDPAdapter
 from rlhf_megatron.ranks.workers.fsdp_optimizer import FSDPStepOptimizer
 from rlhf_megatron.ranks.workers.log_prob_head import LogProbHead
 from rlhf_megatron.ranks.workers.nonfinite import find_bad_tensors
@@ -50,15 +51,13 @@ from rlhf_megatron.weights.lora import (
     DOWN,
     UP,
     add_lora_layers,
+    compute_lora_change,
     compute_lora_scale,
     get_layer_stem,
-    is_lora_matrix,
-    make_initial_lora_matrix,
-    merge_lora_weight,
 )
-from rlhf_megatron.weights.lora_adapter import read_peft_adapter
 from rlhf_megatron.weights.parallel_layout import GridCoordinates, ParallelLayout
 from rlhf_megatron.weights.transformers_causal_lm import build_causal_lm, make_causal_lm_table
+from rlhf_megatron.weights.update_rounding import MergeRounding
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, slice_piece
 
@@ -77,7 +76,8 @@ class FSDPBackend:
 
     Parameters that learn are float32; activations and gathered parameters have `dtype`, gradients
     are summed in float32. With a `lora` of a rank above 0 only the LoRA matrices learn, which begin
-    from `seed`, and the weights keep `dtype`.
+    from `seed`, and the weights keep `dtype`. A frozen model with a `lora` has such matrices too,
+    which do not learn: the reference of a policy with LoRA.
 
     Raise ValueError for a model that transformers cannot build, or whose packed documents leak.
     """
@@ -94,8 +94,7 @@ class FSDPBackend:
         lora: LoRAConfig | None = None,
         seed: int = 0,
     ) -> None:
-        self.lora = lora if lora is not None and lora.rank and not is_frozen else None
-        self.seed = seed
+        self.lora = lora if lora is not None and lora.rank else None
         self.hf_config = hf_config
         self.world = world
         self.dtype = dtype
@@ -113,9 +112,12 @@ class FSDPBackend:
             )
         self.model = build_causal_lm(hf_config, fsdp_config.attn_implementation, head, own)
         self.table: Sequence[WeightRule] = make_causal_lm_table(self.model, hf_config, head)
-        self.model.requires_grad_(not is_frozen)
+        self.adapter: FSDPAdapter | None = None
         if self.lora is not None:
             add_lora_layers(self.model.decoder, self.lora)
+            self.adapter = FSDPAdapter(self.lora, self.model.collect_tensors, world, seed)
+        if is_frozen:
+            self.model.requires_grad_(False)
         if fsdp_config.activation_checkpointing and not is_frozen:
             _enable_layer_recompute(self.model.decoder_layers, str(kind))
         self._shard_model()
@@ -253,29 +255,38 @@ class FSDPBackend:
     def gather_parameters(self) -> None:
         """Do nothing: the shards are always as the last optimizer step left them."""
 
-    def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+    def export_shards(
+        self, merge_rounding: MergeRounding | None = None
+    ) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """Return an iterator over each rule of the table with this rank's piece of the tensor on
         the world's device, LoRA matrices merged into the weight. All ranks must call it: the LoRA
-        down matrices are gathered at once; iterating communicates nothing.
+        down matrices are gathered at once; iterating communicates nothing. `merge_rounding` gets
+        each merged piece.
         """
-        held = self.named_weights()
+        local_tensors = self.named_weights()
         named = dict[str, Any](self.model.collect_tensors())
         # of each pair of matrices the first is wanted whole, of the second the weight's rows
         with torch.no_grad():
-            downs = {name: named[name].full_tensor() for name in held if name.endswith(DOWN)}
+            downs = {
+                name: named[name].full_tensor() for name in local_tensors if name.endswith(DOWN)
+            }
 
         def materialize_tensor(rule: WeightRule) -> Tensor:
             """Return this rank's piece of the rule's tensor on the device, LoRA merged."""
-            own = held[rule.megatron_name].detach()  # copied only where it is kept in host memory
+            # copied only where the piece is kept in host memory
+            weight = local_tensors[rule.megatron_name].detach()
             stem = get_layer_stem(rule.megatron_name)
-            if self.lora is not None and stem + DOWN in downs:
-                own = merge_lora_weight(
-                    own,
-                    downs[stem + DOWN].to(own.device),
-                    held[stem + UP].detach(),
-                    compute_lora_scale(self.lora),
-                )
-            return own.to(self.world.device)
+            if self.lora is None or stem + DOWN not in downs:
+                return weight.to(self.world.device)
+            change = compute_lora_change(
+                downs[stem + DOWN].to(weight.device),
+                local_tensors[stem + UP].detach(),
+                compute_lora_scale(self.lora),
+            )
+            merged_weight = weight.float() + change
+            if merge_rounding is not None:
+                merge_rounding.add_merged_weight(weight, change, merged_weight)
+            return merged_weight.to(self.world.device)
 
         return ((rule, materialize_tensor(rule)) for rule in self.table)
 
@@ -284,39 +295,32 @@ class FSDPBackend:
         """Fill this rank's pieces from `weight_source`, and the LoRA matrices from the adapter at
         `lora.path` or, without a path, from their seeded initial values.
         """
-        held = self.named_weights()
+        local_tensors = self.named_weights()
         rank = self.world.rank
         num_ranks = self.world.layout.world_size
         for rule in self.table:
             full = rule.to_megatron(*weight_source.read_hf_tensors(rule))
-            target = held[rule.megatron_name]
+            target = local_tensors[rule.megatron_name]
             target.copy_(
                 full[slice_piece(len(full), rank, num_ranks)] if rule.split == "pieces" else full
             )
-        shapes = {
-            name: tensor.shape
-            for name, tensor in self.model.collect_tensors().items()
-            if is_lora_matrix(name)
-        }
-        lora = self.lora
-        given = (
-            read_peft_adapter(Path(lora.path), lora, shapes)
-            if lora is not None and lora.path is not None
-            else {}
-        )
-        for name, shape in shapes.items():
-            matrix = given[name] if given else make_initial_lora_matrix(name, shape, self.seed)
-            held[name].copy_(matrix[slice_piece(len(matrix), rank, num_ranks)])
+        if self.adapter is not None:
+            self.adapter.fill_first_values()
 
     @torch.no_grad()
     def copy_weights_from(self, source_backend: FSDPBackend) -> None:
-        """Copy the exported weights of another FSDP backend of the same model into this one, the
-        LoRA of that backend merged.
+        """Copy the weights of another FSDP backend of the same model and LoRA into this one, each
+        matrix for itself.
+
+        LoRA is not merged here: a merged weight in bfloat16 would be another model than the weight
+        with its two matrices. And a float32 weight is rounded as FSDP2 rounds it when it is
+        gathered. So both backends compute the same bits.
         """
-        held = self.named_weights()
-        for rule, tensor in source_backend.export_shards():
-            assert tensor is not None, "every rank has a piece of every tensor"
-            held[rule.megatron_name].copy_(tensor)
+        source = source_backend.named_weights()
+        target = self.named_weights()
+        assert source.keys() == target.keys(), "both models have LoRA, or none has"
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
 
     def named_parameters(self) -> Mapping[str, Tensor]:
         """Return this rank's local pieces of the parameters that learn, by name."""
@@ -337,6 +341,17 @@ class FSDPBackend:
         return {
             name: to_local_tensor(tensor) for name, tensor in self.model.collect_tensors().items()
         }
+
+    def iterate_master_shards(
+        self, names: Collection[str], max_values: int
+    ) -> Iterator[MasterShard]:
+        """Yield the first values of this rank's pieces of the weights of these names. The weights
+        that learn are float32, so that each is its own master.
+        """
+        for name, tensor in self.named_weights().items():
+            if name in names:
+                weight = tensor.detach().reshape(-1)[: max_values // self.world.layout.world_size]
+                yield MasterShard(name, 0, weight, weight)
 
     def check_replicas(self) -> ReplicaReport:
         """Return a report of the numbers that are not finite in this rank's weights. No tensor is

@@ -4,7 +4,7 @@ data parallelism.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,12 @@ from rlhf_megatron.ranks.models.router_losses import make_router_loss_terms
 from rlhf_megatron.ranks.models.router_replay import RouterReplay, make_router_replay
 from rlhf_megatron.ranks.parallel.mcore_fixes import is_expert_parameter
 from rlhf_megatron.ranks.parallel.world import World
-from rlhf_megatron.ranks.workers.backend_protocols import RowsFunction, RowsResult
+from rlhf_megatron.ranks.workers.backend_protocols import (
+    MasterShard,
+    ModelAdapter,
+    RowsFunction,
+    RowsResult,
+)
 from rlhf_megatron.ranks.workers.data_parallel import (
     gather_updated_parameters,
     list_gradient_tensors,
@@ -44,6 +49,7 @@ from rlhf_megatron.ranks.workers.expert_routes import ExpertRoutes, ReplayMode
 from rlhf_megatron.ranks.workers.log_prob_head import LogProbHead
 from rlhf_megatron.ranks.workers.megatron_optimizer import MegatronStepOptimizer, reset_optimizer
 from rlhf_megatron.ranks.workers.offload import TrainerPart
+from rlhf_megatron.ranks.workers.optimizer_state import iterate_parameter_states
 from rlhf_megatron.ranks.workers.optimizer_state_format import OptimizerStateFormat
 from rlhf_megatron.ranks.workers.pipeline_passes import run_micro_batches
 from rlhf_megatron.ranks.workers.rank_reports import ReplicaReport
@@ -51,6 +57,7 @@ from rlhf_megatron.ranks.workers.replica_check import compare_replicas
 from rlhf_megatron.ranks.workers.sequence_packing import MicroBatch, PackedBatch
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.families.model_family import HFConfig
+from rlhf_megatron.weights.update_rounding import MergeRounding
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 
@@ -60,6 +67,8 @@ class MegatronBackend:
 
     Raise ValueError for an architecture or layout that is not supported.
     """
+
+    adapter: ModelAdapter | None = None  # models on this backend have no adapters
 
     def __init__(
         self,
@@ -242,11 +251,59 @@ class MegatronBackend:
         if self.chunks is not self.model.chunks:
             gather_updated_parameters(self.chunks)
 
-    def export_shards(self) -> Iterator[tuple[WeightRule, Tensor | None]]:
+    def export_shards(
+        self, merge_rounding: MergeRounding | None = None
+    ) -> Iterator[tuple[WeightRule, Tensor | None]]:
         """Yield each rule of this rank's stage with the rank's shard, or with None for an expert of
-        other ranks.
+        other ranks. `merge_rounding` gets nothing: this backend has no adapters.
         """
         return iterate_local_shards(self.chunks, self.table)
+
+    def iterate_master_shards(
+        self, names: Collection[str], max_values: int
+    ) -> Iterator[MasterShard]:
+        """Yield this rank's part of the weights of these names, as
+        `TrainedBackend.iterate_master_shards` describes. The optimizer must be on the device.
+        """
+        parameters = collect_named_parameters(self.chunks)
+        rule_by_parameter = {
+            id(parameters[rule.megatron_name]): rule
+            for rule in self.table
+            if rule.megatron_name in names and rule.megatron_name in parameters
+        }
+        for state in iterate_parameter_states(self.optimizer.megatron_optimizer):
+            rule = rule_by_parameter.get(id(state.model_param))
+            if rule is None or state.main_param is None:
+                continue
+            if self._counts_for_all_holders(rule, is_shared_out=state.element_range is not None):
+                start = 0 if state.element_range is None else state.element_range.start
+                num_values = max_values // self._count_shards(rule) - start
+                if num_values > 0:
+                    weight, master = state.decode_first_values(num_values)
+                    yield MasterShard(rule.megatron_name, start, weight, master)
+
+    def _count_shards(self, rule: WeightRule) -> int:
+        """Return the number of shards into which the layout cuts the weight of a rule."""
+        layout = self.world.layout
+        if rule.split == "replicated":
+            return 1
+        return layout.tp if rule.expert is None else layout.etp
+
+    def _counts_for_all_holders(self, rule: WeightRule, is_shared_out: bool) -> bool:
+        """Return whether a sum over ranks must count this rank's part of a weight. Of ranks with
+        the same part only the first counts. `is_shared_out`: the ranks with the same shard have
+        different parts of it, by a distributed optimizer.
+        """
+        layout = self.world.layout
+        place = self.world.coordinates
+        if rule.expert is None:
+            shard_number = place.tp
+            is_first_copy = place.dp == 0 and place.cp == 0
+        else:
+            shard_number = layout.compute_etp_rank(self.world.rank)
+            is_first_copy = dist.get_rank(self.world.expert_dp_group) == 0
+        is_first_holder = rule.split != "replicated" or shard_number == 0
+        return is_first_holder and (is_shared_out or is_first_copy)
 
     def load_weights(self, weight_source: WeightSource) -> None:
         """Fill the parameters of this rank from `weight_source`."""

@@ -75,6 +75,17 @@ class ParameterState:
         model = self.model_param.detach()
         return model if self.element_range is None else model.view(-1)[self.element_range]
 
+    def decode_first_values(self, num_values: int) -> tuple[Tensor, Tensor]:
+        """Return (the first `num_values` values of the model's parameter, the float32 parameter
+        that the optimizer steps on) of this rank's part, both flat. They are the same tensor for a
+        float32 model.
+        """
+        weight = self.model_shard.reshape(-1)[:num_values]
+        stored_main = self.get_stored_tensors().get(MAIN)
+        if stored_main is None:
+            return weight, weight
+        return weight, decode_float32_state(stored_main.reshape(-1)[:num_values], weight)
+
     def load_tensor(self, state_name: str, value: Tensor) -> None:
         """Store a checkpoint's float32 value under a name of `decode_tensors`. The model's
         parameter must be loaded already.

@@ -66,11 +66,27 @@ class ReferenceModel(FrozenModel):
         with self._weights_on_device(will_change_weights=True):
             self.backend.copy_weights_from(source_backend)
 
+    def load_adapter(self, directory: Path) -> None:
+        """Load the adapter of a directory in peft's format. Raise ValueError where the directory
+        does not fit, or the reference was built without an adapter.
+        """
+        adapter = self.backend.adapter
+        if adapter is None:
+            raise ValueError(
+                f"{directory} is the adapter of a reference that was copied after a warm-up, but"
+                " the reference of this run has no adapter; restore the settings of warmup,"
+                " actor.lora and reference.path that the run began with."
+            )
+        with self._weights_on_device(will_change_weights=True):
+            adapter.load(directory)
+
     def load_hf(self, directory: Path) -> None:
-        """Load the weights of a Hugging Face directory of the same architecture. Raise ValueError
-        where the directory does not fit.
+        """Load the weights of a Hugging Face directory of the same architecture, as they are: an
+        adapter has no effect then. Raise ValueError where the directory does not fit.
         """
         reader = HFReader(directory)
         reader.check_against_table(self.backend.table)
         with self._weights_on_device(will_change_weights=True):
             self.backend.load_weights(reader)
+            if self.backend.adapter is not None:
+                self.backend.adapter.clear()

@@ -26,6 +26,7 @@ from rlhf_megatron.ranks.workers.backend_protocols import (
     TrainedBackend,
 )
 from rlhf_megatron.ranks.workers.capsule_weights import write_capsule_weights
+from rlhf_megatron.ranks.workers.lost_update import CastRounding, EngineExport, measure_merge
 from rlhf_megatron.ranks.workers.nonfinite import (
     NonFiniteWatch,
     check_parameters_finite,
@@ -99,6 +100,7 @@ class TrainedModel:
             self.world.device,
             {part: partial(backend.list_part_tensors, part) for part in TRAINER_PARTS},
         )
+        self._cast_rounding = CastRounding(backend, self._has_optimizer)
         self.skip_reports: deque[NonFiniteReport] = deque(maxlen=MAX_SKIP_REPORTS)
         self._last_capsule: Path | None = None
         self._background_save: BackgroundSave | None = None  # that was begun and not finished
@@ -287,18 +289,54 @@ class TrainedModel:
         shards; iterating communicates nothing. Raise ValueError on all ranks where a weight is not
         finite.
         """
+        self._prepare_export()
+        return self.backend.export_shards()
+
+    def export_for_engines(self, policy_version: int, engine_dtype: torch.dtype) -> EngineExport:
+        """Return `export_shards` for a weight sync to engines with weights of `engine_dtype`, which
+        also measures what rounding loses of the updates.
+        """
+        if self.backend.adapter is not None:
+            self._prepare_export()
+            return measure_merge(self.backend, engine_dtype)
+        rounding = self._cast_rounding
+        return EngineExport(
+            self.export_shards(), partial(rounding.finish_send, policy_version, engine_dtype)
+        )
+
+    def _prepare_export(self) -> None:
+        """Gather updated parameters. Raise ValueError on all ranks where a weight is not finite."""
         self.offloadable_memory.require_parts(["parameters"])
         self.backend.gather_parameters()
         check_parameters_finite(self.backend.named_weights(), self.world)
-        return self.backend.export_shards()
+
+    def _has_optimizer(self) -> bool:
+        """Return whether the optimizer's state is on the device; wait for its bytes."""
+        if self.offloadable_memory.is_dropped("optimizer"):
+            return False
+        self.offloadable_memory.require_parts(["optimizer"])
+        return True
 
     def offload(self, parts: Sequence[TrainerPart] = TRAINER_PARTS) -> None:
         """Free the device memory of these parts, after gathering updated parameters."""
-        if "parameters" in parts and not self.offloadable_memory.is_dropped("parameters"):
+        has_parameters = not self.offloadable_memory.is_dropped("parameters")
+        if "parameters" in parts:
+            self._cast_rounding.forget_offloaded_values()
+        elif "optimizer" in parts and self.role == "actor" and has_parameters:
+            self._read_rounding_before_offload()
+        if "parameters" in parts and has_parameters:
             self.offloadable_memory.require_parts(["parameters"])
             self.backend.gather_parameters()
         free_scratch_buffers()
         self.offloadable_memory.drop_parts(parts)
+
+    def _read_rounding_before_offload(self) -> None:
+        """Read what a weight sync without the optimizer on the device needs to measure its
+        rounding; do nothing where the optimizer is off the device already.
+        """
+        if self._has_optimizer():
+            self.offloadable_memory.require_parts(["parameters"])
+            self._cast_rounding.read_before_offload()
 
     def onload(
         self, parts: Sequence[TrainerPart] = TRAINER_PARTS, is_read_only: bool = False

@@ -188,6 +188,14 @@ def test_engines_that_cannot_be(load: Load, base: str, overrides: list[str], exp
     assert problem.replace(f"{Path.cwd()}/", "").startswith(expected)
 
 
+def test_float32_engines_of_a_bfloat16_model_are_for_the_backend_fsdp(load: Load) -> None:
+    """There the weights are float32 until they are sent; Megatron's are bfloat16."""
+    given = ["rollout.dtype=float32", "model.dtype=bfloat16"]
+    for backend, is_refused in (("megatron", True), ("fsdp", False)):
+        found = validate_config(load(VALID, *given, f"actor.backend={backend}"))
+        assert any("rollout.dtype" in str(problem) for problem in found) == is_refused, found
+
+
 def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -> None:
     """On the trainer's one machine, from either backend."""
     given = "rollout.weight_transport=process_group"

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
+from rlhf_megatron.controller.sync.lost_update_warning import LostAdapterWarning
 from rlhf_megatron.controller.sync.weight_sync import WeightSync
 from rlhf_megatron.ranks.resharding.weight_sender import SendReport
 from rlhf_megatron.rollout.engine_interface import EngineError
+from rlhf_megatron.weights.update_rounding import LostUpdateSums
 
 SENT = {"w": "00000000000000aa"}
 
@@ -88,3 +90,61 @@ def test_an_engine_that_serves_another_version_after_its_commit_has_failed(serve
     engine = Engine(SENT, serves)
     with pytest.raises(EngineError, match=f"engine0 serves version {serves} after the sync of 3"):
         sync_of(Fleet(engine), SENT, version=3).resync_engines([engine])  # type: ignore[list-item]
+
+
+def sync_of_reports(
+    reports: list[SendReport], watch: Any = None, dtype: str = "bfloat16"
+) -> WeightSync:
+    def send_weights(**_: Any) -> Future[list[SendReport]]:
+        future: Future[list[SendReport]] = Future()
+        future.set_result(list(reports))
+        return future
+
+    host = SimpleNamespace(send_weights=send_weights)
+    fleet = Fleet(Engine(SENT))
+    return WeightSync(
+        host,  # type: ignore[arg-type]
+        fleet,  # type: ignore[arg-type]
+        Path(),
+        1 << 20,
+        dtype,
+        watch_lost_update=watch,
+    )
+
+
+def report_of(lost_squares: float, change_squares: float) -> SendReport:
+    return SendReport(8, 0.1, dict(SENT), lost_update=LostUpdateSums(lost_squares, change_squares))
+
+
+def test_a_sync_reports_the_share_of_all_ranks() -> None:
+    """sqrt((1 + 3) / (10 + 6)) = 0.5; a rank that has nothing of the sample says nothing."""
+    shares: list[float] = []
+    of_second = SendReport(0, 0.0, {}, lost_update=LostUpdateSums(3.0, 6.0))
+    parts = [report_of(1.0, 10.0), SendReport(0, 0.0, {}), of_second]
+    assert sync_of_reports(parts, shares.append)()["policy/lost_update_share"] == 0.5
+    assert shares == [0.5]
+
+
+def test_a_sync_without_a_measure_and_one_of_a_version_that_was_sent_report_nothing() -> None:
+    shares: list[float] = []
+    without = sync_of_reports([SendReport(8, 0.1, dict(SENT))], shares.append)
+    assert "policy/lost_update_share" not in without()
+    again = sync_of_reports([report_of(1.0, 4.0)], shares.append)
+    assert "policy/lost_update_share" not in again(is_full_resync=True)
+    assert shares == []
+
+
+def test_the_warning_is_shown_once_and_names_what_can_be_done() -> None:
+    notes: list[str] = []
+    warning = LostAdapterWarning("bfloat16", notes.append)
+    warning(0.1)
+    assert notes == [], "a tenth is not above a tenth"
+    warning(0.914)
+    warning(0.95)
+    (note,) = notes
+    assert "lack 91% of the adapter's change (policy/lost_update_share 0.914, above 0.1)" in note
+    for remedy in ("actor.optim.lr", "algorithm.rollout_correction", "rollout.dtype to float32"):
+        assert remedy in note
+    float32_notes: list[str] = []
+    LostAdapterWarning("float32", float32_notes.append)(0.5)
+    assert "rollout.dtype" not in float32_notes[0], "it is float32 already"

@@ -141,6 +141,13 @@ a step that leaves the policy as it was makes none
 pf_ppo/distinct_samples | share | share | {SAMPLES} | samples that were drawn to train on, each \
 once, with
   algorithm.pf_ppo
+policy/lost_update_share | 1 | ratio | {WEIGHT_SYNC} - | \
+|(sent now - sent before) - d| / |d|: what rounding
+  to the engines' type loses of d, the change of the float32 weights. Adapters: all merged \
+weights, since the
+  weights without adapters. Else: 16 matrices, since the last sync; can be above 1, since a value \
+that changes at
+  all moves by a whole unit of its last place. Left out where nothing is rounded or changed
 policy/lag | count | mean | {SAMPLES} - | version at training minus version at sampling
 training/off_policy/trajectory_staleness/* | count | * | {SAMPLES} - | \
 version at training minus that of a sample's

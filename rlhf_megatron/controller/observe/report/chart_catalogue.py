@@ -134,6 +134,7 @@ probs_difference | Probability difference | training/rollout_probs_diff_mean: me
 training/rollout_probs_diff_max:
   largest | log
 lag | Policy lag | policy/lag | zero
+lost_update | Update that rounding keeps from the engines | policy/lost_update_share | zero
 # sft | Supervised and preference training | SFT
 sft_loss | Loss | sft/loss | wide
 sft_held_out | Held-out loss | val/loss | points evaluation
