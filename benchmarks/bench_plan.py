@@ -32,7 +32,8 @@ _NO_ROOM = "are missing on the disk"
 def write_index(model: str, directory: Path) -> Path:
     """config.json and an index of the tensors that its model has, without files."""
     from rlhf_megatron.weights.families.family_lookup import make_weight_table
-    from rlhf_megatron.weights.hf_reader import INDEX, read_hf_config
+    from rlhf_megatron.weights.hf_reader import read_hf_config
+    from rlhf_megatron.weights.weight_sets import INDEX
 
     hf_config = read_hf_config(ROOT / "examples" / model)
     names = [hf.name for rule in make_weight_table(hf_config) for hf in rule.hf_tensors]

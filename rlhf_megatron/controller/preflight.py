@@ -37,6 +37,7 @@ from rlhf_megatron.controller.scheduler.algorithm_setup import load_run_prompts,
 from rlhf_megatron.controller.supervised.supervised_run import load_supervised_data
 from rlhf_megatron.data.prompts import check_source_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.vocabulary_size import require_all_tokens_known
 from rlhf_megatron.device import count_devices
 from rlhf_megatron.rewards.service.response_reading import describe_configured_reading
 from rlhf_megatron.rewards.service.reward_model_servers import check_model_servers
@@ -328,12 +329,7 @@ def _check_teacher_tokenizer(teacher_path: str | None, model: ModelConfig) -> No
 def _check_vocabulary_size(num_tokens: int, model_path: Path) -> None:
     """Raise ValueError where the tokenizer has more token ids than the model's vocabulary."""
     vocab_size = int(read_hf_config(model_path)["vocab_size"])
-    if num_tokens > vocab_size:
-        raise ValueError(
-            f"the tokenizer has token ids up to {num_tokens - 1}, but {model_path} has a"
-            f" vocabulary of {vocab_size}; set model.tokenizer_path to the tokenizer of"
-            " this model."
-        )
+    require_all_tokens_known(num_tokens, vocab_size, str(model_path))
 
 
 def _check_weight_headers(model_path: str | None, actor: ActorConfig) -> None:

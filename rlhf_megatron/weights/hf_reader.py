@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -23,17 +23,27 @@ from rlhf_megatron.weights.quantised_weights import (
     dequantise_fp8,
     dequantise_mxfp4,
 )
+from rlhf_megatron.weights.unread_tensors import (
+    DroppableTensors,
+    find_different_row,
+    find_droppable_kind,
+    format_dropped_tensors,
+    format_other_head,
+    format_unread_tensors,
+    is_tied_head,
+    join_first_names,
+    list_possible_embeddings,
+)
+from rlhf_megatron.weights.weight_sets import INDEX, SINGLE_FILE, check_weight_sets
 from rlhf_megatron.weights.weight_source import require_single_dtype
-from rlhf_megatron.weights.weight_table import HFTensor, StackedEntry, WeightRule
+from rlhf_megatron.weights.weight_table import HeadKind, HFTensor, StackedEntry, WeightRule
 
 logger = logging.getLogger(__name__)
 
-INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 """Types that weights may have in a file, by their safetensors name."""
 FP8 = "F8_E4M3"
 _BYTES = "U8"
-_MAX_LISTED = 8  # problems named in one message
 
 
 def read_hf_config(directory: Path) -> dict[str, Any]:
@@ -70,6 +80,7 @@ class HFReader:
         self.directory = Path(directory)
         self._fp8_block = fp8_block
         self._open_files: dict[str, Any] = {}
+        self._unindexed_files: dict[str, str] = {}
         self._file_by_tensor = (
             self._map_tensors_to_files()
             if single_file is None
@@ -102,22 +113,24 @@ class HFReader:
         self,
         table: Sequence[WeightRule],
         is_strict: bool = False,
-        ignored_names: Collection[str] = (),
+        head: HeadKind = "vocabulary",
     ) -> None:
-        """Check that the files have all tensors of `table` with the right shapes. Raise one
-        ValueError that lists missing and mis-shaped tensors and broken files.
+        """Check that the files have all tensors of `table` with the right shapes, and that nothing
+        of the model is left out. Raise one ValueError that lists missing, mis-shaped and unread
+        tensors and broken files. `head` is that of the model of `table`.
 
-        Tensors that neither the table nor `ignored_names` has are logged, or are an error when
-        `is_strict`; multi-token prediction tensors are only logged.
+        Tensors that the table does not have may be left out if that changes no number
+        (weights.unread_tensors), as an output layer may that equals the embedding to which
+        config.json ties it; with `is_strict` they are an error, too. Multi-token prediction tensors
+        are only logged.
         """
         wanted = [hf for rule in table for hf in rule.hf_tensors]
         problems = [problem for hf in wanted if (problem := self._find_problem(hf)) is not None]
-        unexpected = sorted(
-            set(self.names) - {hf.stored_name for hf in wanted} - set(ignored_names)
-        )
+        read_names = {hf.stored_name for hf in wanted}
+        unread = sorted((set(self.names) | set(self._list_unindexed_names())) - read_names)
         config = self.directory / "config.json"
         prefixes = find_mtp_prefixes(read_json_object(config)) if config.is_file() else ()
-        if any(name.startswith(prefixes) for name in unexpected):
+        if any(name.startswith(prefixes) for name in unread):
             logger.warning(
                 (
                     "%s: %s are frozen: they are not trained, and exports have them as they are;"
@@ -126,21 +139,84 @@ class HFReader:
                 self.directory,
                 ", ".join(f"{prefix}*" for prefix in prefixes),
             )
-        unexpected = [name for name in unexpected if not name.startswith(prefixes)]
-        if unexpected and is_strict:
-            problems.append(f"not part of this model: {_join_first_names(unexpected)}")
-        elif unexpected:
-            logger.warning(
-                "%s: tensors that this model does not have are ignored: %s",
-                self.directory,
-                _join_first_names(unexpected),
-            )
+        unread = [name for name in unread if not name.startswith(prefixes)]
+        if unread and is_strict:
+            problems.append(f"not part of this model: {join_first_names(unread)}")
+            unread = []
+        # problems of unread tensors say themselves what to do
+        remedy = " Fetch the directory again, or correct config.json." if problems else ""
+        problems += self._find_unread_problems(unread, table, head)
         if problems:
             raise ValueError(
                 f"{self.directory} does not fit its config.json:"
-                f" {_join_first_names(problems, '; ')}. Fetch the directory again, or"
-                " correct config.json."
+                f" {join_first_names(problems, '; ')}.{remedy}"
             )
+
+    def _find_unread_problems(
+        self, unread_names: Sequence[str], table: Sequence[WeightRule], head: HeadKind
+    ) -> list[str]:
+        """Return the problems of tensors that the table does not have, and log those that are left
+        out where a user must know.
+        """
+        problems = []
+        lost = []
+        dropped: dict[DroppableTensors, list[str]] = {}
+        for name in unread_names:
+            try:
+                shape = tuple(self._get_slice(name).get_shape())
+            except ValueError as error:
+                problems.append(str(error).rstrip("."))
+                continue
+            kind = find_droppable_kind(name, shape, head)
+            if kind is not None:
+                dropped.setdefault(kind, []).append(name)
+            elif is_tied_head(name, table):
+                problem = self._compare_tied_head(name, table)
+                problems += [] if problem is None else [problem]
+            else:
+                lost.append(name)
+        for kind, names in dropped.items():
+            if kind.is_reported:
+                logger.warning("%s: %s", self.directory, format_dropped_tensors(kind, names))
+        return [*problems, format_unread_tensors(lost, table, head)] if lost else problems
+
+    def _compare_tied_head(self, head_name: str, table: Sequence[WeightRule]) -> str | None:
+        """Return None where an output layer equals the embedding to which the model's own is tied;
+        else a message. Only these two tensors are read, some rows at a time.
+        """
+        head = self._get_slice(head_name)
+        matrices = [hf.name for hf in list_possible_embeddings(table) if hf.name in self.names]
+        if not matrices:
+            return None  # the message about the missing embedding says enough
+        differences = [_describe_difference(head, self._get_slice(name)) for name in matrices]
+        if None in differences:
+            return None
+        return format_other_head(head_name, matrices[0], str(differences[0]))
+
+    def _list_unindexed_names(self) -> list[str]:
+        """Return the tensors that lie in files of the index, but that the index does not name."""
+        names = []
+        for file in set(self._file_by_tensor.values()):
+            try:
+                stored = self._open_file(file).keys()
+            except ValueError:
+                continue  # the check of the file's tensors says what is wrong with the file
+            for name in set(stored) - self._file_by_tensor.keys():
+                self._unindexed_files[name] = file
+                names.append(name)
+        return names
+
+    def _get_slice(self, name: str) -> Any:
+        """Return the safetensors slice of a stored tensor, whether the index names it or not. Raise
+        ValueError where its file is broken or does not have the tensor.
+        """
+        is_blocks = self._fp8_block is not None and f"{name}{BLOCKS}" in self._file_by_tensor
+        stored = f"{name}{BLOCKS}" if is_blocks else name
+        file = self._file_by_tensor.get(stored) or self._unindexed_files[stored]
+        try:
+            return self._open_file(file).get_slice(stored)
+        except SafetensorError as error:
+            raise ValueError(f"{stored} is not in {file}, though {INDEX} says so") from error
 
     def get_file_name(self, tensor_name: str) -> str:
         """Return the name of the file that holds a tensor."""
@@ -204,7 +280,8 @@ class HFReader:
 
     def _map_tensors_to_files(self) -> dict[str, str]:
         """Return the file name of each tensor, from the index or from the only file. Raise
-        ValueError for a broken or missing index and for a directory without safetensors.
+        ValueError for a broken or missing index, for a directory without safetensors, and for one
+        with two sets of weights that differ.
         """
         index = self.directory / INDEX
         if index.is_file():
@@ -217,6 +294,7 @@ class HFReader:
                         f"{index} names the file {file!r}; it must be a plain name in the"
                         " same directory."
                     )
+            check_weight_sets(self.directory, weight_map)
             return weight_map
         files = sorted(path.name for path in self.directory.glob("*.safetensors"))
         if not files:
@@ -224,12 +302,13 @@ class HFReader:
                 f"{self.directory} has no *.safetensors; other weight formats are not read. Save"
                 " the model with transformers' save_pretrained(safe_serialization=True)."
             )
-        if len(files) > 1 and "model.safetensors" not in files:
+        if len(files) > 1 and SINGLE_FILE not in files:
             raise ValueError(
                 f"{self.directory} has {len(files)} safetensors files but no {INDEX};"
                 " fetch the index."
             )
-        file = "model.safetensors" if "model.safetensors" in files else files[0]
+        check_weight_sets(self.directory, None)
+        file = SINGLE_FILE if SINGLE_FILE in files else files[0]
         return dict.fromkeys(self._open_file(file).keys(), file)
 
     def _open_file(self, file_name: str) -> Any:
@@ -314,6 +393,18 @@ class HFReader:
         return None
 
 
+def _describe_difference(first: Any, second: Any) -> str | None:
+    """Return in what two stored matrices differ; None where all values are equal."""
+    shapes = [tuple(view.get_shape()) for view in (first, second)]
+    types = [view.get_dtype() for view in (first, second)]
+    if shapes[0] != shapes[1]:
+        return f"{list(shapes[0])} and {list(shapes[1])}"
+    if not set(types) <= set(DTYPES):
+        return f"types {types[0]} and {types[1]}"
+    row = find_different_row(first, second, shapes[0])
+    return None if row is None else f"first in row {row}"
+
+
 def read_json_object(path: Path) -> dict[str, Any]:
     """Return the JSON object that a file holds. Raise ValueError that names the file if its content
     is anything else.
@@ -325,10 +416,3 @@ def read_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ValueError(f"{path} must hold a JSON object.")
     return value
-
-
-def _join_first_names(names: Iterable[str], separator: str = ", ") -> str:
-    """Return the first few distinct names joined by `separator`, and the number of the rest."""
-    unique = list(dict.fromkeys(names))
-    more = f"{separator}and {len(unique) - _MAX_LISTED} more" if len(unique) > _MAX_LISTED else ""
-    return separator.join(unique[:_MAX_LISTED]) + more

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.atomic_directory import write_directory_atomically
-from rlhf_megatron.weights.hf_reader import DTYPES, FP8, INDEX
+from rlhf_megatron.weights.hf_reader import DTYPES, FP8
+from rlhf_megatron.weights.weight_sets import INDEX
 
 MAX_SHARD_BYTES = 2 << 30  # processes that write into files of their own do not wait for each other
 _TOKENIZER_FILES = (

@@ -23,6 +23,7 @@ from torch import Tensor
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import DTYPES, read_json_object
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.unread_tensors import join_first_names
 from rlhf_megatron.weights.weight_table import (
     WeightRule,
     check_tensor_parallel_split,
@@ -141,7 +142,9 @@ class MegatronReader:
     """
 
     def __init__(self, directory: Path) -> None:
-        """Open all files of the directory. Raise ValueError where one is missing or broken."""
+        """Open all files of the directory. Raise ValueError where one is missing or broken, or
+        holds a tensor that nothing reads.
+        """
         self.directory = Path(directory)
         self.manifest = MegatronManifest.read(self.directory)
         try:
@@ -153,10 +156,18 @@ class MegatronReader:
         self.table = make_weight_table(self.manifest.hf_config, self.layout.tp)
         self._rule_by_hf_tensors = {rule.hf_tensors: rule for rule in self.table}
         self._rank_file_names = RankFileNames(self.table, self.layout)
-        names = dict.fromkeys(
-            name for rule in self.table for name in self._rank_file_names.list_files(rule)
-        )
+        names: dict[str, set[str]] = {}
+        for rule in self.table:
+            for name in self._rank_file_names.list_files(rule):
+                names.setdefault(name, set()).add(rule.megatron_name)
         self._open_files = {name: self._open_rank_file(name) for name in names}
+        for name, tensor_names in names.items():
+            unread = sorted(set(self._open_files[name].keys()) - tensor_names)
+            if unread:
+                raise ValueError(
+                    f"{self.directory / name} holds {join_first_names(unread)}, which the model of"
+                    f" {MANIFEST} does not have; convert the model again."
+                )
 
     def read_hf_tensors(self, rule: WeightRule) -> tuple[Tensor, ...]:
         """Join the shards of a rule and return its Hugging Face tensors. `rule` may have another

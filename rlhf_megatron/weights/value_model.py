@@ -45,7 +45,6 @@ SGLANG_HEADS_WITHOUT_BIAS = frozenset(
 """Classes of SGLang that drop a head's bias which the files have, without a word."""
 FAMILIES_WITHOUT_CLASSIFIERS = frozenset({"glm4_moe", "kimi_k2"})
 """Those of our families for which transformers has no classifiers."""
-_NOT_OF_A_CRITIC = ("lm_head.weight",)
 _NOT_OF_ONE_LABEL = ("num_nextn_predict_layers", "num_labels", "problem_type")
 """Entries of config.json that do not hold for a classifier of one label: a policy's layers, and
 labels of a classifier that the body was before.
@@ -95,8 +94,9 @@ def open_value_model(directory: Path, table: Sequence[WeightRule]) -> HFReader:
     """Open the weights of a directory, with or without a value head, and check them against
     `table`, the weight table of a model with a value head.
 
-    Raise ValueError for missing and mis-shaped tensors, for a head of more than one label, and for
-    a bias other than 0 where the head of `table` has none.
+    The output layer of a language model is left out. Raise ValueError for missing, mis-shaped and
+    other unread tensors, for a head of more than one label, and for a bias other than 0 where the
+    head of `table` has none.
     """
     reader = HFReader(directory)
     head_names = set(reader.names) & {WEIGHT, BIAS}
@@ -112,9 +112,12 @@ def open_value_model(directory: Path, table: Sequence[WeightRule]) -> HFReader:
             " no bias; set sft.use_head_bias: true to go on with the bias."
         )
     lacking = {WEIGHT, BIAS} - head_names
+    checked_rules = [rule for rule in table if rule.hf_tensors[0].name not in lacking]
+    if BIAS in head_names and not has_place_for_bias:
+        checked_rules.append(BIAS_RULE)  # it was read just now: it is 0
     reader.check_against_table(
-        [rule for rule in table if rule.hf_tensors[0].name not in lacking],
-        ignored_names=_NOT_OF_A_CRITIC if has_place_for_bias else (*_NOT_OF_A_CRITIC, BIAS),
+        checked_rules,
+        head="value",
     )
     return reader
 

@@ -381,13 +381,13 @@ class TestRefusals:
     def test_a_policy_is_read_without_a_warning(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """Its output layer is expected, and left out; what nobody knows is named."""
+        """Its output layer is expected, and left out; what nobody knows is refused."""
         stored = write_directory(tmp_path, "llama", "CausalLM")
         open_value_model(tmp_path, make_weight_table(read_hf_config(tmp_path), head="value"))
         assert not caplog.records
         save_file({**stored, "v_head.weight": torch.zeros(1)}, tmp_path / FILE)
-        open_value_model(tmp_path, make_weight_table(read_hf_config(tmp_path), head="value"))
-        assert "ignored: v_head.weight" in caplog.text
+        with pytest.raises(ValueError, match=r"nothing reads v_head.weight.* call the head score"):
+            open_value_model(tmp_path, make_weight_table(read_hf_config(tmp_path), head="value"))
 
 
 def test_the_type_of_each_tensor_is_known(tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.data.prompt_items import PromptItem, make_prompt_batch
 from rlhf_megatron.data.prompts import load_prompt_sets
 from rlhf_megatron.data.response_texts import ResponseReader
-from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.jobs.generation.answer_file import (
     AnswerFile,
     digest_texts,
@@ -37,7 +37,7 @@ from rlhf_megatron.jobs.generation.answer_file import (
 )
 from rlhf_megatron.jobs.generation.answer_progress import ProgressReporter
 from rlhf_megatron.jobs.generation.file_weights import FileWeightSender, sync_file_weights
-from rlhf_megatron.jobs.generation.model_source import ServedWeights
+from rlhf_megatron.jobs.generation.model_source import ServedWeights, load_job_tokenizer
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest
 from rlhf_megatron.rollout.fleet.engine_setup import MIB, EngineSetup
 from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
@@ -87,7 +87,7 @@ class AnswerGenerationJob:
         errors that a user can fix, such as a split without prompts.
         """
         setup.check_servers()
-        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        tokenizer = load_job_tokenizer(setup.model, served_weights)
         extra_writer = ExtraColumnWriter(data.extra_columns)
         train, held_out, template_prefix = load_questions(
             data, sft, is_pairs, tokenizer, extra_writer

@@ -21,10 +21,9 @@ from rlhf_megatron.controller.evaluation.sample_figures import SEED, bootstrap_i
 from rlhf_megatron.data.document_samples import DocumentSample
 from rlhf_megatron.data.document_sets import load_held_out_samples
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.jobs.generation.answer_file import digest_texts, read_answer_rows
 from rlhf_megatron.jobs.generation.answer_generation_job import AnswerGenerationJob
-from rlhf_megatron.jobs.generation.model_source import ServedWeights
+from rlhf_megatron.jobs.generation.model_source import ServedWeights, load_job_tokenizer
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
 
@@ -52,7 +51,7 @@ class LossJob(AnswerGenerationJob):
         ValueError for errors that a user can fix, such as no documents.
         """
         setup.check_servers()
-        tokenizer = load_tokenizer(setup.model.tokenizer_path or setup.model.path, setup.model.path)
+        tokenizer = load_job_tokenizer(setup.model, served_weights)
         documents = load_held_out_samples(data, sft, tokenizer, is_pairs)
         if not documents:
             raise ValueError(

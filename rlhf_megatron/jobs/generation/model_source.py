@@ -15,9 +15,11 @@ import yaml
 
 from rlhf_megatron.config.hub import download_from_hub, find_local_model_copy, is_hub_name
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import ModelConfig, RunConfig
 from rlhf_megatron.config.secrets import reveal_secrets
 from rlhf_megatron.controller.recovery.checkpoint_export import HF, find_exportable_weights
+from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
+from rlhf_megatron.data.vocabulary_size import require_all_tokens_known
 from rlhf_megatron.device import count_devices, has_accelerator
 from rlhf_megatron.jobs.generation.answer_file import digest_texts
 from rlhf_megatron.plugins import load_plugins
@@ -70,6 +72,16 @@ def find_served_weights(
         str(path),
         _digest_file_stats(path),
     )
+
+
+def load_job_tokenizer(model: ModelConfig, served_weights: ServedWeights) -> Tokenizer:
+    """Return the tokenizer that a configuration names for these weights. Raise ValueError where the
+    tokenizer has token ids that the model of the weights does not have.
+    """
+    tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
+    vocab_size = int(served_weights.model.hf_config["vocab_size"])
+    require_all_tokens_known(tokenizer.vocab_size, vocab_size, served_weights.path_name)
+    return tokenizer
 
 
 def _has_hf_export(run_dir: Path) -> bool:

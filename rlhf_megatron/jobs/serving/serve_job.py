@@ -17,10 +17,9 @@ from aiohttp import web
 from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
 from rlhf_megatron.data.chat_template import make_chat_format
-from rlhf_megatron.data.tokenizer import load_tokenizer
 from rlhf_megatron.jobs.generation.answer_generation_job import serve_weights
 from rlhf_megatron.jobs.generation.model_source import ServedWeights as Weights
-from rlhf_megatron.jobs.generation.model_source import find_served_weights
+from rlhf_megatron.jobs.generation.model_source import find_served_weights, load_job_tokenizer
 from rlhf_megatron.jobs.serving.checkpoint_follower import (
     EVERY_S,
     CheckpointFollower,
@@ -76,6 +75,7 @@ class ServeJob:
             PinnedCheckpoint(run_dir, self.server_dir / WEIGHTS) if run_dir is not None else None
         )
         weights = self._choose_weights(pinned, stop_request, report)
+        served_model = self._make_served_model(weights)  # its errors come before engines start
         version = weights.step or 0
         with ExitStack() as stack:
             sync = stack.enter_context(
@@ -87,11 +87,7 @@ class ServeJob:
                 else None
             )
             backend = stack.enter_context(ServingBackend(sync, follower))
-            asyncio.run(
-                self._serve_until_stopped(
-                    backend, self._make_served_model(weights), stop_request, report
-                )
-            )
+            asyncio.run(self._serve_until_stopped(backend, served_model, stop_request, report))
 
     def _choose_weights(
         self,
@@ -129,7 +125,7 @@ class ServeJob:
         """
         model = self.setup.model
         rollout = self.setup.rollout
-        tokenizer = load_tokenizer(model.tokenizer_path or model.path, model.path)
+        tokenizer = load_job_tokenizer(model, weights)
         data = self.data
         hf_config = weights.model.hf_config
         chat = None

@@ -27,6 +27,7 @@ from safetensors.torch import save_file
 
 from rlhf_megatron.config.schema import RewardModelConfig, RewardTermConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
+from rlhf_megatron.data.vocabulary_size import require_all_tokens_known
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpointError
 from rlhf_megatron.rewards.scorers.llm_judge import PROBE as JUDGE_PROBE
 from rlhf_megatron.rewards.scorers.llm_judge import read_first_log_prob
@@ -58,7 +59,8 @@ from rlhf_megatron.rollout.sglang.sglang_environment import (
     runs_on_cpu,
 )
 from rlhf_megatron.rollout.sglang.sglang_launch import SGLangServerLaunch
-from rlhf_megatron.weights.hf_reader import INDEX, HFReader, read_json_object
+from rlhf_megatron.weights.families.family_lookup import make_weight_table
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config, read_json_object
 from rlhf_megatron.weights.shard_plan import EngineLayout
 from rlhf_megatron.weights.value_model import (
     BIAS,
@@ -71,6 +73,7 @@ from rlhf_megatron.weights.value_model import (
     read_head_bias,
     warn_of_dropped_bias,
 )
+from rlhf_megatron.weights.weight_sets import INDEX
 
 logger = logging.getLogger(__name__)
 BIAS_FILE = "score_bias.safetensors"
@@ -89,10 +92,30 @@ def check_model_servers(engine_setup: EngineSetup, reward_model: RewardModelConf
     """Raise ValueError where servers of the reward model could not be started, without starting
     any.
     """
-    load_tokenizer(str(reward_model.path))
+    path = Path(str(reward_model.path))
+    vocab_size = read_json_object(path / "config.json").get("vocab_size")
+    tokenizer = load_tokenizer(str(path))
+    if isinstance(vocab_size, int):
+        remedy = "put the tokenizer of this model into the directory"
+        require_all_tokens_known(tokenizer.vocab_size, vocab_size, str(path), remedy)
     if reward_model.served.judge is None:
-        warn_of_dropped_bias(Path(str(reward_model.path)))
+        warn_of_dropped_bias(path)
+    else:
+        check_judge_weights(path)
     _check_server_environment(engine_setup, reward_model)
+
+
+def check_judge_weights(model_dir: Path) -> None:
+    """Check the files of a language model that servers read by themselves. Raise ValueError for
+    files that do not fit config.json, such as a head that the servers would leave out. The files of
+    a family that has no weight table here are not checked.
+    """
+    try:
+        table = make_weight_table(read_hf_config(model_dir))
+    except ValueError as error:
+        logger.info("the weights of %s are not checked: %s", model_dir, error)
+        return
+    HFReader(model_dir).check_against_table(table)
 
 
 class RewardModelServers:

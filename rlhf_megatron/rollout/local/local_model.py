@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rlhf_megatron.device import empty_device_cache
+from rlhf_megatron.weights.unread_tensors import (
+    find_different_row,
+    find_droppable_kind,
+    format_other_head,
+    format_unread_tensors,
+)
+from rlhf_megatron.weights.weight_sets import INDEX, check_weight_sets
 
 ATTENTION_NAME = "rlhf_megatron_local"
 # transformers' attention that ours is compared with, where it is not sdpa
@@ -342,7 +349,8 @@ def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) ->
     """Load the model of a Hugging Face directory. `load_weights` False: random weights, which the
     first weight sync replaces.
 
-    Raise ValueError when the directory lacks files, or a tensor is missing or has another shape.
+    Raise ValueError when the directory lacks files, a tensor is missing or has another shape, or
+    nothing reads a tensor.
     """
     if not (path / "config.json").is_file():
         raise ValueError(
@@ -368,6 +376,10 @@ def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) ->
         return LocalModel(_set_latent_norm_epsilon(module))
     if not list(path.glob("*.safetensors")):
         raise ValueError(f"{path} has no *.safetensors; other weight formats are not read.")
+    index = path / INDEX
+    check_weight_sets(
+        path, json.loads(index.read_text())["weight_map"] if index.is_file() else None
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         path, config=config, use_safetensors=True, output_loading_info=True, **kind
     )
@@ -379,7 +391,30 @@ def load_local_model(path: Path, dtype: str, device: str, load_weights: bool) ->
     }
     if wrong:
         raise ValueError(f"the weights in {path} do not fit its config.json: {wrong}.")
+    problem = _find_unread_problem(module, sorted(map(str, report["unexpected_keys"])))
+    if problem is not None:
+        raise ValueError(f"{path} does not fit its config.json: {problem}.")
     return LocalModel(_set_latent_norm_epsilon(module).to(device))
+
+
+def _find_unread_problem(module: Any, unread_names: Sequence[str]) -> str | None:
+    """Return the problem of tensors that transformers did not read, and of a head that transformers
+    kept although config.json ties the head to the embedding: weight syncs and other engines would
+    take the embedding in its place. None where all is well.
+    """
+    lost = [name for name in unread_names if find_droppable_kind(name, shape=None) is None]
+    if lost:
+        return format_unread_tensors(lost, ())
+    head = module.get_output_embeddings()
+    embedding = module.get_input_embeddings()
+    is_tied = getattr(module.config.get_text_config(), "tie_word_embeddings", False)
+    if not is_tied or head.weight is embedding.weight:
+        return None
+    names = {child: name for name, child in module.named_modules()}
+    row = find_different_row(head.weight.data, embedding.weight.data, tuple(head.weight.shape))
+    return format_other_head(
+        f"{names[head]}.weight", f"{names[embedding]}.weight", f"first in row {row}"
+    )
 
 
 def _read_model_config(path: Path) -> Any:

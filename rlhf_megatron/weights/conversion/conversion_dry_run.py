@@ -19,8 +19,14 @@ from rlhf_megatron.weights.conversion.stored_model import (
     group_items_into_units,
 )
 from rlhf_megatron.weights.families.model_family import HFConfig, find_mtp_prefixes
-from rlhf_megatron.weights.hf_reader import INDEX, read_hf_config, read_json_object
+from rlhf_megatron.weights.hf_reader import read_hf_config, read_json_object
 from rlhf_megatron.weights.quantised_weights import BLOCKS, SCALE, SCALES, is_stored_in_fp8
+from rlhf_megatron.weights.unread_tensors import (
+    find_droppable_kind,
+    format_dropped_tensors,
+    is_tied_head,
+)
+from rlhf_megatron.weights.weight_sets import INDEX
 from rlhf_megatron.weights.weight_table import WeightRule
 
 _SHOWN = 8
@@ -77,21 +83,33 @@ def open_model_from_index(directory: Path) -> tuple[StoredModel, list[str]]:
 def _describe_index_problems(
     table: Sequence[WeightRule], indexed_names: set[str], mtp_prefixes: tuple[str, ...]
 ) -> Iterator[str]:
-    """Yield a line for the missing tensors, a line for the left-over tensors, and a note that
-    counts the multi-token prediction tensors: they are copied, but their bytes are not known.
+    """Yield a line for the missing tensors, a line for the left-over tensors, notes about an output
+    layer whose bytes decide and about parts that are left out, and a note that counts the
+    multi-token prediction tensors: they are copied, but their bytes are not known.
     """
     wanted = {hf.stored_name for rule in table for hf in rule.hf_tensors}
     plain = {
         name.removesuffix(BLOCKS) for name in indexed_names if not name.endswith((SCALE, SCALES))
     }
     missing = sorted(wanted - plain)
-    left_over = sorted(
-        name for name in plain - wanted if not name.startswith(mtp_prefixes or ("\0",))
-    )
+    unread = sorted(name for name in plain - wanted if not name.startswith(mtp_prefixes or ("\0",)))
+    heads = [name for name in unread if is_tied_head(name, table)]
+    dropped = {
+        name: kind for name in unread if (kind := find_droppable_kind(name, shape=None)) is not None
+    }
+    left_over = [name for name in unread if name not in dropped and name not in heads]
     for what, found in (("missing", missing), ("left over", left_over)):
         if found:
             more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
             yield f"problem: {what} {len(found)}: {', '.join(found[:_SHOWN])}{more}"
+    for name in heads:
+        yield (
+            f"note: {name} must equal the embedding, to which config.json ties the head; the"
+            " conversion compares them and refuses a head that differs"
+        )
+    for kind in dict.fromkeys(kind for kind in dropped.values() if kind.is_reported):
+        names = [name for name, its_kind in dropped.items() if its_kind is kind]
+        yield f"note: {format_dropped_tensors(kind, names)}"
     uncounted = sum(name.startswith(mtp_prefixes or ("\0",)) for name in plain - wanted)
     if uncounted:
         prefixes = ", ".join(f"{prefix}*" for prefix in mtp_prefixes)

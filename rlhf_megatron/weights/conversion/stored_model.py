@@ -32,6 +32,15 @@ from rlhf_megatron.weights.safe_pickle import METADATA
 from rlhf_megatron.weights.tensor_digest import digest_tensor, format_digest
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 from rlhf_megatron.weights.transformers_causal_lm import make_transformers_weight_table
+from rlhf_megatron.weights.unread_tensors import (
+    DroppableTensors,
+    find_different_row,
+    find_droppable_kind,
+    format_dropped_tensors,
+    format_other_head,
+    format_unread_tensors,
+    is_tied_head,
+)
 from rlhf_megatron.weights.weight_source import WeightSource
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule
 
@@ -238,8 +247,8 @@ def open_stored_model(
     directory: Path, is_strict: bool = False, config_directory: Path | None = None
 ) -> StoredModel:
     """Open the weights in `directory`, in any layout, and check them against the weight table.
-    Raise ValueError that names files, tensors and shapes; also for tensors that the model does not
-    have when `is_strict`, else only log these.
+    Raise ValueError that names files, tensors and shapes; also for tensors that nothing reads,
+    unless leaving these out changes no number (weights.unread_tensors) and `is_strict` is False.
 
     `config_directory`: the directory with config.json and the tokenizer, for a megatron-core
     checkpoint that has none.
@@ -274,19 +283,50 @@ def open_stored_model(
         )
         if left_over and is_strict:
             raise ValueError(f"{found}: not part of this model: {', '.join(left_over[:8])}.")
-        weights = [name for name in left_over if "optimizer" not in name]
-        if weights:
-            more = f" and {len(weights) - 8} more" if len(weights) > 8 else ""
-            logger.warning(
-                "%s: tensors that this model does not have are ignored: %s%s",
-                found,
-                ", ".join(weights[:8]),
-                more,
-            )
+        _refuse_unread_tensors(model, source, left_over)
         return model
     reader = HFReader(directory, block)
     reader.check_against_table(make_weight_table(hf_config), is_strict)
     return replace(StoredModel(hf_config, reader, directory, companions, digests), fp8_block=block)
+
+
+def _refuse_unread_tensors(
+    model: StoredModel, source: TorchDistSource, unread_names: Sequence[str]
+) -> None:
+    """Raise ValueError for weights of a megatron-core checkpoint that the model does not have,
+    unless they may be left out; log those of which a user must know. Optimizer state is not of the
+    model.
+    """
+    lost = []
+    dropped: dict[DroppableTensors, list[str]] = {}
+    for name in unread_names:
+        kind = find_droppable_kind(name, source.get_shape(name))
+        if kind is not None:
+            dropped.setdefault(kind, []).append(name)
+        elif is_tied_head(name, model.weight_table):
+            _compare_tied_head(model, source, name)
+        elif "optimizer" not in name:
+            lost.append(name)
+    for kind, names in dropped.items():
+        if kind.is_reported:
+            logger.warning("%s: %s", source.directory, format_dropped_tensors(kind, names))
+    if lost:
+        problem = format_unread_tensors(lost, model.weight_table)
+        raise ValueError(f"{source.directory} does not fit config.json: {problem}.")
+
+
+def _compare_tied_head(model: StoredModel, source: TorchDistSource, head_name: str) -> None:
+    """Raise ValueError where the output layer of a checkpoint is not the embedding to which the
+    model's output layer is tied.
+    """
+    embedding = next(rule for rule in model.weight_table if rule.owner == "embedding")
+    (vectors,) = source.read_hf_tensors(embedding)
+    head_rule = replace(embedding, megatron_name=head_name)
+    (head,) = source.read_hf_tensors(head_rule)
+    row = find_different_row(head, vectors, tuple(vectors.shape))
+    if row is not None:
+        problem = format_other_head(head_name, embedding.megatron_name, f"first in row {row}")
+        raise ValueError(f"{source.directory} does not fit config.json: {problem}.")
 
 
 def _read_recorded_digests(directory: Path) -> Mapping[str, str]:

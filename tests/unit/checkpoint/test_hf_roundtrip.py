@@ -3,7 +3,6 @@ back bit for bit.
 """
 
 import json
-import logging
 import shutil
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from torch import nn
 
 from rlhf_megatron.ranks.checkpoint.model_weights import iterate_local_shards, load_hf_weights
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
-from rlhf_megatron.weights.hf_reader import INDEX, HFReader, read_hf_config
+from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.hf_writer import (
     SafetensorsWriter,
     TensorSpec,
@@ -24,6 +23,7 @@ from rlhf_megatron.weights.hf_writer import (
     write_config_and_tokenizer,
 )
 from rlhf_megatron.weights.parallel_layout import ParallelLayout
+from rlhf_megatron.weights.weight_sets import INDEX
 from rlhf_megatron.weights.weight_source import generate_random_hf_tensors, make_random_source
 from rlhf_megatron.weights.weight_table import (
     WeightRule,
@@ -290,13 +290,10 @@ class TestBrokenDirectories:
         (model / INDEX).write_text(json.dumps({"weight_map": {"a": "../secret.safetensors"}}))
         self.refused(model, "must be a plain name in the same directory")
 
-    def test_unexpected_tensor_is_a_warning_or_an_error(
-        self, model: Path, caplog: pytest.LogCaptureFixture
-    ) -> None:
+    def test_unexpected_tensor_is_an_error(self, model: Path) -> None:
         reader = HFReader(model)
-        with caplog.at_level(logging.WARNING):
+        with pytest.raises(ValueError, match=r"lm_head.weight differs from model.embed_tokens"):
             reader.check_against_table(make_weight_table(TIED))
-        assert "ignored: lm_head.weight" in caplog.text
         with pytest.raises(ValueError, match=r"not part of this model: lm_head.weight"):
             reader.check_against_table(make_weight_table(TIED), is_strict=True)
 
