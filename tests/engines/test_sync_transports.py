@@ -218,7 +218,7 @@ def rig_with(
             prepare_sync=self.prepare_sync,
             deliver_bucket=partial(real_link, self),
         )
-        return DamagedTransport(whole, damage, transfer).deliver(manifest, bucket)
+        return DamagedTransport(whole, damage, transfer).deliver_bucket(manifest, bucket)
 
     patch.setattr(LinkTransport, "deliver_bucket", deliver)
     return Rig(group, servers, transfer, model, damage)
@@ -263,7 +263,7 @@ def test_syncs_one_after_the_other(rig: Rig, transport: WeightTransport) -> None
     """
     rig.damage.plan()
     sync = rig.syncing(transport)
-    groups = rig.group._host._roles["host"]._engine_groups._groups  # type: ignore[union-attr, attr-defined]
+    groups = rig.group._host._roles["host"]._engine_groups._group_by_engine  # type: ignore[union-attr, attr-defined]
     used = []
     for _ in range(2):
         metrics = rig.sync(sync)

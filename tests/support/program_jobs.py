@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -58,11 +59,13 @@ class Job:
             time.sleep(0.01)
 
     def engines(self, words: str = LOCAL) -> list[int]:
-        return [
-            pid
-            for pid in processes_with(self.marker)
-            if words in " ".join(psutil.Process(pid).cmdline())
-        ]
+        found = []
+        for pid in processes_with(self.marker):
+            # a process may end between the two looks at it
+            with suppress(psutil.NoSuchProcess):
+                if words in " ".join(psutil.Process(pid).cmdline()):
+                    found.append(pid)
+        return found
 
     def end(self) -> int:
         try:
