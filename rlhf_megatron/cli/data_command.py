@@ -27,6 +27,7 @@ from rlhf_megatron.rewards.published_datasets import (
     prepare_dataset,
 )
 from rlhf_megatron.rewards.service.response_reading import describe_configured_reading
+from rlhf_megatron.rewards.service.reward_scorer import describe_partial_labels
 
 # around what trains, with a terminal and without
 COLOUR_MARKS = ("\x1b[32m", "\x1b[0m")
@@ -65,8 +66,8 @@ def _load_document_sets(
     config: RunConfig,
 ) -> tuple[DocumentSets, Tokenizer, tuple[LeftOutColumn, ...], list[str]]:
     """Return (training and held-out samples of a run, its tokenizer, the columns that its rewards
-    cannot read, lines on what its rewards read of responses). For an RL run, make samples of each
-    prompt and its label.
+    cannot read, lines on what its rewards read of responses and of labels). For an RL run, make
+    samples of each prompt and its label.
     """
     if config.job != "train":
         document_sets, tokenizer = load_supervised_data(
@@ -87,6 +88,10 @@ def _load_document_sets(
     token_names = [*tokenizer.special_tokens_by_id.values()]
     lines = describe_configured_reading(
         config.reward, prompt_sets.list_response_prefixes(), token_names
+    )
+    items = (*prompt_sets.train_items, *prompt_sets.held_out_items)
+    lines += describe_partial_labels(
+        config.reward, ((item.source, item.label, item.extra) for item in items)
     )
     samples = DocumentSets(tuple(train), tuple(held_out))
     return samples, tokenizer, prompt_sets.left_out_columns, lines

@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -39,6 +39,7 @@ from rlhf_megatron.jobs.generation.loss_job import (
 )
 from rlhf_megatron.jobs.generation.model_source import load_job_config
 from rlhf_megatron.rewards.published_datasets import prepare_held_out_file
+from rlhf_megatron.rewards.service.reward_scorer import check_reward_labels
 from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
 
 SERVED_MODEL_HINT = (
@@ -66,14 +67,18 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
     answers = Path(args.source)
     source = args.config
     files: list[tuple[str, Path]] = []
-    if not _is_result_file(answers):
+    is_asked = not _is_result_file(answers)
+    if is_asked:
         source = source or (None if is_http_address(args.source) else answers)
+    config = load_job_config(source, [], [*settings, *overrides])
+    if is_asked:
         kind = args.task or "answers"
+        check_labels = partial(check_reward_labels, config.reward)
         if args.every_step:
-            code, steps = generate_answers_of_each_step(args, settings, kind)
+            code, steps = generate_answers_of_each_step(args, settings, kind, check_labels)
             files = [(f"step {step}", path) for step, path in steps]
         else:
-            code, answers = generate_answer_file(args, settings, kind)
+            code, answers = generate_answer_file(args, settings, kind, check_labels)
         if code:
             return code
         prompts = []
@@ -83,7 +88,6 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
             f"--{name} is for a model or a run that is asked; {answers} is a file of answers."
         )
     files = files or [(str(answers), answers), *((name, Path(name)) for name in prompts)]
-    config = load_job_config(source, [], [*settings, *overrides])
     with (
         TemporaryDirectory() as scratch,
         start_model_servers(config, Path(scratch), _print_progress) as servers,
@@ -96,7 +100,12 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
         log = Path(scratch) / "rewards.log"
         report_once = cache(lambda line: print(line, file=sys.stderr))
         scored = [
-            (name, score_answer_file(path, config.reward, log, config.data, term, report_once))
+            (
+                name,
+                score_answer_file(
+                    path, config.reward, log, config.data, term, report_once, is_asked
+                ),
+            )
             for name, path in files
         ]
     notes = [] if args.every_step else _compare_with_first_file(scored)

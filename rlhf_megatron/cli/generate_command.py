@@ -32,6 +32,8 @@ from rlhf_megatron.rollout.engine_interface import EngineError
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
 from rlhf_megatron.stop import STOPPED_EXIT_CODE, RunStopped, StopRequest
 
+# Called with (source, label, extra) of each prompt; raises ConfigError for labels that are refused.
+LabelCheck = Callable[[Sequence[tuple[str, str, str]]], None]
 API_KEY_VARIABLE = "RLHF_MEGATRON_API_KEY"
 
 
@@ -67,11 +69,15 @@ def is_http_address(source: str) -> bool:
 
 
 def generate_answer_file(
-    args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
+    args: argparse.Namespace,
+    default_settings: Sequence[str] = (),
+    file_kind: str = "answers",
+    check_labels: LabelCheck | None = None,
 ) -> tuple[int, Path]:
     """Let the source answer the prompts, and print the counts and rate. Return the exit code, as of
     `run_generate_command`, and the path of the file. `file_kind` "loss" writes losses of given
-    documents in place of answers; the kind is also part of the default file name.
+    documents in place of answers; the kind is also part of the default file name. `check_labels` is
+    called with the labels of the prompts before anything is started.
     """
     config, source = resolve_job_config(args, default_settings)
     job: AnswerGenerationJob | EndpointJob
@@ -82,6 +88,8 @@ def generate_answer_file(
         out = args.out or Path(f"{source.absolute().stem}-{file_kind}.jsonl")
         served = find_served_weights(source, Path(config.model.path), args.step, args.best)
         job = _make_generate_job(args, config, served, out, file_kind)
+    if check_labels is not None:
+        check_labels(job.list_labels())
     figures: dict[str, float] = {}
     code = run_until_stopped(lambda stop: figures.update(job.run(stop, _print_to_stderr)), out)
     if code:
@@ -120,7 +128,10 @@ def _make_generate_job(
 
 
 def generate_answers_of_each_step(
-    args: argparse.Namespace, default_settings: Sequence[str] = (), file_kind: str = "answers"
+    args: argparse.Namespace,
+    default_settings: Sequence[str] = (),
+    file_kind: str = "answers",
+    check_labels: LabelCheck | None = None,
 ) -> tuple[int, list[tuple[int, Path]]]:
     """Let each checkpoint of a run answer, one file a checkpoint. Return the exit code and (step,
     path) of each file; the arguments are those of `generate_answer_file`. Raise ValueError where
@@ -141,6 +152,8 @@ def generate_answers_of_each_step(
         served = find_served_weights(source, Path(config.model.path), step)
         first = first or _make_generate_job(args, config, served, out, file_kind)
         jobs.append(replace(first, served_weights=served, output_path=out))
+    if check_labels is not None:
+        check_labels(jobs[0].list_labels())
     return run_until_stopped(
         lambda stop: answer_with_checkpoints(jobs, stop, _print_to_stderr), folder
     ), files

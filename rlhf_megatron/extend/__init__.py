@@ -261,6 +261,9 @@ if TYPE_CHECKING:
         MemoryLimitedParams as MemoryLimitedParams,
     )
     from rlhf_megatron.rewards.scorers.reward_types import (
+        PartialReadingParams as PartialReadingParams,
+    )
+    from rlhf_megatron.rewards.scorers.reward_types import (
         PatternSearchingParams as PatternSearchingParams,
     )
     from rlhf_megatron.rewards.scorers.reward_types import PreparedParams as PreparedParams
@@ -530,6 +533,7 @@ __all__ = [
     "MismatchStep",
     "ModelFamily",
     "OutstandingLoad",
+    "PartialReadingParams",
     "PatternSearchingParams",
     "PauseMode",
     "PolicyLoss",

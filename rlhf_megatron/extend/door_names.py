@@ -165,6 +165,9 @@ _REWARDS = {
         PatternSearchingParams="params that say whether the reward needs its own process",
         ResultKeyParams="params with `make_result_key`: samples of one key have one result",
         LabelCheckingParams="params with `find_label_problem`: bad rows are refused at start",
+        PartialReadingParams=(
+            "params with `describe_partial_reading`: labels that are not read whole are reported"
+        ),
         ServerWaitingParams="params with `waits_s`, of a reward that asks a server",
         ResponseReadingParams="params that say which special tokens of a response are read",
         read_response="the response with its special tokens, behind what the prompt wrote of it",

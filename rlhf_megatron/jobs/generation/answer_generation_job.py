@@ -112,6 +112,10 @@ class AnswerGenerationJob:
             extra_writer.list_left_out_columns(),
         )
 
+    def list_labels(self) -> list[tuple[str, str, str]]:
+        """Return (source, label, extra) of each prompt."""
+        return [(item.source, item.label, item.extra) for item in self.items]
+
     def make_fingerprint(self) -> dict[str, Any]:
         """Return everything that the answers depend on, besides the bytes of the weights."""
         sampling = self.setup.rollout.val_kwargs

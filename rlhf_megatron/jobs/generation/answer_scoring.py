@@ -40,13 +40,15 @@ def score_answer_file(
     data: DataConfig | None = None,
     reward_model: RewardTermConfig | None = None,
     report_line: Callable[[str], object] = lambda line: None,
+    labels_are_checked: bool = False,
 ) -> list[ScoredEvaluationSet]:
     """Score every response in a file of answers, and return one set for each data source.
 
     `log_path` is the file for the output of rewards that run in processes. With `data`, files of
     other programs with these keys are read too. `reward_model` is a reward term that asks the
     servers of a reward model. `report_line` is called with what is to be said of the responses that
-    the rewards read. Raise ConfigError and ValueError for a wrong reward or file,
+    the rewards read. With `labels_are_checked` the caller has checked the labels, before a model
+    answered. Raise ConfigError and ValueError for a wrong reward or file,
     RewardErrorRateError where too many rewards fail.
     """
     extra_writer = ExtraColumnWriter(None if data is None else data.extra_columns)
@@ -57,9 +59,10 @@ def score_answer_file(
     if not rows:
         raise ValueError(f"{answers_path} has no answers.")
     check_sources_exist(reward_config, {row["source"] for row in rows})
-    check_reward_labels(
-        reward_config, ((row["source"], row["answer"], row.get("extra", "")) for row in rows)
-    )
+    if not labels_are_checked:
+        check_reward_labels(
+            reward_config, ((row["source"], row["answer"], row.get("extra", "")) for row in rows)
+        )
     samples = [sample for row in rows for sample in _make_reward_samples(row)]
     prefixes = sorted({sample.response_prefix for sample in samples})
     token_names = [*dict.fromkeys(name for s in samples for _, name in s.special_tokens)]

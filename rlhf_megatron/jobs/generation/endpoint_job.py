@@ -113,6 +113,10 @@ class EndpointJob:
             extra_writer.list_left_out_columns(),
         )
 
+    def list_labels(self) -> list[tuple[str, str, str]]:
+        """Return (source, label, extra) of each prompt."""
+        return [(row.source, row.label, row.extra) for row in self.rows]
+
     def run(self, stop: StopRequest, report: Callable[[str], None]) -> dict[str, float]:
         """Ask for all answers that the file lacks, and return the figures of this call, as
         `AnswerGenerationJob.run` does. Raise EngineError where the server refuses or does not

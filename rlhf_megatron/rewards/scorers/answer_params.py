@@ -120,17 +120,35 @@ def find_last_block(response: str, languages: Sequence[str]) -> str | None:
 
 
 def find_last_boxed(response: str) -> str | None:
-    r"""Return the content of the \boxed{...} (or \fbox{...}) that is closed last, stripped, or
-    None. The time is linear in the length.
+    r"""Return the content of the \boxed{...} (or \fbox{...}) that is closed last, stripped; None
+    without one, and where a box that is opened behind it is never closed. The time is linear in
+    the length.
     """
-    answer = None
+    return find_last_box(response).content
+
+
+@dataclass(frozen=True)
+class LastBox:
+    """What a response has in its last box."""
+
+    content: str | None  # stripped; None without a box, and where the last one is not closed
+    is_open: bool  # the last box is not closed, such as in a response that was cut within it
+
+
+def find_last_box(response: str) -> LastBox:
+    r"""Return the last \boxed{...} or \fbox{...} of a response, as `find_last_boxed` reads it."""
+    content = None
+    content_start = -1
     opened: list[int | None] = []  # of each open brace, where its content starts if it is a box
     for match in BRACES.finditer(response):
         text = match.group()
         if text == "}":
             start = opened.pop() if opened else None
             if start is not None:
-                answer = response[start : match.start()]
+                content = response[start : match.start()]
+                content_start = start
         elif text.endswith("{") and text != r"\{":
             opened.append(match.end() if text != "{" else None)
-    return answer.strip() if answer is not None else None
+    if any(start is not None and start > content_start for start in opened):
+        return LastBox(None, is_open=True)
+    return LastBox(content if content is None else content.strip(), is_open=False)

@@ -75,21 +75,51 @@ class BenchmarkRuleParams:
             else f"can equal no answer, which is {form}; cut that out of it"
         )
 
+    def describe_partial_reading(self, label: str) -> str:
+        """Return how a label counts of which the rules drop numbers or their commas, or ""; see
+        `PartialReadingParams`.
+        """
+        return ""
+
 
 @dataclass(frozen=True)
 class Gsm8kParams(BenchmarkRuleParams):
     answerable_labels = r"-?[0-9.,]*", "a number of digits, commas and points"
+
+    def describe_partial_reading(self, label: str) -> str:
+        """Return how a label counts whose commas do not stand between thousands, or ""."""
+        label = label.strip()
+        if "," not in label or re.fullmatch(r"-?\d{1,3}(?:,\d{3})+(?:\.\d*)?", label):
+            return ""
+        return f"counts as {label.replace(',', '')!r}, since commas fall away"
 
 
 @dataclass(frozen=True)
 class MathParams(BenchmarkRuleParams):
     answerable_labels = r"(?s)(?!.*\\boxed).*", r"what stands within \boxed{...}"
 
+    def describe_partial_reading(self, label: str) -> str:
+        r"""Return how a label counts that has numbers behind a \text{ with a blank, which the rules
+        take for a unit; "" for others.
+        """
+        answer, *units = label.split("\\text{ ")
+        if len(units) != 1 or not re.search(r"\d", units[0].partition("}")[2]):
+            return ""
+        return f"counts as {answer.strip()!r} only"
+
 
 @dataclass(frozen=True)
 class MathDapoParams(BenchmarkRuleParams):
     answerable_labels = ".*", "on one line"
     wrong_score: float = -1.0  # of an answer that is not right or malformed; a right one scores 1
+
+    def describe_partial_reading(self, label: str) -> str:
+        """Return how a label with several equations counts, of which the rules read what stands
+        behind the last sign; "" for others.
+        """
+        if label.count("=") < 2:
+            return ""
+        return f"counts as {_normalise_minerva(label)!r} only"
 
 
 def _score_normalised_answer(

@@ -2,7 +2,9 @@ r"""1 when the answer is mathematically equal to the label, by the library math-
 
 The answer is the content of the last \boxed{...}, or the match of `pattern`, or the formula that
 the library finds in the whole response. Text that equals the label's is right without algebra. An
-answer that cannot be read as mathematics, or would take for ever to compute, is malformed.
+answer that cannot be read as mathematics, or would take for ever to compute, is malformed, and so
+is a last \boxed{ that is not closed. Label and answer are written anew before they are parsed
+(math_spelling.py).
 """
 
 from __future__ import annotations
@@ -10,13 +12,25 @@ from __future__ import annotations
 import json
 import logging
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.util import find_spec
 from itertools import groupby
 from math import log10
 from typing import Any
 
-from rlhf_megatron.rewards.scorers.answer_params import AnswerParams, find_last_boxed
+from rlhf_megatron.rewards.scorers.answer_params import (
+    AnswerParams,
+    find_last_box,
+)
+from rlhf_megatron.rewards.scorers.math_spelling import (
+    PLAIN_NUMBER,
+    find_loose_word,
+    read_formula_spelling,
+    respell_prose,
+    strip_line_mark,
+)
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
     OWN_PROCESS,
@@ -26,14 +40,16 @@ from rlhf_megatron.rewards.scorers.reward_types import (
     make_masked_result,
 )
 
+SHOWN_CHARS = 80  # of what a label's reading leaves out, in a message
 MAX_DEPTH = 10  # of brackets; the parser's time doubles with each of them
 MAX_DIGITS = 100_000  # of a power that would be worked out
 MAX_FACTORIAL = 10_000
 MAX_CHOOSE = 100_000
 
 OPENING = re.compile(r"[({\[]")
-POWER = re.compile(r"(\d+)\s*\^\s*(?:\{\s*(\d+)\s*\}|(\d))")
+POWER = re.compile(r"(\d+)\s*\^\s*(?:\{\s*(\d+)\s*\}|(\d+))")  # the library reads 2^10 as 2^{10}
 FACTORIAL = re.compile(r"(\d+)\s*!|[)}\]]\s*!")
+TWO_FACTORIALS = re.compile(r"!\s*!")  # the factorial of a factorial
 CHOOSE = re.compile(r"\\[dt]?binom\s*\{\s*(\d+)\s*\}|\\choose|\bC\s*\(\s*(\d+)")
 SHRUNK = "9" * 7  # stands for a number of more digits than an exponent may have
 
@@ -53,6 +69,9 @@ REHEARSAL = (
     "12%",
 )
 PROSE = re.compile(r"\$|\\[(\[]|(?<![\\a-zA-Z])[a-zA-Z]{2}")  # formulas marked as such, or words
+
+# A mark that may be that of a sentence; in Markdown others may stand behind it.
+EXCLAIMING = re.compile(r"[!?][*`_]*$")
 
 
 def is_formula_too_large(text: str) -> bool:
@@ -106,6 +125,8 @@ def _has_large_factorial_or_binomial(text: str) -> bool:
     """Return whether the text has a factorial or a binomial coefficient that would take too long to
     evaluate.
     """
+    if TWO_FACTORIALS.search(text):
+        return True
     for match in FACTORIAL.finditer(text):
         if match.group(1) is None:
             inner = text[: match.start()]
@@ -160,16 +181,31 @@ class MathVerifyParams(AnswerParams):
             else super().find_label_problem(label, is_json)
         )
 
+    def describe_partial_reading(self, label: str) -> str:
+        """Return which part of a label counts for nothing, or ""; see `PartialReadingParams`. The
+        label is parsed for it, and not evaluated. Without the library return "".
+        """
+        label = label.strip()
+        if not label or PLAIN_NUMBER.fullmatch(label) or find_spec("math_verify") is None:
+            return ""
+        logging.getLogger("math_verify").setLevel(logging.ERROR)
+        return _describe_partial_reading(label)
+
     def make_result_key(self, sample: RewardSample) -> str:
         """Return a key on which alone the result depends: the extracted answer and the label."""
         answer = extract_math_answer(sample, self)
-        return json.dumps([answer and (answer.text, answer.is_prose), sample.label.strip()])
+        label = sample.label.strip()
+        if answer is None:
+            return json.dumps([None, label])
+        kind = [answer.text, answer.is_prose, *(["exclaims"] if answer.may_exclaim else [])]
+        return json.dumps([kind, label])
 
 
 @dataclass(frozen=True)
 class MathAnswer:
     text: str
     is_prose: bool  # the answer stands somewhere in it
+    may_exclaim: bool = False  # a mark behind a number, as in 42!, may be that of a sentence
 
 
 @REWARDS.register("math_verify", MathVerifyParams, needs=(OWN_PROCESS,))
@@ -189,19 +225,27 @@ def score_math_verify(sample: RewardSample, params: MathVerifyParams) -> RewardR
 
 
 def extract_math_answer(sample: RewardSample, params: MathVerifyParams) -> MathAnswer | None:
-    """Return the answer, or the whole response where it is prose that contains the answer; None
-    where none can be read or the answer is too long.
+    r"""Return the answer, or the whole response where it is prose that contains the answer; None
+    where none can be read or the answer is too long, or the last \boxed{ is not closed.
     """
     if not params.can_read_response(sample):
         return None
-    text = params.find_answer(sample)
-    boxed = find_last_boxed(sample.response) if params.pattern is None else None
-    is_prose = (
-        params.pattern is None and boxed is None and PROSE.search(sample.response) is not None
-    )
-    text = text if boxed is None else boxed
+    if params.pattern is not None:
+        text = params.find_answer(sample)
+        is_prose = False
+        may_exclaim = text is not None and EXCLAIMING.search(text) is not None
+    elif (box := find_last_box(sample.response)).is_open:
+        return None
+    elif box.content is not None:
+        text = box.content
+        is_prose = False
+        may_exclaim = False
+    else:
+        text = strip_line_mark(sample.response.strip())
+        is_prose = PROSE.search(text) is not None
+        may_exclaim = not is_prose and EXCLAIMING.search(text) is not None
     return (
-        MathAnswer(text, is_prose)
+        MathAnswer(text, is_prose, may_exclaim)
         if text and (is_prose or len(text) <= params.max_answer_chars)
         else None
     )
@@ -212,38 +256,139 @@ def _compare_by_algebra(label: str, answer: MathAnswer, max_chars: int) -> Rewar
     answer that it cannot read, or that makes it raise, gives 0 with the status MALFORMED. There is
     no time limit but that of the process.
     """
-    from math_verify import verify
-
-    expected = [] if is_formula_too_large(label) else _parse_label(label)
-    if not expected:
+    expected = _read_label(label)
+    if not any(expected):
         return make_masked_result("bad_label", f"math-verify cannot read the label {label!r}.")
     try:
-        found = _parse_prose(answer.text, max_chars) if answer.is_prose else []
-        if not found and len(answer.text) <= max_chars and not is_formula_too_large(answer.text):
-            found = _parse_formula(answer.text)
-        if not found:
-            return RewardResult(0.0, MALFORMED)
-        return RewardResult(float(verify(expected, found, timeout_seconds=None)))
+        readings = _iterate_answer_readings(answer, max_chars)
+        main: Any = next(readings, [])
+        if _is_any_equal(expected, main):
+            return RewardResult(1.0)
+        has_reading = bool(main)
+        for alternative in readings:
+            has_reading = has_reading or bool(alternative)
+            # Not with the alternatives of the label: 3t and 3s are both 3 without a unit.
+            if _is_any_equal(expected[:1], alternative):
+                return RewardResult(1.0)
     except Exception:  # whatever the parser and the algebra raise, the answer has made them do it
         return RewardResult(0.0, MALFORMED)
+    return RewardResult(0.0) if has_reading else RewardResult(0.0, MALFORMED)
+
+
+def _is_any_equal(expected: Sequence[Any], reading: Any) -> bool:
+    """Return whether one of the label's readings equals that of an answer."""
+    from math_verify import verify
+
+    return any(
+        verify(label_reading, reading, timeout_seconds=None)
+        for label_reading in expected
+        if label_reading and reading
+    )
+
+
+def _iterate_answer_readings(answer: MathAnswer, max_chars: int) -> Iterator[Any]:
+    """Yield the readings of an answer, the main one first, each as the list that math-verify
+    compares; [] for one that it cannot read, or that would take too long to evaluate.
+    """
+    if answer.is_prose and (prose := _parse_prose(respell_prose(answer.text), max_chars)):
+        yield prose
+        return
+    if len(answer.text) > max_chars:
+        return
+    spelling = read_formula_spelling(answer.text, answer.may_exclaim)
+    for text in (spelling.main, *spelling.alternatives):
+        yield [] if is_formula_too_large(text) else _parse_formula(text)
 
 
 @lru_cache(maxsize=4096)
-def _parse_label(label: str) -> Any:
-    """Parse a label as `_parse_formula` does, and cache the result."""
-    return _parse_formula(label)
+def _read_label(label: str) -> tuple[Any, ...]:
+    """Return the readings of a label as `_iterate_answer_readings` does, and cache them. Of a label
+    in prose the last number or formula counts.
+    """
+    spelling = read_formula_spelling(label)
+    if spelling.is_prose:
+        return (_parse_sentence(spelling.main),)
+    return tuple(
+        [] if is_formula_too_large(text) else _parse_formula(text)
+        for text in (spelling.main, *spelling.alternatives)
+    )
+
+
+def _parse_sentence(sentence: str) -> list[Any]:
+    """Return the last number or formula of a label in prose, as `_parse_prose` does; [] where it
+    would take too long to evaluate.
+    """
+    try:
+        return _parse_prose(sentence, len(sentence))
+    except ValueError:
+        return []
+
+
+def _describe_partial_reading(label: str) -> str:
+    """Return which part of a label counts for nothing when it is scored, as the end of a sentence
+    that begins with the label; "" where the whole label counts.
+    """
+    spelling = read_formula_spelling(label)
+    if spelling.is_prose:
+        expressions = _parse_sentence(spelling.main)
+        return f"counts as {expressions[0]} only" if expressions else "holds no number to count"
+    if spelling.left_out:
+        return f"counts without {spelling.left_out[:SHOWN_CHARS]!r}, too"
+    if is_formula_too_large(spelling.main):
+        return "is too large to work out and is masked"
+    if not _is_whole_formula(spelling.main):
+        expressions = _parse_formula(spelling.main)  # the numbers in it, without the rest
+        if expressions and not isinstance(expressions[0], str):
+            return f"counts as {expressions[0]} only"
+        return "cannot be read as mathematics: only the same text is right"
+    if spelling.alternatives:
+        return ""
+    word = find_loose_word(spelling.main)
+    return f"counts {word!r} as a product of its letters" if word else ""
+
+
+def _is_whole_formula(text: str) -> bool:
+    """Return whether the parser of math-verify reads the whole text as a formula. Where it does
+    not, math-verify takes the last number in the text instead.
+    """
+    from latex2sympy2_extended.latex2sympy2 import _Latex2Sympy, normalize_latex
+
+    formula = normalize_latex(text, _make_latex_config().normalization_config)
+    try:
+        _Latex2Sympy().create_parser(formula).math()
+    except Exception:  # the parser raises this very class
+        return False
+    return True
+
+
+@lru_cache(maxsize=1)
+def _make_latex_config() -> Any:
+    """Return how math-verify reads LaTeX here: as by default, but units stay, since they have been
+    taken off already. math-verify takes off single letters, of expressions too: x+2t would be x+2.
+    """
+    from latex2sympy2_extended import NormalizationConfig
+    from math_verify import LatexExtractionConfig
+
+    return LatexExtractionConfig(
+        normalization_config=NormalizationConfig(
+            basic_latex=True,
+            units=False,
+            malformed_operators=True,
+            nits=True,
+            boxed="all",
+            equations=False,
+        )
+    )
 
 
 def _parse_formula(text: str) -> Any:
-    """Return the expressions that math-verify reads in a formula, the best guess first; empty where
-    it reads nothing.
+    """Return the expressions that math-verify reads in a formula that has been written anew, the
+    best guess first; empty where it reads nothing.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    from math_verify import ExprExtractionConfig, parse
 
-    configs = [LatexExtractionConfig(), ExprExtractionConfig()]
-    return parse(
-        f"${text.strip('$ ').rstrip('.')}$", extraction_config=configs, parsing_timeout=None
-    )
+    configs = [_make_latex_config(), ExprExtractionConfig()]
+    return parse(f"${text}$", extraction_config=configs, parsing_timeout=None)
 
 
 def _parse_prose(text: str, max_chars: int) -> list[Any]:
@@ -254,10 +399,10 @@ def _parse_prose(text: str, max_chars: int) -> list[Any]:
     Raise ValueError, before parsing, where a match is longer than `max_chars` or too large to
     evaluate.
     """
-    from math_verify import ExprExtractionConfig, LatexExtractionConfig
+    from math_verify import ExprExtractionConfig
     from math_verify.parser import extract_match, get_extraction_regexes
 
-    kinds = get_extraction_regexes([LatexExtractionConfig(), ExprExtractionConfig()])
+    kinds = get_extraction_regexes([_make_latex_config(), ExprExtractionConfig()])
     patterns = [
         (priority, pattern, kind) for of_kind, kind in kinds for pattern, priority in of_kind
     ]

@@ -104,6 +104,18 @@ class LabelCheckingParams(Protocol):
 
 
 @runtime_checkable
+class PartialReadingParams(Protocol):
+    """Params of a reward that reads only a part of some labels, and compares answers with that."""
+
+    def describe_partial_reading(self, label: str) -> str:
+        """Return how a label that is not read whole counts, as the end of a sentence that begins
+        with the label, such as "counts as 5 only"; "" for a label that is read whole.
+
+        A run reports such labels before it starts.
+        """
+
+
+@runtime_checkable
 class ServerWaitingParams(Protocol):
     """Params of a reward that may ask a server."""
 
@@ -289,6 +301,7 @@ REWARDS: Registry[Reward] = Registry(
         PatternSearchingParams,
         ResultKeyParams,
         LabelCheckingParams,
+        PartialReadingParams,
         ServerWaitingParams,
         ResponseReadingParams,
     ),

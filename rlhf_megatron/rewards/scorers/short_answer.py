@@ -25,6 +25,7 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 )
 
 ARTICLES = re.compile(r"\b(a|an|the)\b")
+SIGNED_OR_DECIMAL = re.compile(r"-\d[\d,]*(?:\.\d+)?|[\d,]*\.\d+")
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -45,6 +46,14 @@ class ShortAnswerParams(AnswerParams):
             if list_right_answers(label)
             else "has no words to compare with: a text, a list of texts or {'target': ...}"
         )
+
+    def describe_partial_reading(self, label: str) -> str:
+        """Return how a label counts that is a number with a sign or a point, which fall away as
+        punctuation; "" for others. See `PartialReadingParams`.
+        """
+        if not SIGNED_OR_DECIMAL.fullmatch(label.strip()):
+            return ""
+        return f"counts as {normalise_answer(label)!r}, since punctuation falls away"
 
 
 def normalise_answer(text: str) -> str:

@@ -11,7 +11,8 @@ import json
 import logging
 import threading
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from types import TracebackType
 
@@ -22,6 +23,7 @@ from rlhf_megatron.data.data_rows import has_json_label
 from rlhf_megatron.rewards.scorers.reward_types import (
     MASKED,
     LabelCheckingParams,
+    PartialReadingParams,
     ResultKeyParams,
     RewardResult,
     RewardSample,
@@ -43,6 +45,8 @@ logger = logging.getLogger(__name__)
 ABORTED = MASKED + "aborted"
 RESPONSE_CHARS = 200  # of the sample that the message shows
 MAX_HINTS = 20  # that a scorer logs: a policy can make a new one with each response
+MAX_READ_LABELS = 2000  # different labels of a source that are read before a run
+NUM_EXAMPLES = 3  # of labels that are not read whole
 
 REWARD_LOG = "rewards.log"  # in the run directory: what rewards in worker processes print
 
@@ -272,9 +276,9 @@ def check_sources_exist(config: RewardConfig, known_sources: Iterable[str]) -> N
 
 def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, str]]) -> None:
     """Check the labels of a run's data; `labels` has (source, label, extra) of each row. Log a
-    warning for labels that are JSON within text. Raise ConfigError where more than
-    `reward.max_error_rate` of a source's labels could score with no answer, or such a label is a
-    list or an object.
+    warning for labels that are JSON within text, and for labels that are not read whole. Raise
+    ConfigError where more than `reward.max_error_rate` of a source's labels could score with no
+    answer, or such a label is a list or an object.
 
     Return without a check where the rewards cannot be loaded; `check_rewards_load` reports that.
     """
@@ -282,16 +286,14 @@ def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, s
         components = load_reward_components(config)
     except ConfigError:
         return
-    by_source: dict[str, list[tuple[str, bool]]] = {}
-    for source, label, extra in labels:
-        by_source.setdefault(source, []).append((label, has_json_label(label, extra)))
+    by_source = _group_labels_by_source(labels)
     problems = []
-    for source, found in by_source.items():
+    for source, source_labels in by_source.items():
         for component in components.select_for_source(source):
             if not isinstance(component.params, LabelCheckingParams):
                 continue
             if component.params.find_label_problem("1", is_json=True) and all(
-                _is_json_text(one) for one, _ in found
+                _is_json_text(label) for label, _ in source_labels
             ):
                 logger.warning(
                     (
@@ -300,27 +302,87 @@ def check_reward_labels(config: RewardConfig, labels: Iterable[tuple[str, str, s
                     ),
                     *(
                         source,
-                        _shorten_text(found[0][0]),
+                        _shorten_text(source_labels[0][0]),
                         component.config_key,
                         component.entry.name,
                     ),
                 )
             bad = [
-                (one, is_json, why)
-                for one, is_json in found
-                if (why := component.params.find_label_problem(one, is_json))
+                (label, is_json, why)
+                for label, is_json in source_labels
+                if (why := component.params.find_label_problem(label, is_json))
             ]
-            if len(bad) > config.max_error_rate * len(found) or any(
+            if len(bad) > config.max_error_rate * len(source_labels) or any(
                 is_json for _, is_json, _ in bad
             ):
                 label, _, why = bad[0]
                 problems.append(
-                    f"{component.config_key} ({component.entry.name}): {len(bad)} of {len(found)}"
-                    f" labels of the source {source!r} could score with no answer. The label"
-                    f" {_shorten_text(label)} {why}."
+                    f"{component.config_key} ({component.entry.name}): {len(bad)} of"
+                    f" {len(source_labels)} labels of the source {source!r} could score with no"
+                    f" answer. The label {_shorten_text(label)} {why}."
                 )
     if problems:
         raise ConfigError(problems)
+    for line in _describe_partial_labels(components, by_source):
+        logger.warning("%s", line)
+
+
+def describe_partial_labels(
+    config: RewardConfig, labels: Iterable[tuple[str, str, str]]
+) -> list[str]:
+    """Return a line for each source and reward with labels that the reward does not read whole: how
+    many there are, and how three of them count. `labels` has (source, label, extra) of each row.
+    Return [] where the rewards cannot be loaded.
+    """
+    try:
+        components = load_reward_components(config)
+    except ConfigError:
+        return []
+    return list(_describe_partial_labels(components, _group_labels_by_source(labels)))
+
+
+def _group_labels_by_source(
+    labels: Iterable[tuple[str, str, str]],
+) -> dict[str, list[tuple[str, bool]]]:
+    """Return the labels of each source, and of each whether it is the JSON of a list or object."""
+    by_source: dict[str, list[tuple[str, bool]]] = {}
+    for source, label, extra in labels:
+        by_source.setdefault(source, []).append((label, has_json_label(label, extra)))
+    return by_source
+
+
+def _describe_partial_labels(
+    components: RewardComponents, by_source: Mapping[str, Sequence[tuple[str, bool]]]
+) -> Iterator[str]:
+    """Yield the lines that `describe_partial_labels` returns. Of more than MAX_READ_LABELS
+    different labels, as many are read, evenly spaced, since some rewards take milliseconds for one.
+    """
+    for source, source_labels in by_source.items():
+        counts = Counter(label for label, is_json in source_labels if not is_json)
+        step = max(1, -(-len(counts) // MAX_READ_LABELS))
+        read_labels = list(counts)[::step]
+        for component in components.select_for_source(source):
+            if not isinstance(component.params, PartialReadingParams):
+                continue
+            readings = {
+                label: reading
+                for label in read_labels
+                if (reading := component.params.describe_partial_reading(label))
+            }
+            if not readings:
+                continue
+            examples = "; ".join(
+                f"{_shorten_text(label)} {reading}"
+                for label, reading in islice(readings.items(), NUM_EXAMPLES)
+            )
+            num_partial = sum(counts[label] for label in readings)
+            num_read = sum(counts[label] for label in read_labels)
+            looked_at = f", of {len(source_labels)} in all" if step > 1 else ""
+            yield (
+                f"{component.config_key} ({component.entry.name}) does not read {num_partial} of"
+                f" {num_read} labels{looked_at} of the source {source!r} whole: {examples}. Answers"
+                " are compared with what it reads; write the answer alone into such rows."
+            )
 
 
 def _is_json_text(label: str) -> bool:

@@ -40,6 +40,17 @@ INTERNAL_IMPORTS = {
     "ONE_TEXT": "words of our messages",
     "FAILOVER_S": "a number of our messages",
     "FIELDS_BY_VERL_NAME": "the other names of a sample's fields",
+    "find_last_box": "find_last_boxed returns its content",
+    **dict.fromkeys(
+        (
+            "PLAIN_NUMBER",
+            "find_loose_word",
+            "read_formula_spelling",
+            "respell_prose",
+            "strip_line_mark",
+        ),
+        "the spellings that math_verify reads; a user's reward calls math_verify",
+    ),
 }
 """What our own parts import and a user's does not need, with the reason."""
 

@@ -93,6 +93,7 @@ REASONS = {
             ("fbox", "box with a blank", "box with a blank and braces", "no braces"), OTHER_BOXES
         ),
         **dict.fromkeys(("text in the box", "open box", "capital"), FRACTIONS),
+        "an unfinished box behind": "a last box that is not closed scores nothing",
         "last one right": FROM_THE_FIRST,
         "full stop in the box": "`12.` is no number for verl's parser",
         "approximately": (
