@@ -72,6 +72,7 @@ def load_reference(directory: Path) -> None:
         list_part_tensors=lambda part: (),
         make_head=lambda *arguments: None,
         load_weights=lambda source: None,
+        adapter=None,
     )
     ReferenceModel(backend, 16, None).load_hf(directory)  # type: ignore[arg-type]
 
