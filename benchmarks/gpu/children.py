@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import ROOT
-from rlhf_megatron.runtime.process_control import die_with_parent
+from rlhf_megatron.parent_process import end_with_parent
 from tools.cuda_rehearsal.environment import python_path
 
 MESSAGE_LENGTH = 2000
@@ -90,7 +90,7 @@ def run_group(command: Sequence[str], timeout_s: float, **streams: Any) -> int |
         cwd=ROOT,
         env=environment(),
         start_new_session=True,
-        preexec_fn=partial(die_with_parent, signal.SIGKILL),
+        preexec_fn=partial(end_with_parent, signal.SIGKILL),
         **streams,
     )
     try:

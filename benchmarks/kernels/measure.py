@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common import significant
-from rlhf_megatron.runtime.process_control import die_with_parent
+from rlhf_megatron.parent_process import end_with_parent
 
 SPREAD = 0.05
 LEAST_ROUNDS = 3
@@ -152,7 +152,7 @@ def in_child(run: Callable[..., Any], timeout_s: float = CHILD_TIMEOUT_S, **job:
 
 
 def _child(sender: Any, parent: int, run: Callable[..., Any], job: Mapping[str, Any]) -> None:
-    die_with_parent(signal.SIGKILL, parent)
+    end_with_parent(signal.SIGKILL, parent)
     try:
         sender.send((True, run(**job)))
     except BaseException:  # whatever ends the child is the parent's to report

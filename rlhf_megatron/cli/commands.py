@@ -641,6 +641,10 @@ def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, default=8000, help="0: any free one (%(default)s)")
     text = "file with the key that clients must send (environment: RLHF_MEGATRON_API_KEY)"
     parser.add_argument("--api-key-file", metavar="FILE", type=Path, help=text)
+    text = "characters of prompts that are tokenized at once, over all requests (2000000)"
+    parser.add_argument("--max-characters", metavar="N", type=_parse_count, help=text)
+    text = "size of a request's body, in MiB (16)"
+    parser.add_argument("--max-body-mib", metavar="N", type=_parse_count, help=text)
     parser.add_argument("--name", metavar="NAME", help="of the model in requests (name of SOURCE)")
     parser.add_argument(
         "--out", metavar="DIR", type=Path, help="of logs and the served checkpoint (SOURCE-server)"

@@ -20,6 +20,7 @@ from rlhf_megatron.rewards.service.reward_model_servers import RewardModelServer
 from rlhf_megatron.rewards.service.reward_scorer import REWARD_LOG, make_reward_scorer
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
 from rlhf_megatron.rollout.fleet.server_process import StartProgress, make_throttled_progress
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.stop import StopRequest
 
 
@@ -32,6 +33,7 @@ def run_serve_rewards_command(args: argparse.Namespace) -> int:
     folder = args.out.absolute()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda received, _: stop.request(signal.Signals(received).name))
+    raise_open_file_limit()
     server = RewardHttpServer(args.host, args.port, read_api_key(args.api_key_file))
     with start_model_servers(
         config, folder, make_throttled_progress(_print_to_stderr, stop.raise_if_requested)

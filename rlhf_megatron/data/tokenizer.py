@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,13 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Return the largest token id + 1. A model's vocabulary may be larger."""
         return max(self._vocabulary_ids) + 1
+
+    @cached_property
+    def longest_token_characters(self) -> int:
+        """Return the length of the longest token's name, in characters: no token stands for more
+        characters of a text.
+        """
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def has_same_vocabulary(self, other: Tokenizer) -> bool:
         """Return whether every id stands for the same token in both tokenizers."""

@@ -25,10 +25,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-PASSING = (408, 425, 429, 500, 502, 503, 504)  # statuses of a server that may answer later
-OWN_FAULT = 500  # the one of these that the request itself may cause
-FIRST_PAUSE_S = 0.25
-LONGEST_PAUSE_S = 15.0
+from rlhf_megatron.retry import RetryPauses, may_pass, parse_retry_after
+
+OWN_FAULT = 500  # the status of a failure that may pass which the request itself may cause
 LOOK_S = 0.02
 MAX_ANSWER_BYTES = 1 << 26
 _num_machines = 1  # that have workers of the run
@@ -95,19 +94,17 @@ class RewardEndpoint:
         `probe` is a request that a sound server answers. A server that answers it, but fails at
         `body` twice with status 500, refuses `body`.
         """
-        first: float | None = None
-        pause = FIRST_PAUSE_S
-        num_retries = 0
+        pauses = RetryPauses(self.patience_s)
         while True:
             with self.hold_turn():
                 sent = time.monotonic()
-                # waiting for a turn is no failure of the server
-                first = sent if first is None else first
-                status, text, wait_s = self._post_once(json.dumps(body).encode())
+                # the patience begins here: waiting for a turn is no failure of the server
+                pauses.start_try()
+                status, text, retry_after_s = self._post_once(json.dumps(body).encode())
             if status == 200:
                 try:
                     return RewardEndpointAnswer(
-                        json.loads(text), num_retries, time.monotonic() - sent
+                        json.loads(text), pauses.num_retries, time.monotonic() - sent
                     )
                 except (ValueError, RecursionError) as error:
                     raise RewardEndpointError(
@@ -115,14 +112,14 @@ class RewardEndpoint:
                     ) from error
             is_own_fault = (
                 status == OWN_FAULT
-                and num_retries > 0
+                and pauses.num_retries > 0
                 and probe is not None
                 and self._answers_probe(probe)
             )
-            if is_own_fault or (status is not None and status not in PASSING):
+            if is_own_fault or not may_pass(status):
                 raise RewardEndpointRefusedError(f"{self.url} answered {status}: {text[:200]!r}.")
-            pause_s = max(wait_s, pause * random.uniform(0.5, 1.5))
-            if time.monotonic() + pause_s - first > self.patience_s:
+            pause_s = pauses.choose_pause(retry_after_s)
+            if pause_s is None:
                 told = (
                     f"status {status}: {text[:200]!r}"
                     if status
@@ -132,8 +129,6 @@ class RewardEndpoint:
                     f"{self.url} gave no answer in {self.patience_s:g} s ({told})."
                 )
             time.sleep(pause_s)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
-            num_retries += 1
 
     def _answers_probe(self, probe: Any) -> bool:
         """Return whether the server answers the probe with status 200."""
@@ -156,11 +151,10 @@ class RewardEndpoint:
         try:
             connection.request("POST", path, body, headers)
             answer = connection.getresponse()
-            after = answer.headers.get("Retry-After", "")
             return (
                 answer.status,
                 answer.read(MAX_ANSWER_BYTES),
-                min(float(after) if after.isdigit() else 0.0, 60.0),
+                parse_retry_after(answer.headers.get("Retry-After")),
             )
         except (OSError, http.client.HTTPException) as error:
             return None, f"{type(error).__name__}: {error}".encode(), 0.0

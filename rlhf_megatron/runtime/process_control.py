@@ -1,9 +1,8 @@
-"""Processes that end with the one that started them, and where their output goes."""
+"""The processes of a run: their signals, their children, and where their output goes."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import io
 import os
 import signal
@@ -15,28 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-PR_SET_PDEATHSIG = 1
 # pid of the agent with which a rank ends, also where it is gone before the rank looks
 AGENT_ENV = "RLHF_MEGATRON_AGENT"
 # in the environment of a keeper of servers: the number of its machine
 KEEPER_ENV = "RLHF_MEGATRON_KEEPER"
 # pid of the process with which the agent stops (`cli.restarts`)
 AGENTS_PARENT_ENV = "RLHF_MEGATRON_AGENTS_PARENT"
-
-
-def die_with_parent(signal_number: int, parent_pid: int | None = None) -> None:
-    """Make the kernel send this process `signal_number` when its parent process ends (0: no signal
-    any more). Send the signal at once where the parent is not `parent_pid`, since the expected
-    parent has ended.
-    """
-    expected = os.getppid() if parent_pid is None else parent_pid
-    if (
-        sys.platform == "linux"
-        and ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal_number) != 0
-    ):
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != expected:
-        os.kill(os.getpid(), signal_number)
 
 
 def read_machine_id() -> str:

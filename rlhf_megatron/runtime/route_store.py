@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -27,9 +28,9 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec, expert_route_files
 from rlhf_megatron.data.expert_route_files import ExpertIds, RouteStorageUsage, SelectedRoutes
+from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.message_channel import open_listener
-from rlhf_megatron.runtime.process_control import die_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -321,7 +322,7 @@ def main(directory: Path, machine_address: str, parent_pid: int) -> None:
     Read the secret from stdin, and write the store's address to stdout and its port to a file
     beside the directory.
     """
-    die_with_parent(9, parent_pid)
+    end_with_parent(signal.SIGKILL, parent_pid)
     secret = sys.stdin.buffer.readline().strip()
     port_file = directory.parent / f"{directory.name}.{machine_address}.port"
     listener = _open_store_listener(port_file, machine_address)

@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Protocol
 
+from rlhf_megatron.parent_process import is_orphan
 from rlhf_megatron.runtime.control_messages import HostSignalNotice
 from rlhf_megatron.stop import StopRequest, get_startup_exit_code
 
@@ -111,15 +112,15 @@ class ControllerStopHandler:
         where the parent process has ended, raise the hosts' failure or SystemExit. Runs on the main
         thread.
         """
-        is_orphan = self._parent_pid is not None and os.getppid() != self._parent_pid
+        has_lost_parent = self._parent_pid is not None and is_orphan(self._parent_pid)
         now = time.monotonic()
         last = self._last_signal_at
         self._last_signal_at = now
         is_second = (last > 0 and now - last > CONTROLLER_REPEAT_S) or (
             self._stop_request.is_requested and now - self._stop_requested_at > REPEAT_S
         )
-        if is_orphan or is_second or self._is_interrupted or self.is_startup:
-            self._raise_failure_or_exit(signal_number, LOSS_S if is_orphan else 0.0)
+        if has_lost_parent or is_second or self._is_interrupted or self.is_startup:
+            self._raise_failure_or_exit(signal_number, LOSS_S if has_lost_parent else 0.0)
         self._request_stop(f"{signal.Signals(signal_number).name} to the controller", signal_number)
 
     def _request_stop(self, reason: str, signal_number: int) -> None:
@@ -209,12 +210,12 @@ class HostStopHandler:
         this process.
         """
         now = time.monotonic()
-        is_orphan = os.getppid() != self._parent_pid
+        has_lost_parent = is_orphan(self._parent_pid)
         # The controller reads what hosts say when all have come: until then only a signal of its
         # own reaches it.
         if self.send_notice is None or (self.is_startup and self._controller_process is not None):
             self._exit_at_startup(signal_number)
-        elif self._first_signal_at is None and not is_orphan:
+        elif self._first_signal_at is None and not has_lost_parent:
             self._first_signal_at = now
             self._notify_controller(
                 signal_number,
@@ -222,7 +223,7 @@ class HostStopHandler:
                 exit_after_s=self._grace_s + CLEANUP_S + HOST_SLACK_S,
             )
         elif not self._is_urgent and (
-            is_orphan
+            has_lost_parent
             or (self._first_signal_at is not None and now - self._first_signal_at > REPEAT_S)
         ):
             self._is_urgent = True

@@ -2,14 +2,13 @@
 the same promises.
 
 Each sample is a request of its own, with a seed of its own. One that fails for a reason that may
-pass (no connection, no answer in time, status 408, 429 or 5xx) is asked again, less and less often,
-for `rollout.request_timeout_s`.
+pass (no connection, no answer in time, a status that `retry.may_pass` names) is asked again, less
+and less often, for `rollout.request_timeout_s`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +30,7 @@ from rlhf_megatron.jobs.generation.answer_file import (
     make_sampling_fingerprint,
 )
 from rlhf_megatron.jobs.generation.answer_progress import ProgressReporter
+from rlhf_megatron.retry import RetryPauses, may_pass, parse_retry_after
 from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestError
 from rlhf_megatron.stop import StopRequest
 
@@ -38,7 +38,6 @@ STEP = -1  # of the seeds: those of an evaluation
 PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 _POLL_S = 0.2
-_RETRYABLE_STATUSES = (408, 425, 429)
 
 
 @dataclass(frozen=True)
@@ -196,16 +195,25 @@ class EndpointJob:
         body = self._make_request_body(prompt_number, sample_number)
         where = self.rows[prompt_number].origin
         path = f"{self.url}/{'chat/' if self.is_chat else ''}completions"
-        end = time.monotonic() + self.rollout.request_timeout_s
-        pause_s = PAUSE_S
+        pauses = RetryPauses(
+            self.rollout.request_timeout_s,
+            PAUSE_S,
+            LONGEST_PAUSE_S,
+            # the same pauses each time, and others for each sample
+            draw=lambda: derive_seed(prompt_number, sample_number, pauses.num_retries) / 2**31,
+        )
         while True:
+            pauses.start_try()
+            retry_after_s = 0.0
             try:
                 async with session.post(path, json=body) as response:
-                    status, text = response.status, await response.text()
+                    status = response.status
+                    text = await response.text()
                     if status == 200:
                         return _parse_choice(await response.json(content_type=None))
+                    retry_after_s = parse_retry_after(response.headers.get("Retry-After"))
                 words = f"{status}: {text[:300]}"
-                if status < 500 and status not in _RETRYABLE_STATUSES:
+                if not may_pass(status):
                     raise EngineRequestError(f"{path} refuses {where}: {words}")
             except (
                 aiohttp.ClientError,
@@ -216,15 +224,12 @@ class EndpointJob:
                 TypeError,
             ) as error:
                 words = f"{type(error).__name__}: {error}"
-            if time.monotonic() + pause_s > end:
+            pause_s = pauses.choose_pause(retry_after_s)
+            if pause_s is None:
                 raise EngineError(
                     f"{path} has not answered {where} within rollout.request_timeout_s: {words}."
                 )
-            await asyncio.sleep(
-                pause_s
-                * (0.5 + derive_seed(prompt_number, sample_number, int(pause_s * 8)) / 2**32)
-            )
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+            await asyncio.sleep(pause_s)
 
     def _make_request_body(self, prompt_number: int, sample_number: int) -> dict[str, Any]:
         """Return the request for a sample, with a seed of its own. top_k and min_p are sent only if

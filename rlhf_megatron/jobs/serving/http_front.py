@@ -6,39 +6,63 @@ that of the last token, `version_spans` of a choice tell those of all.
 
 from __future__ import annotations
 
-import hmac
-import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from aiohttp import web
 
+from rlhf_megatron.http_guard import GuardRules, Handler, Refusal, RequestGuard
 from rlhf_megatron.jobs.serving.openai_replies import OpenAIReply, gather_or_cancel, make_error_body
 from rlhf_megatron.jobs.serving.openai_requests import (
     ChatRequest,
     CompletionRequest,
     RequestError,
     ServedModel,
-    check_request,
     parse_request,
 )
+from rlhf_megatron.jobs.serving.prompt_encoding import DEFAULT_MOST_CHARACTERS, PromptEncoder
 from rlhf_megatron.jobs.serving.server_metrics import CONTENT_TYPE, ServerMetrics
 from rlhf_megatron.jobs.serving.serving_backend import ServingBackend
 from rlhf_megatron.rollout.engine_interface import EngineError, EngineRequestError
 from rlhf_megatron.rollout.local import local_bodies
-from rlhf_megatron.rollout.local.local_server import is_from_web_page
 
-logger = logging.getLogger(__name__)
 MOST_RUNNING = 4096  # pieces of answers; more requests are told to come back
-_MAX_BODY_BYTES = 64 << 20
-_OPEN_PATHS = ("/health",)
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@dataclass(frozen=True)
+class ServingLimits:
+    """What one request, or all requests together, may take of a server."""
+
+    # of a body; a character takes up to 6 bytes of JSON
+    max_body_bytes: int = 16 << 20
+    most_characters: int = DEFAULT_MOST_CHARACTERS  # that are tokenized at once
+    # of the prompts that are being answered; 8 bytes each
+    most_prompt_tokens: int = 32 << 20
+
+    def __post_init__(self) -> None:
+        """Raise ValueError for a limit below 1."""
+        for name in ("max_body_bytes", "most_characters", "most_prompt_tokens"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} ({getattr(self, name)}) must be at least 1.")
 
 
 def make_error_response(status: int, message: str, code: str | None = None) -> web.Response:
     """Return a response with an error in OpenAI's form."""
     return web.json_response(make_error_body(status, message, code), status=status)
+
+
+def _describe_serving_error(error: Exception) -> Refusal | None:
+    """Return the answer to an error of a request or of the engines; None for others."""
+    if isinstance(error, RequestError):
+        return Refusal(error.status, str(error), error.code)
+    if isinstance(error, EngineRequestError):
+        return Refusal(400, str(error))
+    if isinstance(error, EngineError):
+        return Refusal(503, str(error))
+    return None
 
 
 class ServingFront:
@@ -52,28 +76,44 @@ class ServingFront:
         served_model: ServedModel,
         api_key: str | None,
         is_loopback: bool,
+        limits: ServingLimits = ServingLimits(),
     ) -> None:
         """Begin without requests. Without an `api_key`, no key is asked for; `is_loopback` says
         whether the server listens only on this machine.
         """
+        self._limits = limits
+        self._num_prompt_tokens = 0  # of the prompts that are being answered
         self.backend = backend
         self.served_model = served_model
         self.metrics = ServerMetrics(backend)
         self.is_stopping = False
         self.num_open_requests = 0  # requests under way
-        self._api_key = api_key
-        self._is_loopback = is_loopback
         self._started_at = int(time.time())
+        rules = GuardRules(
+            bearer_key=api_key,
+            is_loopback=is_loopback,
+            max_body_bytes=limits.max_body_bytes,
+            max_held_bytes=2 * limits.max_body_bytes,
+            key_hint="whoever started the server has it",
+        )
+        self.prompt_encoder = PromptEncoder(served_model, limits.most_characters)
+        self.guard = RequestGuard(rules, make_error_response, _describe_serving_error)
 
     def make_application(self) -> web.Application:
-        """Return the aiohttp application with all routes."""
+        """Return the aiohttp application with all routes, behind the guard."""
 
         @web.middleware
-        async def guard_request(request: web.Request, handler: Handler) -> web.StreamResponse:
-            """Handle a request through the checks and counts of the server."""
+        async def count_request(request: web.Request, handler: Handler) -> web.StreamResponse:
+            """Handle a request, and count it in the metrics."""
             return await self._count_and_handle(request, handler)
 
-        app = web.Application(middlewares=[guard_request], client_max_size=_MAX_BODY_BYTES)
+        @web.middleware
+        async def refuse_when_busy(request: web.Request, handler: Handler) -> web.StreamResponse:
+            """Handle a request if the server takes new ones."""
+            self._require_room(request)
+            return await handler(request)
+
+        app = self.guard.make_application([count_request], [refuse_when_busy])
         app.add_routes(
             [
                 web.get("/health", self.handle_health),
@@ -94,7 +134,7 @@ class ServingFront:
         start = time.monotonic()
         self.num_open_requests += 1
         try:
-            response = await self._check_and_handle(request, handler)
+            response = await handler(request)
         finally:
             self.num_open_requests -= 1
         route = request.match_info.route.resource
@@ -104,43 +144,18 @@ class ServingFront:
             self.metrics.answer_seconds[endpoint].add_duration(time.monotonic() - start)
         return response
 
-    async def _check_and_handle(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request from a permitted client, and return errors as responses: 403 to web
-        pages, 401 without the key, 503 while stopping, 429 with too many answers under way, and
-        errors of the handler with a status that fits.
+    def _require_room(self, request: web.Request) -> None:
+        """Raise RequestError for a question while the server stops (503) or has too many answers
+        under way (429).
         """
-        if is_from_web_page(request, self._is_loopback):
-            return make_error_response(
-                403, "web pages are not served; call this server by its own address."
+        if request.method != "POST":
+            return
+        if self.is_stopping:
+            raise RequestError("the server is being stopped; ask another one.", 503)
+        if self.backend.num_running >= MOST_RUNNING:
+            raise RequestError(
+                f"{MOST_RUNNING} answers are under way already; ask again later.", 429
             )
-        given = request.headers.get("Authorization", "").encode(errors="replace")
-        needs_key = self._api_key is not None and request.path not in _OPEN_PATHS
-        if needs_key and not hmac.compare_digest(given, f"Bearer {self._api_key}".encode()):
-            return make_error_response(
-                401, "the API key is missing or wrong (Authorization: Bearer KEY)."
-            )
-        if request.method == "POST":
-            if self.is_stopping:
-                return make_error_response(503, "the server is being stopped; ask another one.")
-            if self.backend.num_running >= MOST_RUNNING:
-                return make_error_response(
-                    429, f"{MOST_RUNNING} answers are under way already; ask again later."
-                )
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return make_error_response(error.status, error.reason)
-        except RequestError as error:
-            return make_error_response(error.status, str(error), error.code)
-        except EngineRequestError as error:
-            return make_error_response(400, str(error))
-        except EngineError as error:
-            return make_error_response(503, str(error))
-        except ValueError as error:
-            return make_error_response(400, str(error))
-        except Exception as error:
-            logger.exception("%s failed", request.path)
-            return make_error_response(500, f"{type(error).__name__}: {error}")
 
     async def handle_health(self, request: web.Request) -> web.Response:
         """Answer with the status, the version and the number of engines: status 200 if an engine
@@ -217,9 +232,28 @@ class ServingFront:
             if is_chat
             else parse_request(data, CompletionRequest, self.served_model)
         )
-        ask = check_request(body, self.served_model)
+        ask = await self.prompt_encoder.encode_request(body)
         answer = OpenAIReply(self.backend, self.served_model, self.metrics, ask, is_chat)
-        self.metrics.token_counts["prompt"] += sum(map(len, ask.prompts))
-        if ask.is_stream:
-            return await answer.stream_response(request)
-        return web.json_response(await answer.generate_body())
+        num_tokens = sum(map(len, ask.prompts))
+        with self._hold_prompt_tokens(num_tokens):
+            self.metrics.token_counts["prompt"] += num_tokens
+            if ask.is_stream:
+                return await answer.stream_response(request)
+            return web.json_response(await answer.generate_body())
+
+    @contextmanager
+    def _hold_prompt_tokens(self, num_tokens: int) -> Iterator[None]:
+        """Count so many tokens as being answered within the block. Raise RequestError (429) where
+        the server holds too many already.
+        """
+        if self._num_prompt_tokens + num_tokens > self._limits.most_prompt_tokens:
+            raise RequestError(
+                f"prompts of {self._num_prompt_tokens} tokens are being answered already; ask"
+                " again later.",
+                429,
+            )
+        self._num_prompt_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self._num_prompt_tokens -= num_tokens

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from aiohttp import web
-
 from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
 from rlhf_megatron.data.chat_template import make_chat_format
+from rlhf_megatron.http_guard import LOOPBACK_NAMES, GuardedServer
 from rlhf_megatron.jobs.generation.answer_generation_job import serve_weights
 from rlhf_megatron.jobs.generation.model_source import ServedWeights as Weights
 from rlhf_megatron.jobs.generation.model_source import find_served_weights, load_job_tokenizer
@@ -25,11 +24,11 @@ from rlhf_megatron.jobs.serving.checkpoint_follower import (
     CheckpointFollower,
     PinnedCheckpoint,
 )
-from rlhf_megatron.jobs.serving.http_front import ServingFront
+from rlhf_megatron.jobs.serving.http_front import ServingFront, ServingLimits
 from rlhf_megatron.jobs.serving.openai_requests import ServedModel
 from rlhf_megatron.jobs.serving.serving_backend import ServingBackend
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
-from rlhf_megatron.rollout.local.local_server import LOOPBACK_NAMES
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.stop import StopRequest
 
 GRACE_S = 30.0  # that requests under way have to end when the server is told to
@@ -50,6 +49,7 @@ class ServeJob:
     host: str
     port: int  # 0: any free one
     api_key: str | None
+    limits: ServingLimits = ServingLimits()  # noqa: RUF009  (frozen)
 
     def __post_init__(self) -> None:
         """Check the job, and start nothing. Raise ValueError for an address that other machines
@@ -161,18 +161,13 @@ class ServeJob:
         """Run the HTTP server until a stop is requested or the backend ends. Then refuse new
         requests, and wait up to 30 seconds for open ones. Raise the error that ended the backend.
         """
-        front = ServingFront(backend, served_model, self.api_key, self.host in LOOPBACK_NAMES)
-        runner = web.AppRunner(
-            front.make_application(),
-            handle_signals=False,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
+        raise_open_file_limit()
+        front = ServingFront(
+            backend, served_model, self.api_key, self.host in LOOPBACK_NAMES, self.limits
         )
-        await runner.setup()
+        server = GuardedServer(front.make_application(), front.guard)
         try:
-            await web.TCPSite(runner, self.host, self.port).start()
-            host, port = runner.addresses[0][:2]
+            host, port = await server.listen(self.host, self.port)
             shown = f"[{host}]" if ":" in host else host
             report(_describe_completion_prompts(served_model))
             report(
@@ -189,7 +184,7 @@ class ServeJob:
             ):
                 await asyncio.sleep(_POLL_S)
         finally:
-            await runner.cleanup()
+            await server.close()
         if backend.end_future.done():
             backend.end_future.result()
 

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.rewards.process_tree import iterate_descendants
 from rlhf_megatron.rewards.sandbox import harness, sandbox_layers
 from rlhf_megatron.rewards.sandbox.sandbox_layers import (
@@ -174,9 +175,7 @@ class SandboxGuardian:
         """
         try:
             os.setsid()
-            sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
-            if os.getppid() != parent_pid:
-                os._exit(1)
+            end_with_parent(signal.SIGKILL, parent_pid)
             signal.set_wakeup_fd(-1)
             for caught in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(caught, signal.SIG_DFL)
@@ -196,11 +195,11 @@ class SandboxGuardian:
                     connection.close()
                     os.waitpid(init, 0)
                     os._exit(0)
-                sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+                end_with_parent(signal.SIGKILL)
                 sandbox_layers.enter_private_root(self.readable_paths, self.limits)
                 sandbox_layers.become_inside_user()
                 # a change of user clears it
-                sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGKILL)
+                end_with_parent(signal.SIGKILL)
             gate.close()
             self._apply_layers(work_dir)
             harness.serve_programs(
@@ -369,7 +368,7 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
-    sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_PDEATHSIG, signal.SIGTERM)
+    end_with_parent(signal.SIGTERM)
     sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_CHILD_SUBREAPER, 1)
     message = json.loads(control.recv(MESSAGE_BYTES))
     try:

@@ -24,7 +24,6 @@ LANDLOCK = "landlock"
 SECCOMP = "seccomp"
 LAYERS = (NAMESPACES, LANDLOCK, SECCOMP)  # limits and the guardian's clock are always there
 
-PR_SET_PDEATHSIG = 1
 PR_SET_DUMPABLE = 4
 PR_CAPBSET_DROP = 24
 PR_SET_CHILD_SUBREAPER = 36

@@ -7,67 +7,92 @@ serve all of them.
 
 from __future__ import annotations
 
-import hmac
-import json
+import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
 from dataclasses import asdict
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, TypeVar
 
 import msgspec
+from aiohttp import web
 
+from rlhf_megatron.http_guard import (
+    LOOPBACK_NAMES,
+    GuardedServer,
+    GuardRules,
+    Refusal,
+    RequestGuard,
+)
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.response_reading import ReadingReporter
 from rlhf_megatron.rewards.service.reward_scorer import RewardScorer
 
-MAX_BODY_BYTES = 1 << 26
+MAX_BODY_BYTES = 64 << 20  # tests of a program are labels, too
+MAX_HELD_BYTES = 2 * MAX_BODY_BYTES
 LOOK_S = 0.5  # for a request to end
-SOCKET_S = 60.0  # for a client that sends or reads nothing
+START_S = 30.0  # in which the server must listen
 PATH = "/score"
-LOCAL = ("127.0.0.1", "localhost")
+T = TypeVar("T")
 
 
-class RewardHttpServer(ThreadingHTTPServer):
-    """An HTTP server that answers from threads of its own; `score_until_over` scores the samples,
+class ScoringEndedError(RuntimeError):
+    """The server scores no more samples."""
+
+
+class RewardHttpServer:
+    """An HTTP server that answers from a thread of its own; `score_until_over` scores the samples,
     on the thread that has entered the scorer.
     """
 
-    daemon_threads = True
-    request_queue_size = 1024
-
     def __init__(self, host: str, port: int, api_key: str | None) -> None:
-        """Bind the server to the address. Raise ValueError for an address that other machines reach
-        without a key, OSError for one that is in use.
+        """Listen at the address; requests wait until `score_until_over` scores them. Raise
+        ValueError for an address that other machines reach without a key, and for one that is in
+        use.
         """
-        if api_key is None and host not in LOCAL:
+        is_loopback = host in LOOPBACK_NAMES
+        if api_key is None and not is_loopback:
             raise ValueError(
                 f"--host {host} is reached by others: give the key that clients must"
                 " send (--api-key-file)."
             )
-        super().__init__((host, port), _RewardRequestHandler)
-        self.api_key = api_key
         self._waiting_samples: list[tuple[RewardSample, Future[RewardResult]]] = []
         self._state_changed = threading.Condition()
         self._has_ended = False
+        rules = GuardRules(
+            bearer_key=api_key,
+            is_loopback=is_loopback,
+            max_body_bytes=MAX_BODY_BYTES,
+            max_held_bytes=MAX_HELD_BYTES,
+            key_hint="key_file of the server in the run's configuration holds it",
+            open_paths=(),
+        )
+        guard = RequestGuard(rules, _make_error_response, _describe_error)
+        application = guard.make_application()
+        application.add_routes([web.post(PATH, self._handle_score)])
+        self._server = GuardedServer(application, guard)
+        self._event_loop = asyncio.new_event_loop()
+        threading.Thread(
+            target=self._event_loop.run_forever, name="reward-http", daemon=True
+        ).start()
+        try:
+            self.server_address = self._run_in_event_loop(self._server.listen(host, port))
+        except ValueError:
+            self._event_loop.call_soon_threadsafe(self._event_loop.stop)
+            raise
 
     @property
     def url(self) -> str:
         """Return the URL to which clients post samples."""
-        host, port = self.server_address[:2]
-        return f"http://{host!s}:{port}{PATH}"
+        host, port = self.server_address
+        shown_host = f"[{host}]" if ":" in host else host
+        return f"http://{shown_host}:{port}{PATH}"
 
     def score_sample(self, sample: RewardSample) -> RewardResult:
         """Queue the sample, wait until `score_until_over` has scored it, and return the result.
-        Raise ValueError where the server ends, or as the scorer does.
+        Raise ScoringEndedError where the server ends, ValueError as the scorer does.
         """
-        result: Future[RewardResult] = Future()
-        with self._state_changed:
-            if self._has_ended:
-                raise ValueError("the server ends")
-            self._waiting_samples.append((sample, result))
-            self._state_changed.notify()
-        return result.result()
+        return self._queue_sample(sample).result()
 
     def score_until_over(
         self,
@@ -75,28 +100,71 @@ class RewardHttpServer(ThreadingHTTPServer):
         is_over: Callable[[], bool],
         report_line: Callable[[str], object] = lambda line: None,
     ) -> None:
-        """Serve requests and score the queued samples, in batches on this thread, until `is_over`
-        returns True; then close the server and fail the samples that wait. `report_line` is called
-        with what is to be said of the responses that the rewards read, when they first come.
+        """Score the queued samples, in batches on this thread, until `is_over` returns True; then
+        fail the samples that wait, and close the server. `report_line` is called with what is to be
+        said of the responses that the rewards read, when they first come.
         """
         reporter = ReadingReporter(scorer.components, report_line)
-        threading.Thread(target=self.serve_forever, daemon=True).start()
         try:
             while not is_over():
                 with self._state_changed:
                     self._state_changed.wait_for(lambda: self._waiting_samples, LOOK_S)
                     batch = self._waiting_samples
                     self._waiting_samples = []
-                if batch:
-                    reporter.report_samples([sample for sample, _ in batch])
-                    _score_waiting_batch(scorer, batch)
+                # a client that went away has cancelled its sample
+                wanted = [pair for pair in batch if pair[1].set_running_or_notify_cancel()]
+                if wanted:
+                    reporter.report_samples([sample for sample, _ in wanted])
+                    _score_waiting_batch(scorer, wanted)
         finally:
             with self._state_changed:
                 self._has_ended = True
                 for _, answer in self._waiting_samples:
-                    answer.set_exception(ValueError("the server ends"))
-            self.shutdown()
-            self.server_close()
+                    if answer.set_running_or_notify_cancel():
+                        answer.set_exception(ScoringEndedError("the server ends"))
+            self._run_in_event_loop(self._server.close())
+            self._event_loop.call_soon_threadsafe(self._event_loop.stop)
+
+    def _queue_sample(self, sample: RewardSample) -> Future[RewardResult]:
+        """Queue a sample and return the future of its result. Raise ScoringEndedError where the
+        server ends.
+        """
+        result: Future[RewardResult] = Future()
+        with self._state_changed:
+            if self._has_ended:
+                raise ScoringEndedError("the server ends")
+            self._waiting_samples.append((sample, result))
+            self._state_changed.notify()
+        return result
+
+    async def _handle_score(self, request: web.Request) -> web.Response:
+        """Score the sample in the body and answer with its result."""
+        body = await request.read()
+        try:
+            sample = msgspec.json.decode(body, type=RewardSample)
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise ValueError(f"the body is no sample: {error}") from None
+        try:
+            result = await asyncio.wrap_future(self._queue_sample(sample))
+        except ValueError as error:  # the processes of the rewards are gone for good
+            raise ScoringEndedError(str(error)) from error
+        return web.json_response(asdict(result))
+
+    def _run_in_event_loop(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in the server's event loop, and return its result."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._event_loop).result(START_S)
+
+
+def _describe_error(error: Exception) -> Refusal | None:
+    """Return the answer to an error of the scorer; None for others."""
+    return Refusal(503, str(error)) if isinstance(error, ScoringEndedError) else None
+
+
+def _make_error_response(status: int, message: str, code: str | None) -> web.Response:
+    """Return a JSON error response."""
+    if status == 404:
+        message = f"the path is {PATH}"
+    return web.json_response({"error": message}, status=status)
 
 
 def _score_waiting_batch(
@@ -113,66 +181,3 @@ def _score_waiting_batch(
         raise
     for (_, answer), result in zip(batch, results, strict=True):
         answer.set_result(result)
-
-
-class _RewardRequestHandler(BaseHTTPRequestHandler):
-    server: RewardHttpServer
-    timeout = SOCKET_S
-
-    def do_POST(self) -> None:
-        """Answer a POST: check the origin, the key, the path and the length, then score the sample
-        in the body.
-        """
-        given = self.headers.get("Authorization", "")
-        wanted = f"Bearer {self.server.api_key}"
-        length = self.headers.get("Content-Length", "")
-        if "Origin" in self.headers:
-            self._send_json(403, {"error": "web pages are not served"})
-        elif self.server.api_key is not None and not hmac.compare_digest(
-            given.encode(), wanted.encode()
-        ):
-            self._send_json(
-                401,
-                {
-                    "error": (
-                        "a bearer token is needed: key_file of the server in the"
-                        " run's configuration"
-                    )
-                },
-            )
-        elif self.path != PATH:
-            self._send_json(404, {"error": f"the path is {PATH}"})
-        elif not length.isdigit() or int(length) > MAX_BODY_BYTES:
-            self._send_json(
-                413, {"error": f"a body needs a length, at most {MAX_BODY_BYTES} bytes"}
-            )
-        else:
-            self._answer_sample(self.rfile.read(int(length)))
-
-    def _answer_sample(self, body: bytes) -> None:
-        """Score the sample in the body and send its result; 400 for a body that is no sample, 503
-        where the server cannot score.
-        """
-        try:
-            sample = msgspec.json.decode(body, type=RewardSample)
-        except (msgspec.DecodeError, RecursionError) as error:
-            self._send_json(400, {"error": f"the body is no sample: {error}"})
-            return
-        try:
-            result = self.server.score_sample(sample)
-        except ValueError as error:
-            self._send_json(503, {"error": str(error)})
-        else:
-            self._send_json(200, asdict(result))
-
-    def _send_json(self, status: int, answer: dict[str, object]) -> None:
-        """Send a response of this status with the answer as JSON."""
-        data = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(data)))
-        self.end_headers()
-        self.wfile.write(data)
-
-    def log_message(self, *arguments: object) -> None:
-        """Log nothing: a run asks thousands of times a step."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import os
 import resource
-import signal
 import socket
 import sys
 import traceback
@@ -35,7 +34,6 @@ from rlhf_megatron.rewards.service.worker_messages import (
     encode_json_line,
 )
 
-PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 GIB = 2**30
 
@@ -45,19 +43,12 @@ MEMORY_ERROR = make_masked_result(MemoryError.__name__).status
 MEMORY_GIB = 4.0  # where the params do not say
 
 
-def set_process_option(option: int, value: int) -> None:
-    """Call prctl(option, value) on Linux, elsewhere do nothing. Failures are ignored."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(option, value)
-
-
-def kill_with_parent(parent_pid: int) -> None:
-    """Make the kernel kill this process when its parent ends, however the parent ends. Kill it at
-    once where its parent is not `parent_pid` any more.
+def adopt_orphans() -> None:
+    """Make what this process's children leave behind a child of this process, on Linux. Failures
+    are ignored.
     """
-    set_process_option(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent_pid:
-        os.kill(os.getpid(), signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 
 def limit_memory(max_gib: float) -> None:

@@ -25,19 +25,17 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.type_conversion import build_params
+from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rewards.process_tree import list_children
 from rlhf_megatron.rewards.reward_endpoint import divide_endpoint_limits
 from rlhf_megatron.rewards.scorers import REWARDS
 from rlhf_megatron.rewards.scorers.reward_types import PreparedParams
 from rlhf_megatron.rewards.service.reward_worker import (
-    PR_SET_CHILD_SUBREAPER,
-    PR_SET_PDEATHSIG,
     LoadedReward,
+    adopt_orphans,
     format_traceback_end,
-    kill_with_parent,
     serve_reward_tasks,
-    set_process_option,
 )
 from rlhf_megatron.rewards.service.worker_messages import CONTROL_BYTES, encode_json_line
 
@@ -87,11 +85,10 @@ class WorkerTemplate:
         os.set_blocking(self._wake_write_fd, False)
         signal.set_wakeup_fd(self._wake_write_fd, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
-        # what workers leave behind becomes a child of this process
-        set_process_option(PR_SET_CHILD_SUBREAPER, 1)
+        adopt_orphans()
         signal.signal(signal.SIGTERM, lambda *_: sys.exit())
         # not SIGKILL: there are children to end
-        set_process_option(PR_SET_PDEATHSIG, signal.SIGTERM)
+        end_with_parent(signal.SIGTERM)
 
     def serve_controller(self) -> None:
         """Fork and kill workers on request until the controller closes the control socket, or ends;
@@ -144,7 +141,7 @@ class WorkerTemplate:
             for descriptor in (self.wake_read_fd, self._wake_write_fd):
                 os.close(descriptor)
             os.setpgid(0, 0)  # a group of its own, so that what it starts is killed with it
-            kill_with_parent(parent_pid)
+            end_with_parent(signal.SIGKILL, parent_pid)
             controller_connection.close()
             self.control.close()
             serve_reward_tasks(self.rewards, connection)
@@ -201,7 +198,7 @@ def main() -> None:
     # the controller answers to them, and ends this process
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    kill_with_parent(parent)
+    end_with_parent(signal.SIGKILL, parent)
     faulthandler.enable()
     control = socket.socket(fileno=control_fd)
     message = json.loads(control.recv(CONTROL_BYTES))

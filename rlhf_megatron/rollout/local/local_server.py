@@ -12,21 +12,16 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import ctypes
-import hmac
 import json
 import logging
 import os
 import signal
 import sys
-import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, get_args
-from urllib.parse import urlsplit
 
 from aiohttp import web
-from aiohttp.http_exceptions import HttpProcessingError
 
 from rlhf_megatron.device import (
     list_device_ids,
@@ -34,6 +29,14 @@ from rlhf_megatron.device import (
     measure_device_memory,
     read_own_resident_bytes,
 )
+from rlhf_megatron.http_guard import (
+    LOOPBACK_NAMES,
+    GuardedServer,
+    GuardRules,
+    Refusal,
+    RequestGuard,
+)
+from rlhf_megatron.parent_process import exit_if_orphaned_on_signal
 from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS, PauseMode
 from rlhf_megatron.rollout.local import local_bodies
 from rlhf_megatron.rollout.local.decode_service import (
@@ -41,14 +44,12 @@ from rlhf_megatron.rollout.local.decode_service import (
     ReleasedCacheError,
     StaleWeightsError,
 )
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.weights.bucket_manifest import BucketManifest
 
 logger = logging.getLogger("rlhf_megatron.local_engine")
-LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
-_MAX_BODY_BYTES = 256 << 20
-_PATHS_WITHOUT_TOKEN = ("/health",)
-_MAX_ERROR_CHARACTERS = 2000
-_LOG_INTERVAL_S = 60.0
+_MAX_BODY_BYTES = 64 << 20
+_MAX_HELD_BYTES = 2 * _MAX_BODY_BYTES
 RequestHandler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -66,89 +67,18 @@ def read_token_file(path: Path) -> str:
     return token
 
 
-def _make_error_response(status: int, message: str) -> web.Response:
-    """Return a JSON error response, with the message shortened."""
-    return web.json_response({"error": message[:_MAX_ERROR_CHARACTERS]}, status=status)
+def _make_error_response(status: int, message: str, code: str | None) -> web.Response:
+    """Return a JSON error response."""
+    return web.json_response({"error": message}, status=status)
 
 
-class MalformedRequestFilter(logging.Filter):
-    """Replaces aiohttp's traceback of a request that is no HTTP by one log line, at most once a
-    minute: anybody who can connect can send such requests, and their content may hold a key.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._num_dropped = 0
-        self._next_s = 0.0
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the record: drop malformed requests within the minute, and shorten
-        the others to one line.
-        """
-        error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
-            return True
-        if time.monotonic() < self._next_s:
-            self._num_dropped += 1
-            return False
-        record.msg = "refused a request that is no HTTP; %d more before it"
-        record.args = (self._num_dropped,)
-        record.exc_info = record.exc_text = None
-        self._num_dropped = 0
-        self._next_s = time.monotonic() + _LOG_INTERVAL_S
-        return True
-
-
-def is_from_web_page(request: web.Request, is_loopback: bool) -> bool:
-    """Return whether a browser may have sent the request for a web page of another site: the
-    request names an origin, or reaches a loopback server by another host name.
-    """
-    try:
-        host = urlsplit(f"//{request.headers.get('Host', '')}").hostname
-    except ValueError:
-        host = None
-    return "Origin" in request.headers or (is_loopback and host not in LOOPBACK_NAMES)
-
-
-def _make_request_guard(token: str, is_loopback: bool) -> Any:
-    """Return a middleware that refuses requests of web pages, without the token, or with too large
-    bodies, and turns the handlers' errors into JSON responses.
-    """
-
-    @web.middleware
-    async def guard_request(request: web.Request, handler: RequestHandler) -> web.StreamResponse:
-        """Check the request, call its handler, and return the response or a JSON error."""
-        given = request.headers.get("Authorization", "")
-        wanted = f"Bearer {token}"
-        if is_from_web_page(request, is_loopback):
-            return _make_error_response(
-                403, "web pages are not served; call this server by its loopback address."
-            )
-        if request.path not in _PATHS_WITHOUT_TOKEN and not hmac.compare_digest(
-            given.encode(errors="replace"), wanted.encode()
-        ):
-            return _make_error_response(
-                401, "a bearer token is needed (the engine's token file has it)."
-            )
-        if (request.content_length or 0) > _MAX_BODY_BYTES:
-            return _make_error_response(
-                413, f"the body has more than {_MAX_BODY_BYTES} bytes; ask for less at once."
-            )
-        try:
-            return await handler(request)
-        except web.HTTPException as error:
-            return _make_error_response(error.status, error.reason)
-        except ValueError as error:
-            return _make_error_response(400, str(error))
-        except StaleWeightsError as error:
-            return _make_error_response(503, f"STALE: {error}")
-        except ReleasedCacheError as error:
-            return _make_error_response(503, str(error))
-        except Exception as error:
-            logger.exception("%s failed", request.path)
-            return _make_error_response(500, f"{type(error).__name__}: {error}")
-
-    return guard_request
+def _describe_engine_error(error: Exception) -> Refusal | None:
+    """Return the answer to an error of the decoding service; None for others."""
+    if isinstance(error, StaleWeightsError):
+        return Refusal(503, f"STALE: {error}")
+    if isinstance(error, ReleasedCacheError):
+        return Refusal(503, str(error))
+    return None
 
 
 class EngineVerbHandlers:
@@ -282,24 +212,6 @@ class EngineVerbHandlers:
         return web.json_response({**self.description, **state})
 
 
-def _exit_with_parent(parent_pid: int) -> None:
-    """Exit this process when the process `parent_pid` ends, by a signal that Linux sends at the end
-    of the thread that started this process; exit now where the parent is gone already.
-    """
-
-    def exit_if_orphaned(number: int, frame: Any) -> None:
-        """Exit where the parent process has changed; the signal also comes when only a thread of it
-        ends.
-        """
-        if os.getppid() != parent_pid:
-            os._exit(1)
-
-    signal.signal(signal.SIGUSR2, exit_if_orphaned)
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGUSR2)  # PR_SET_PDEATHSIG
-    exit_if_orphaned(signal.SIGUSR2, None)  # the parent may have gone before
-
-
 def _parse_arguments(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; exit with a message for a host that is not loopback without
     --allow-remote.
@@ -408,23 +320,18 @@ async def _serve_until_stopped(
     """Serve HTTP, write the ready file, and return after SIGTERM or SIGINT with everything closed.
     Raise ValueError where the port cannot be had.
     """
-    app = web.Application(
-        middlewares=[_make_request_guard(token, args.host in LOOPBACK_NAMES)],
-        client_max_size=_MAX_BODY_BYTES,
+    rules = GuardRules(
+        bearer_key=token,
+        is_loopback=args.host in LOOPBACK_NAMES,
+        max_body_bytes=_MAX_BODY_BYTES,
+        max_held_bytes=_MAX_HELD_BYTES,
+        key_hint="the engine's token file has it",
     )
-    app.add_routes(EngineVerbHandlers(service, description).make_route_table())
-    logging.getLogger("aiohttp.server").addFilter(MalformedRequestFilter())
-    runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.2)
-    await runner.setup()
-    site = web.TCPSite(runner, args.host, args.port)
-    try:
-        await site.start()
-    except OSError as error:
-        raise ValueError(
-            f"cannot listen on {args.host}:{args.port} ({error.strerror}); --port 0 takes"
-            " a free one."
-        ) from error
-    port = runner.addresses[0][1]
+    guard = RequestGuard(rules, _make_error_response, _describe_engine_error)
+    application = guard.make_application()
+    application.add_routes(EngineVerbHandlers(service, description).make_route_table())
+    server = GuardedServer(application, guard, shutdown_timeout_s=0.2)
+    _, port = await server.listen(args.host, args.port)
     logger.info("listening on %s:%d", args.host, port)
     if args.ready_file:
         draft = args.ready_file.with_suffix(".draft")
@@ -436,7 +343,7 @@ async def _serve_until_stopped(
     await stopped.wait()
     logger.info("stopping")
     await asyncio.to_thread(service.close)
-    await runner.cleanup()
+    await server.close()
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -448,7 +355,9 @@ def main(argv: list[str] | None = None) -> int:
         level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s", stream=sys.stderr
     )
     if args.parent_pid is not None:
-        _exit_with_parent(args.parent_pid)
+        # a thread may have started this process, and end before its own process does
+        exit_if_orphaned_on_signal(signal.SIGUSR2, args.parent_pid)
+    raise_open_file_limit()
     try:
         token = read_token_file(args.token_file)
         service, description = _build_service(args)

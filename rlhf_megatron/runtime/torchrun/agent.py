@@ -40,6 +40,7 @@ from torch.distributed.elastic.multiprocessing.api import SignalException  # noq
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError  # noqa: E402
 from torch.distributed.run import parse_args, run  # noqa: E402
 
+from rlhf_megatron.parent_process import end_with_parent  # noqa: E402
 from rlhf_megatron.rollout.socket_limits import find_interface_towards  # noqa: E402
 from rlhf_megatron.rollout.transports.transfer_dir import make_transfer_directory  # noqa: E402
 from rlhf_megatron.runtime.message_channel import (  # noqa: E402
@@ -50,7 +51,6 @@ from rlhf_megatron.runtime.message_channel import (  # noqa: E402
 from rlhf_megatron.runtime.process_control import (  # noqa: E402
     AGENT_ENV,
     AGENTS_PARENT_ENV,
-    die_with_parent,
     find_children_with_variable,
 )
 from rlhf_megatron.runtime.stop_signals import SIGNALS, STOP_LIMIT_ENV  # noqa: E402
@@ -156,7 +156,7 @@ def main(arguments: Sequence[str], list_rank_pids: Callable[[], list[int]] | Non
     ranks = LocalRanks(float(os.environ.pop(STOP_LIMIT_ENV, STOP_LIMIT_S)), pids)
     ranks.forward_signals()
     if parent := os.environ.pop(AGENTS_PARENT_ENV, None):
-        die_with_parent(signal.SIGTERM, int(parent))
+        end_with_parent(signal.SIGTERM, int(parent))
     os.environ[AGENT_ENV] = str(os.getpid())
     bind_torchrun_stores()
     parsed = parse_args(list(arguments))

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_megatron.parent_process import end_with_parent, outlive_parent
 from rlhf_megatron.rewards.service.reward_model_servers import SERVER, make_server_launches
 from rlhf_megatron.rollout.engine_interface import EngineAddress
 from rlhf_megatron.rollout.engine_kinds import get_engine_kind
@@ -45,7 +46,6 @@ from rlhf_megatron.runtime.host_service import HostService
 from rlhf_megatron.runtime.process_control import (
     AGENTS_PARENT_ENV,
     KEEPER_ENV,
-    die_with_parent,
     handle_signals_in_thread,
     redirect_output,
 )
@@ -137,7 +137,7 @@ def _register_keeper(
     secret = message_channel.read_secret(os.environ)
     os.environ.pop(message_channel.SECRET_ENV, None)
     parents = [os.environ.pop(name, None) for name in (_PARENT_ENV, AGENTS_PARENT_ENV)]
-    die_with_parent(signal.SIGTERM, next((int(parent) for parent in parents if parent), None))
+    end_with_parent(signal.SIGTERM, next((int(parent) for parent in parents if parent), None))
     if (controller := os.environ.pop(_ADDRESS_ENV, None)) is None:
         found = _register_without_rank(rank, machine, secret, timeout_s)
     else:
@@ -148,7 +148,7 @@ def _register_keeper(
             host_registration.register_host(host, int(port), secret, rank, ENGINES, timeout_s),
             lambda: 0,
         )
-    die_with_parent(0)  # from here on it ends with the control channel, in order
+    outlive_parent()  # from here on it ends with the control channel, in order
     return found
 
 

@@ -36,11 +36,11 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.host_control import RunDeadlines, run_with_hosts
 from rlhf_megatron.runtime.process_control import (
     AGENT_ENV,
-    die_with_parent,
     handle_signals_in_thread,
     read_machine_id,
 )
@@ -139,7 +139,7 @@ def run_torchrun_host(
     _check_num_ranks(pools)
     rank = int(os.environ["RANK"])
     agent = os.environ.pop(AGENT_ENV, None)  # another launcher has none
-    die_with_parent(
+    end_with_parent(
         signal.SIGTERM if rank == 0 else signal.SIGKILL, None if agent is None else int(agent)
     )
     store = open_rendezvous_store("control", deadlines.startup_s)
@@ -227,7 +227,7 @@ def run_torchrun_controller(
     parent = int(os.environ.pop(_PARENT_ENV))
     stopping = ControllerStopHandler(stop_request or StopRequest(), deadlines.stop_s, parent)
     with stopping.install_handlers():
-        die_with_parent(signal.SIGTERM, parent)
+        end_with_parent(signal.SIGTERM, parent)
         return run_with_hosts(
             run_job,
             listener,

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 import torch
+
+from rlhf_megatron.parent_process import end_with_parent
 
 RunGroup = Callable[[int], Any]
 """From the number of a group to what came of it, which can be pickled."""
@@ -95,19 +98,18 @@ def _run_child_process(
     run_group: RunGroup,
     parent_pid: int,
 ) -> None:
-    """Run groups in a child process, one after the other, until the parent closes the pipe or has
-    ended. Send (number, result, error) of each group; only ValueError and OSError are sent as
-    errors.
+    """Run groups in a child process, one after the other, until the parent closes the pipe. The
+    process is killed when the parent ends. Send (number, result, error) of each group; only
+    ValueError and OSError are sent as errors.
     """
     for other in inherited_connections:  # else the pipe would not end with the parent
         other.close()
+    end_with_parent(signal.SIGKILL, parent_pid)
     torch.set_num_threads(1)
     while True:
         try:
             number = connection.recv()
         except EOFError:
-            return
-        if os.getppid() != parent_pid:
             return
         answer: tuple[int, Any, Exception | None]
         try:

@@ -19,7 +19,7 @@ from config_samples import VALID
 
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.rewards.scorers import RewardSample
-from rlhf_megatron.rewards.service.reward_http_server import RewardHttpServer
+from rlhf_megatron.rewards.service.reward_http_server import RewardHttpServer, ScoringEndedError
 from rlhf_megatron.rewards.service.reward_scorer import make_reward_scorer
 
 FUNCTION = """
@@ -120,7 +120,7 @@ def test_a_server_that_ends_tells_those_that_wait(served: Served) -> None:
 
 
 def _error_of(server: RewardHttpServer) -> str:
-    with pytest.raises(ValueError) as error:
+    with pytest.raises(ScoringEndedError) as error:
         server.score_sample(sample("4"))
     return str(error.value)
 
