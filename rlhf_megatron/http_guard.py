@@ -29,6 +29,7 @@ LOOPBACK_NAMES = ("127.0.0.1", "::1", "localhost")
 MAX_ERROR_CHARACTERS = 2000
 _LOG_INTERVAL_S = 60.0
 _CONNECTION_LOOK_S = 2.0
+_LINGER_S = 2.0  # in which a client whose body is refused may still read the answer
 BACKLOG = 1024  # connections that wait to be accepted
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # (status, message, code of OpenAI's errors or None) -> the server's own form of an error
@@ -283,6 +284,7 @@ class GuardedServer:
             access_log=None,
             shutdown_timeout=shutdown_timeout_s,
             keepalive_timeout=self._idle_timeout_s,
+            lingering_time=_LINGER_S,
         )
         self._reaper: asyncio.Task[None] | None = None
 
