@@ -16,6 +16,7 @@ import time
 
 from rlhf_megatron.rollout.drivers import driver_pool
 from rlhf_megatron.runtime import message_channel
+from rlhf_megatron.runtime.channel_listener import ChannelListener
 from rlhf_megatron.runtime.message_channel import open_listener
 
 logger = logging.getLogger(__name__)
@@ -30,35 +31,37 @@ class DriverGate:
         """Listen on a free port of `machine_address`, the address at which the controller reaches
         this machine, and accept connections in a thread.
         """
-        self._secret = secret
-        self._listener = open_listener(machine_address)
+        listener = open_listener(machine_address)
+        self._lock = threading.Lock()
         self._drivers: dict[int, subprocess.Popen[bytes]] = {}
-        self.address = f"{machine_address}:{self._listener.getsockname()[1]}"
-        threading.Thread(target=self._accept_connections, name="driver-gate", daemon=True).start()
+        self.address = f"{machine_address}:{listener.getsockname()[1]}"
+        gate = ChannelListener(listener, secret, _GREET_S, self._serve_controller)
+        threading.Thread(target=gate.accept_until_closed, name="driver-gate", daemon=True).start()
 
-    def _accept_connections(self) -> None:
-        """Accept the controller's connections, in a thread without end, and start a driver for
-        each. A peer without the secret gets none.
+    def _serve_controller(
+        self, channel: message_channel.MessageChannel, connection: socket.socket, address: str
+    ) -> None:
+        """Start the driver that the controller asks for on its connection, of which this process
+        keeps no copy.
         """
-        while True:
+        with connection:
             try:
-                connection, _ = self._listener.accept()
-                with connection:
-                    asked = message_channel.accept_channel(connection, self._secret, _GREET_S)
-                    self._start_driver(connection, asked.receive(time.monotonic() + _GREET_S))
-            except (OSError, EOFError) as error:  # who asks has ended, or does not hold the secret
-                logger.warning("no driver was started: %s", error)
-                time.sleep(_GREET_S / 100)
+                driver_number = channel.receive(time.monotonic() + _GREET_S)
+                self._start_driver(connection, driver_number)
+            except (OSError, EOFError) as error:  # the controller has ended
+                logger.warning("no driver was started for %s: %s", address, error)
 
     def _start_driver(self, connection: socket.socket, driver_number: int) -> None:
         """Start the driver process of this number on the connection, and kill the former driver of
         the number.
         """
-        if (former := self._drivers.get(driver_number)) is not None:  # it may hang
-            former.kill()
-            former.wait()
-        self._drivers[driver_number] = driver_pool.start_driver_process(connection, driver_number)
-        logger.info("driver%d is process %d", driver_number, self._drivers[driver_number].pid)
+        with self._lock:
+            if (former := self._drivers.get(driver_number)) is not None:  # it may hang
+                former.kill()
+                former.wait()
+            driver = driver_pool.start_driver_process(connection, driver_number)
+            self._drivers[driver_number] = driver
+        logger.info("driver%d is process %d", driver_number, driver.pid)
 
 
 def enable_remote_drivers(secret: bytes) -> None:

@@ -15,15 +15,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
+from rlhf_megatron.runtime.channel_listener import ChannelListener
 from rlhf_megatron.runtime.control_messages import HostRegistration
 from rlhf_megatron.runtime.host_errors import HostError
-from rlhf_megatron.runtime.message_channel import (
-    AuthenticationError,
-    FrameError,
-    MessageChannel,
-    accept_channel,
-    open_channel,
-)
+from rlhf_megatron.runtime.message_channel import FrameError, MessageChannel, open_channel
 from rlhf_megatron.runtime.process_control import read_machine_id
 from rlhf_megatron.runtime.rank_pools import PoolSpec
 from rlhf_megatron.runtime.remote_worker_group import HostLink
@@ -33,8 +28,6 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_TIMEOUT_S = 10.0
 RETRY_S = 0.2
 LOOK_S = 1.0
-MAX_GREETINGS = 256  # connections that have not shown the secret; others wait in the kernel's queue
-_LISTENER_ENDED = (errno.EBADF, errno.EINVAL)
 
 
 def register_host(
@@ -86,9 +79,15 @@ def gather_hosts(
     by_name = {pool.name: pool for pool in pools}
     raise_open_file_limit()
     with listener:
-        greeters = (listener, secret, by_name, arrived, refused)
+        greeter = ChannelListener(
+            listener,
+            secret,
+            HANDSHAKE_TIMEOUT_S,
+            lambda channel, _, address: _register_peer(channel, address, by_name, arrived),
+            lambda error: _log_accept_error(error, refused),
+        )
         threading.Thread(
-            target=_accept_hosts, args=greeters, name="registration", daemon=True
+            target=greeter.accept_until_closed, name="registration", daemon=True
         ).start()
         while len(links) < len(places):
             try:
@@ -117,34 +116,6 @@ def gather_hosts(
     }
 
 
-def _accept_hosts(
-    listener: socket.socket,
-    secret: bytes,
-    pools: Mapping[str, PoolSpec],
-    registered_links: queue.SimpleQueue[tuple[str, HostLink]],
-    refusal_messages: list[str],
-) -> None:
-    """Accept connections, in a thread, until the listener is closed, and register each in a thread
-    of its own. An error of accepting (no file descriptor, no memory, a peer that has gone) is
-    recorded in `refusal_messages`, and accepting goes on.
-    """
-    greetings = threading.BoundedSemaphore(MAX_GREETINGS)
-    listener.settimeout(LOOK_S)
-    while True:
-        greetings.acquire()
-        try:
-            sock, address = listener.accept()
-            arguments = (sock, address[0], secret, pools, registered_links, greetings)
-            threading.Thread(target=_register_connection, args=arguments, daemon=True).start()
-        except (OSError, RuntimeError) as error:  # the second: no thread
-            greetings.release()
-            if isinstance(error, OSError) and error.errno in _LISTENER_ENDED:
-                return
-            if not isinstance(error, TimeoutError):
-                _log_accept_error(error, refusal_messages)
-                time.sleep(RETRY_S)
-
-
 def _log_accept_error(error: OSError | RuntimeError, refusal_messages: list[str]) -> None:
     """Log an error of accepting once, and put it into `refusal_messages`, which the message of a
     failed registration quotes.
@@ -160,31 +131,25 @@ def _log_accept_error(error: OSError | RuntimeError, refusal_messages: list[str]
         refusal_messages[:] = [said]
 
 
-def _register_connection(
-    sock: socket.socket,
+def _register_peer(
+    channel: MessageChannel,
     peer_address: str,
-    secret: bytes,
     pools: Mapping[str, PoolSpec],
     registered_links: queue.SimpleQueue[tuple[str, HostLink]],
-    greeting_slots: threading.BoundedSemaphore,
 ) -> None:
-    """Authenticate a peer, receive its registration, and put (pool name, link) into
-    `registered_links`. Close the connection of a peer without the secret, or of no pool. Free a
-    slot of `greeting_slots`.
+    """Receive the registration of an authenticated peer, and put (pool name, link) into
+    `registered_links`. Close the connection of a peer of no pool.
     """
     try:
-        channel = accept_channel(sock, secret, HANDSHAKE_TIMEOUT_S)
         message = channel.receive(time.monotonic() + HANDSHAKE_TIMEOUT_S)
         pool = pools.get(message.pool) if isinstance(message, HostRegistration) else None
         if pool is None or message.rank not in range(pool.layout.world_size):
             known = ", ".join(map(str, pools.values()))
             raise FrameError(f"{message} belongs to none of the pools {known}.")
-    except (AuthenticationError, FrameError, EOFError, TimeoutError) as error:
+    except (FrameError, EOFError, TimeoutError) as error:
         logger.warning("refused a connection from %s: %s", peer_address, error)
-        sock.close()
+        channel.close()
         return
-    finally:
-        greeting_slots.release()
     name = pool.format_rank_label(message.rank)
     host = f"{message.hostname} ({channel.peer_address or peer_address})"
     registered_links.put(

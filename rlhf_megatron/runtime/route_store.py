@@ -29,7 +29,9 @@ from torch import Tensor
 from rlhf_megatron.data import codec, expert_route_files
 from rlhf_megatron.data.expert_route_files import ExpertIds, RouteStorageUsage, SelectedRoutes
 from rlhf_megatron.parent_process import end_with_parent
+from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.runtime import message_channel
+from rlhf_megatron.runtime.channel_listener import ChannelListener
 from rlhf_megatron.runtime.message_channel import open_listener
 
 logger = logging.getLogger(__name__)
@@ -333,22 +335,20 @@ def main(directory: Path, machine_address: str, parent_pid: int) -> None:
         f"[{machine_address}]:{port}\n" if ":" in machine_address else f"{machine_address}:{port}\n"
     )
     sys.stdout.flush()
-    while True:
-        connection, _ = listener.accept()
-        threading.Thread(
-            target=_serve_connection, args=(connection, secret, files), daemon=True
-        ).start()
+    raise_open_file_limit()
+    ChannelListener(
+        listener, secret, CONNECT_S, lambda channel, _, address: _answer_requests(channel, files)
+    ).accept_until_closed()
 
 
-def _serve_connection(
-    connection: socket.socket, secret: bytes, route_files: _StoredRouteFiles
+def _answer_requests(
+    channel: message_channel.MessageChannel, route_files: _StoredRouteFiles
 ) -> None:
-    """Authenticate a client and answer its requests until the client ends."""
-    with contextlib.suppress(OSError, EOFError):  # who asks has ended, or does not hold the secret
-        asked = message_channel.accept_channel(connection, secret, CONNECT_S)
+    """Answer the requests of a client until the client ends."""
+    with contextlib.suppress(OSError, EOFError):
         while True:
-            asked.send(route_files.answer_request(asked.receive()))
-    connection.close()
+            channel.send(route_files.answer_request(channel.receive()))
+    channel.close()
 
 
 if __name__ == "__main__":
