@@ -181,6 +181,19 @@ class EngineAddress:
 SampleGroups = list[list[GeneratedSample]]  # of each request its samples, in order
 
 
+# a scheduler is dead when requests wait and no step has ended for so many health timeouts, or for
+# so many times its longest step, whichever is longer
+_STALL_TIMEOUTS = 2.0
+_STALL_STEPS = 10.0
+
+
+def compute_stall_limit_s(health_timeout_s: float, longest_step_s: float) -> float:
+    """Return after how many seconds without a step an engine with waiting requests counts as dead.
+    A step may be long: a long prompt on a slow machine takes a minute.
+    """
+    return max(_STALL_TIMEOUTS * health_timeout_s, _STALL_STEPS * longest_step_s)
+
+
 class InferenceEngine(Protocol):
     address: EngineAddress
 
@@ -263,8 +276,9 @@ class InferenceEngine(Protocol):
         """
 
     def check_health(self, timeout_s: float) -> None:
-        """Raise EngineError unless the engine answers well within `timeout_s`. The check makes the
-        engine's scheduler do work, not only its HTTP thread.
+        """Raise EngineError unless the engine answers well within `timeout_s`, and its scheduler
+        gets on. A scheduler that is busy with a long step is well for as long as
+        `compute_stall_limit_s` says.
         """
 
     def get_served_version(self) -> int | None:

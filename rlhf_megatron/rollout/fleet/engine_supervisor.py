@@ -23,9 +23,10 @@ from rlhf_megatron.rollout.engine_interface import (
     GenerateRequest,
     InferenceEngine,
     SamplingParams,
+    compute_stall_limit_s,
 )
 from rlhf_megatron.rollout.fleet.engine_calls import EngineCallLog
-from rlhf_megatron.rollout.fleet.server_watch import PROCESS_POLL_S, ServerWatch
+from rlhf_megatron.rollout.fleet.server_watch import PROCESS_POLL_S, RestartBudget, ServerWatch
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -115,7 +116,7 @@ class EngineSupervisor:
         # gives engines the current weights, verified
         self.resync_engines: Callable[[Sequence[InferenceEngine]], object] | None = None
         self.counters: Counter[str] = Counter()
-        self.num_restarts = 0
+        self.restart_budget = RestartBudget(settings.max_restarts)
         self._settings = settings
         self._call_log = call_log
         self._watch_purposes: set[str] = set()
@@ -388,9 +389,9 @@ class EngineSupervisor:
         try:
             engine.check_health(self._settings.health_timeout_s)
             if draws_token:
-                return engine.generate([_PROBE_REQUEST], self._settings.health_timeout_s)[0][
-                    0
-                ].policy_version
+                # behind the step that is under way, which may be long
+                limit_s = compute_stall_limit_s(self._settings.health_timeout_s, 0.0)
+                return engine.generate([_PROBE_REQUEST], limit_s)[0][0].policy_version
             return engine.get_served_version()
         except EngineError:
             time.sleep(_EXIT_DELAY_S)
@@ -456,7 +457,7 @@ class EngineSupervisor:
         if servers is None:
             return
         limit = self._settings.max_restarts
-        if self.num_restarts >= limit:
+        if not self.restart_budget.take_restart():
             member.state = MemberState.LOST
             num_left = len(self.members) - len(self.list_members(MemberState.LOST))
             logger.warning(
@@ -464,9 +465,9 @@ class EngineSupervisor:
                 *(member.name, limit, num_left, len(self.members)),
             )
             return
-        self.num_restarts += 1
         self.counters["rollout/engine_restarts"] += 1
-        logger.warning("%s is started again (%d of %d)", member.name, self.num_restarts, limit)
+        number = self.restart_budget.num_restarts
+        logger.warning("%s is started again (%d of %d)", member.name, number, limit)
         member.state = MemberState.STARTING
         member.pending_call = self._call_log.start_in_thread(
             member.name, "restart", lambda: servers.restart_server(member.name)

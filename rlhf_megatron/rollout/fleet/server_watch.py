@@ -10,6 +10,30 @@ from rlhf_megatron.rollout.engine_interface import EngineError
 
 PROCESS_POLL_S = 0.1  # between looks at the process
 _RETRY_S = 0.5  # after a health check that failed at once
+HEALTHY_S = 600.0  # without a failure, after which restarts are counted anew
+
+
+class RestartBudget:
+    """How often servers may be started again. The count begins anew after HEALTHY_S without a
+    failure: a server that fails once a day is not one that cannot run.
+    """
+
+    def __init__(self, max_restarts: int) -> None:
+        """Begin with all restarts."""
+        self.num_restarts = 0  # since the count began
+        self._max_restarts = max_restarts
+        self._last_failure_at = time.monotonic()
+
+    def take_restart(self) -> bool:
+        """Note a failure, and return whether the server may be started again."""
+        now = time.monotonic()
+        if now - self._last_failure_at >= HEALTHY_S:
+            self.num_restarts = 0
+        self._last_failure_at = now
+        if self.num_restarts >= self._max_restarts:
+            return False
+        self.num_restarts += 1
+        return True
 
 
 class ServerWatch:
@@ -61,12 +85,13 @@ class ServerWatch:
 
     def _find_health_problem(self) -> str | None:
         """Check the health once and return the problem; None where the server answers well or the
-        watch is stopped. A check that fails at once is repeated until `timeout_s` has passed.
+        watch is stopped. A check that fails before `timeout_s` has passed is repeated.
         """
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                self._check_health(max(0.1, deadline - time.monotonic()))
+                # always the whole time: how long a busy scheduler is waited for goes by it
+                self._check_health(self._timeout_s)
                 return None
             except EngineError as error:
                 words = self._describe_exit()
@@ -74,8 +99,8 @@ class ServerWatch:
                     return words
                 if time.monotonic() >= deadline:
                     return (
-                        "no good answer to a health check within rollout.health_timeout_s"
-                        f" ({self._timeout_s:g} s): {error}"
+                        "no good answer to a health check (rollout.health_timeout_s is"
+                        f" {self._timeout_s:g} s): {error}"
                     )
             if self._stop_event.wait(_RETRY_S):
                 return None

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 from rlhf_megatron.rollout.engine_interface import (
@@ -39,6 +41,17 @@ class StaleWeightsError(RuntimeError):
 
 class ReleasedCacheError(RuntimeError):
     """There is no memory for a key-value cache. The weights are fit."""
+
+
+@dataclass(frozen=True)
+class DecodeProgress:
+    """How the decoding loop gets on. A step is what the loop does between two looks at what waits:
+    calls of other threads, and one token of each running sample.
+    """
+
+    is_running: bool  # the loop's thread lives
+    seconds_without_step: float  # while something waits; 0 while nothing does
+    longest_step_s: float  # so far
 
 
 class _DecodeJob:
@@ -73,6 +86,9 @@ class DecodeService:
         self._condition = threading.Condition()
         self._is_closing = False
         self._job_by_sample: dict[int, _DecodeJob] = {}  # id of an unfinished member -> its job
+        # since when a step is under way or due; None: there is nothing to do
+        self._busy_since: float | None = None
+        self._longest_step_s = 0.0
         self._thread = threading.Thread(target=self._run_decode_loop, name="decode", daemon=True)
         self._thread.start()
 
@@ -97,6 +113,17 @@ class DecodeService:
         """
         job = _DecodeJob(requests, call_name)
         return job, self.run_in_decode_loop(lambda: self._accept_job(job))
+
+    def measure_progress(self) -> DecodeProgress:
+        """Return how the loop gets on. Any thread may call it: the answer does not wait for the
+        step that is under way.
+        """
+        busy_since = self._busy_since
+        return DecodeProgress(
+            is_running=self._thread.is_alive(),
+            seconds_without_step=0.0 if busy_since is None else time.monotonic() - busy_since,
+            longest_step_s=self._longest_step_s,
+        )
 
     def close(self) -> None:
         """End the loop, and fail all unfinished calls with StaleWeightsError."""
@@ -345,7 +372,10 @@ class DecodeService:
         while True:
             with self._condition:
                 while not self._pending_calls and not self._is_closing and not self._can_decode():
+                    self._busy_since = None
                     self._condition.wait()
+                step_began_at = time.monotonic()
+                self._busy_since = step_began_at
                 calls = list(self._pending_calls)
                 self._pending_calls.clear()
                 if self._is_closing:
@@ -366,6 +396,7 @@ class DecodeService:
                 ) as error:  # e.g. out of memory: the requests fail, the engine lives
                     logger.exception("decoding failed")
                     self._fail_all_jobs(error)
+            self._longest_step_s = max(self._longest_step_s, time.monotonic() - step_began_at)
         self._fail_all_jobs(StaleWeightsError("the engine is shutting down"))
         for _, future in calls:
             if future.set_running_or_notify_cancel():

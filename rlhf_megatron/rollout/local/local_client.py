@@ -22,6 +22,7 @@ from rlhf_megatron.rollout.engine_interface import (
     MemoryPart,
     PauseMode,
     SampleGroups,
+    compute_stall_limit_s,
 )
 from rlhf_megatron.rollout.generate_gate import GenerateGate
 from rlhf_megatron.rollout.generation_queries import GenerationQuery, send_query
@@ -179,8 +180,21 @@ class LocalEngine:
         return int(held["weights_bytes"] + held["kv_cache_bytes"])
 
     def check_health(self, timeout_s: float = _HEALTH_TIMEOUT_S) -> None:
-        """Raise EngineError unless the server's decoding loop answers within `timeout_s`."""
-        self._http.get("/health", timeout_s)
+        """Raise EngineError unless the server answers within `timeout_s`, and its decoding loop
+        gets on: the loop is dead, or while something waits no step of it has ended for longer than
+        `compute_stall_limit_s`.
+        """
+        progress = self._http.get("/health", timeout_s)
+        name = self.address.name
+        if not progress["is_running"]:
+            raise EngineError(f"{name}: its decoding loop has ended.")
+        limit_s = compute_stall_limit_s(timeout_s, progress["longest_step_s"])
+        if progress["seconds_without_step"] > limit_s:
+            raise EngineError(
+                f"{name}: requests wait, and no step has ended for"
+                f" {progress['seconds_without_step']:.0f} s; the longest one took"
+                f" {progress['longest_step_s']:.1f} s."
+            )
 
     def fetch_server_info(self) -> dict[str, Any]:
         """Return the server's description of itself: kind, dtype, device, limits, capabilities,

@@ -18,6 +18,7 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, get_args
 
@@ -187,8 +188,10 @@ class EngineVerbHandlers:
         return await self._run_in_decode_loop(lambda: self.service.update_weights(manifest))
 
     async def handle_health(self, request: web.Request) -> web.Response:
-        """Answer when the decoding loop has come to run a function."""
-        return await self._run_in_decode_loop(lambda: None)
+        """Answer at once how the decoding loop gets on: a long step is no illness, and whoever asks
+        decides how long is too long.
+        """
+        return web.json_response(asdict(self.service.measure_progress()))
 
     async def handle_info(self, request: web.Request) -> web.Response:
         """Answer with the description of the server, its version, its pause, and its memory."""

@@ -41,7 +41,7 @@ from rlhf_megatron.rollout.fleet.request_balancer import (
     RequestChunk,
     compute_session_sample_limit,
 )
-from rlhf_megatron.rollout.fleet.server_watch import ServerWatch
+from rlhf_megatron.rollout.fleet.server_watch import RestartBudget, ServerWatch
 from rlhf_megatron.rollout.generate_gate import GenerateGate
 from rlhf_megatron.rollout.generation_queries import send_query
 from rlhf_megatron.rollout.http_client import HttpClient, make_port_slots, run_in_event_loop
@@ -283,7 +283,7 @@ class SGLangRouterBalancer:
     ) -> None:
         """Start the router. Raise EngineError."""
         self.router_process = router_process
-        self.num_restarts = 0
+        self.restart_budget = RestartBudget(max_restarts)
         self._max_restarts = max_restarts
         self._health_limits = (health_interval_s, health_timeout_s)
         self._call_log = EngineCallLog()
@@ -413,16 +413,15 @@ class SGLangRouterBalancer:
         rollout.max_engine_restarts is used up.
         """
         words = self._illness or self.router_process.describe_exit() or ""
-        if self.num_restarts >= self._max_restarts:
+        if not self.restart_budget.take_restart():
             raise EngineError(
                 f"sglang-router ended again, rollout.max_engine_restarts ({self._max_restarts}) is"
                 f" used up: {words}; see its log, or remove rollout.router: the run spreads"
                 " requests itself."
             )
-        self.num_restarts += 1
         logger.warning(
             "the router is started again (%d of %d): %s",
-            self.num_restarts,
+            self.restart_budget.num_restarts,
             self._max_restarts,
             words,
         )

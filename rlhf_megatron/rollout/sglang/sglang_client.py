@@ -27,11 +27,13 @@ from rlhf_megatron.rollout.engine_interface import (
     EngineRequestError,
     EngineStaleError,
     EngineTimeoutError,
+    EngineUnreachableError,
     GeneratedSample,
     GenerateRequest,
     MemoryPart,
     PauseMode,
     SampleGroups,
+    compute_stall_limit_s,
 )
 from rlhf_megatron.rollout.generate_gate import GenerateGate
 from rlhf_megatron.rollout.generation_queries import GenerationQuery, send_query
@@ -58,6 +60,7 @@ logger = logging.getLogger(__name__)
 ADMIN_TIMEOUT_S = 600.0
 ABORT_TIMEOUT_S = 120.0
 _ABORT_INTERVAL_S = 0.5
+_HEALTH_RETRY_S = 0.5
 _MEMORY_TAGS: dict[MemoryPart, tuple[str, ...]] = {
     "weights": ("weights",),
     "kv_cache": ("kv_cache", "cuda_graph"),
@@ -122,6 +125,8 @@ class SGLangEngine:
         # what the server was told last, whatever the reason
         self._halt_mode: PauseMode | None = None
         self._limits: ServerLimits | None = None  # asked for once
+        # of the checks that went well: as long as a step that they waited for
+        self._longest_health_check_s = 0.0
 
     def require_endpoints(self) -> None:
         """Raise EngineError, with the fix, where the server lacks an endpoint that the run
@@ -330,19 +335,37 @@ class SGLangEngine:
         return None
 
     def check_health(self, timeout_s: float) -> None:
-        """Raise EngineError unless the server answers within `timeout_s`. It generates a token;
-        while it is halted, or where seeds count, its scheduler is asked for its state instead,
-        because SGLang's own health request is greedy and would change what the seeds of other
-        requests in the batch draw.
+        """Raise EngineError unless the server's HTTP process answers within `timeout_s`, and its
+        scheduler within `compute_stall_limit_s`. It generates a token; while it is halted, or where
+        seeds count, its scheduler is asked for its state instead, because SGLang's own health
+        request is greedy and would change what the seeds of other requests in the batch draw.
         """
+        began_at = time.monotonic()
+        limit_s = compute_stall_limit_s(timeout_s, self._longest_health_check_s)
         if self._halt_mode is None and self._limits is None:
-            self._limits = fetch_limits_blocking(self._serving_http, timeout_s)
+            self._limits = fetch_limits_blocking(self._serving_http, limit_s)
         generates = (
             self._halt_mode is None
             and self._limits is not None
             and not self._limits.is_deterministic
         )
-        self._serving_http.get("/health_generate" if generates else "/server_info", timeout_s)
+        path = "/health_generate" if generates else "/server_info"
+        while True:
+            # which the HTTP process answers by itself, whatever the scheduler does
+            self._serving_http.get("/model_info", timeout_s)
+            left_s = began_at + limit_s - time.monotonic()
+            try:
+                self._serving_http.get(path, max(left_s, _HEALTH_RETRY_S))
+                break
+            except (EngineRequestError, EngineUnreachableError):
+                raise
+            except EngineError:  # SGLang itself gives up on a scheduler after 20 s
+                if left_s <= 0:
+                    raise
+                time.sleep(_HEALTH_RETRY_S)
+        self._longest_health_check_s = max(
+            self._longest_health_check_s, time.monotonic() - began_at
+        )
 
     def get_served_version(self) -> int | None:
         """Return the version of this client's last commit that still holds; None where it never

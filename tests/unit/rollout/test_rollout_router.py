@@ -373,7 +373,7 @@ def test_a_router_that_dies_or_hangs_is_replaced(rig: Rig) -> None:
         EngineError, match=r"rollout\.max_engine_restarts \(2\) is used up: it exited with code -9"
     ):
         rig.fleet().generate(REQUESTS)
-    rig.router.num_restarts = 0
+    rig.router.restart_budget.num_restarts = 0
     check(rig.fleet())
 
 
