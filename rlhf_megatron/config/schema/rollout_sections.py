@@ -258,14 +258,17 @@ class RolloutConfig:
         "seconds between health checks of an engine while it generates", 10.0, SECONDS
     )
     health_timeout_s: float = declare_setting(
-        "an engine that does not answer a health check for so long is killed, seconds",
+        (
+            "an engine whose HTTP does not answer for so long is killed, seconds; its scheduler has"
+            " twice the time, or ten times its longest step"
+        ),
         30.0,
         SECONDS,
     )
     max_engine_restarts: int = declare_setting(
         (
-            "engines started again between a start of the run, or of `serve`, and its end, counted"
-            " over all of them; raise it for what serves for weeks"
+            "engines started again, counted over all of them; the count begins anew after ten"
+            " minutes without a failure"
         ),
         3,
         RETRIES,

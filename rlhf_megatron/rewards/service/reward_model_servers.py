@@ -16,6 +16,7 @@ import logging
 import os
 import secrets
 import threading
+import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -37,7 +38,11 @@ from rlhf_megatron.rewards.scorers.reward_server import (
     check_same_scores,
     read_single_score,
 )
-from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    compute_stall_limit_s,
+)
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
 from rlhf_megatron.rollout.fleet.server_process import (
     EngineServers,
@@ -46,6 +51,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     launch_here,
     write_private_file,
 )
+from rlhf_megatron.rollout.fleet.server_watch import RestartBudget
 from rlhf_megatron.rollout.http_client import HttpClient
 from rlhf_megatron.rollout.sglang.rendezvous import (
     PortAllocator,
@@ -140,6 +146,8 @@ class RewardModelServers:
         self.reward_model = reward_model
         self._server_dir = run_dir / FOLDER
         self.num_restarts = 0
+        self._restart_budget = RestartBudget(self.rollout_config.max_engine_restarts)
+        self._longest_probe_s = 0.0  # of the probes that were answered
         self._is_judge = self.reward_model.served.judge is not None
         self._tolerance = JUDGE_TOLERANCE if self._is_judge else TOLERANCE
         self._probe_ids = list(load_tokenizer(Path(str(self.reward_model.path))).encode(PROBE))
@@ -271,12 +279,16 @@ class RewardModelServers:
     def _score_probe(self, address: EngineAddress) -> float:
         """Return the server's score of a probe; for a judge, the log-prob of its first token."""
         client = HttpClient(address)
-        limit_s = self.rollout_config.health_timeout_s
+        # the probe waits behind the step that is under way, which may be long
+        limit_s = compute_stall_limit_s(self.rollout_config.health_timeout_s, self._longest_probe_s)
+        began_at = time.monotonic()
         if self._is_judge:
-            return read_first_log_prob(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
-        return read_single_score(
-            client.post(SCORE, {"input_ids": self._probe_ids}, limit_s), address.url
-        )
+            score = read_first_log_prob(client.post(CHAT, JUDGE_PROBE, limit_s), address.url)
+        else:
+            answer = client.post(SCORE, {"input_ids": self._probe_ids}, limit_s)
+            score = read_single_score(answer, address.url)
+        self._longest_probe_s = max(self._longest_probe_s, time.monotonic() - began_at)
+        return score
 
     def _restart_failed_servers(self) -> None:
         """Restart, in a thread, servers that have ended or do not score as at their start, until
@@ -309,7 +321,7 @@ class RewardModelServers:
         most = self.rollout_config.max_engine_restarts
         if self._has_ended.is_set():
             return
-        if self.num_restarts >= most:
+        if not self._restart_budget.take_restart():
             self._abandoned_names.add(address.name)
             self.servers.kill_server(address.name)
             logger.error(

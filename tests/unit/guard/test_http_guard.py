@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -146,7 +147,7 @@ def serve_rewards(directory: Path) -> Iterator[ListeningServer]:
     ended = threading.Event()
     thread = threading.Thread(
         target=server.score_until_over,
-        args=(None, ended.is_set),
+        args=(SimpleNamespace(components=()), ended.is_set),
     )
     thread.start()
     host, port = server.server_address

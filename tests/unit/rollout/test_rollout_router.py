@@ -448,7 +448,7 @@ def test_a_server_where_seeds_count_gets_no_greedy_request(
         client.check_health(10.0)
         worker.paths.clear()
         client.check_health(10.0)
-        assert worker.paths == [path]
+        assert worker.paths == ["/model_info", path]
         client.close()
 
 
