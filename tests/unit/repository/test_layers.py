@@ -136,7 +136,7 @@ PROCESSES = {
     "restarts": Process("cli.restarts", (*PURE, "runtime", "cli")),
 }
 SMALLER = {
-    "bundled engine server": 47,
+    "bundled engine server": 51,
     "SGLang's loader": 40,
     "route store": 20,
     "command line": 12,
