@@ -15,10 +15,11 @@ import time
 import uuid
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
-from end_to_end_tools import DP2, MARKER, overrides, processes_with, write_config
+from end_to_end_tools import DP2, MARKER, ONE_RANK, overrides, processes_with, write_config
 from listening import is_loopback, listening
 from places import ROOT
 
@@ -40,10 +41,28 @@ def role(pid: int) -> str:
         ("engine", "local.local_server"),
         ("agent", "torchrun.agent"),
         ("controller", "controller"),
+        ("route store", "runtime.route_store"),
+        *(("ray", words) for words in ("raylet", "gcs_server", "ray::", "/ray/", "ray/_private")),
     ):
         if words in command:
             return name
-    return "host" if "rlhf_megatron train" in command else "other"
+    return "host" if "rlhf_megatron train" in command else f"other: {command[:200]}"
+
+
+# whoever listens in a run on one machine -> the beginning of its row in docs/security.md
+ROWS_OF_LISTENERS = {
+    "engine": "| bundled engine | 127.0.0.1",
+    "agent": "| torch's rendezvous store, in the launcher | 127.0.0.1",
+    "controller": "| controller | 127.0.0.1",
+    "host": "| gloo, NCCL between ranks | the loopback interface",
+    "route store": "| stores of routes, on machines with engines",
+    "ray": "| Ray's servers (GCS, raylet, its agents, every worker) of a cluster that the run makes",
+}
+LAUNCHERS = {
+    "torchrun": DP2,
+    "inline": ONE_RANK,
+    "ray": {**DP2, "trainer.runtime": "ray"},
+}
 
 
 def test_the_table_is_read_as_the_kernel_writes_it() -> None:
@@ -93,7 +112,10 @@ PLANTED = {
 
 @pytest.fixture(scope="module")
 def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
-    directory = tmp_path_factory.mktemp("observed")
+    return observe_run(tmp_path_factory.mktemp("observed"), LAUNCHERS["torchrun"])
+
+
+def observe_run(directory: Path, settings_of_launcher: dict[str, Any]) -> Observed:
     config = write_config(directory)
     marker = uuid.uuid4().hex
     (directory / "score.py").write_text(REWARD)
@@ -107,7 +129,8 @@ def observed(tmp_path_factory: pytest.TempPathFactory) -> Observed:
     config.write_text(yaml.safe_dump(settings))
     strange = ("TORCHELASTIC_", "MASTER_", "GLOO_")
     given = {name: value for name, value in os.environ.items() if not name.startswith(strange)}
-    command = [sys.executable, "-m", "rlhf_megatron", "train", str(config), *overrides(DP2)]
+    command = [sys.executable, "-m", "rlhf_megatron", "train", str(config)]
+    command += overrides(settings_of_launcher)
     listening_at: dict[str, set[str]] = {}
     commands = set()
     with (directory / "console").open("wb") as out:
@@ -154,6 +177,29 @@ def test_a_run_listens_on_loopback_addresses_only(observed: Observed) -> None:
     assert not {
         who: bad for who, all_ in seen.items() if (bad := [a for a in all_ if not is_loopback(a)])
     }, seen
+
+
+def assert_named_listeners(seen: dict[str, set[str]]) -> None:
+    """Whoever listens has a row in the documents, and listens on this machine only."""
+    document = (ROOT / "docs" / "security.md").read_text()
+    for role_name, addresses in seen.items():
+        assert role_name in ROWS_OF_LISTENERS, (role_name, addresses)
+        assert ROWS_OF_LISTENERS[role_name] in document
+        assert all(map(is_loopback, addresses)), (role_name, addresses)
+
+
+@pytest.mark.dist
+def test_whoever_listens_is_named_in_the_documents(observed: Observed) -> None:
+    assert_named_listeners(observed.listening)
+
+
+@pytest.mark.dist
+@pytest.mark.long
+@pytest.mark.parametrize("launcher", ["inline", "ray"])
+def test_whoever_listens_under_other_launchers_is_named(tmp_path: Path, launcher: str) -> None:
+    seen = observe_run(tmp_path, LAUNCHERS[launcher]).listening
+    assert "engine" in seen and ("ray" in seen) == (launcher == "ray")
+    assert_named_listeners(seen)
 
 
 @pytest.mark.dist
