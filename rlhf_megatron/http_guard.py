@@ -93,6 +93,9 @@ def find_refusal(request: web.Request, rules: GuardRules) -> Refusal | None:
                 401,
                 f"the key is missing or wrong (Authorization: Bearer KEY); {rules.key_hint}.",
             )
+    if headers.get("Content-Encoding", "identity").lower() != "identity":
+        # a packed body may be a thousand times larger when it is unpacked
+        return Refusal(415, "a body is read as it comes; leave out Content-Encoding.")
     if (request.content_length or 0) > rules.max_body_bytes:
         return Refusal(
             413,
@@ -220,10 +223,14 @@ class RequestGuard:
 
 
 async def _read_body(request: web.Request, timeout_s: float) -> None:
-    """Read the body into the request. Raise HTTPRequestTimeout where it does not arrive in time."""
+    """Read the body into the request. Raise HTTPRequestTimeout where it does not arrive in time,
+    HTTPBadRequest where it is malformed.
+    """
     try:
         async with asyncio.timeout(timeout_s):
             await request.read()
+    except web.RequestPayloadError as error:
+        raise web.HTTPBadRequest(reason="the body is malformed") from error
     except TimeoutError:
         raise web.HTTPRequestTimeout(
             reason=f"the body did not arrive within {timeout_s:g} s"
@@ -253,7 +260,7 @@ class MalformedRequestFilter(logging.Filter):
         the others to one line.
         """
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, HttpProcessingError):
+        if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
             return True
         if time.monotonic() < self._next_s:
             self._num_dropped += 1

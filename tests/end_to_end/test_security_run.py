@@ -56,7 +56,7 @@ ROWS_OF_LISTENERS = {
     "controller": "| controller | 127.0.0.1",
     "host": "| gloo, NCCL between ranks | the loopback interface",
     "route store": "| stores of routes, on machines with engines",
-    "ray": "| Ray's servers (GCS, raylet, its agents, every worker) of a cluster that the run makes",
+    "ray": "| Ray's servers (GCS, raylet, its agents, every worker) of a cluster that",
 }
 LAUNCHERS = {
     "torchrun": DP2,
