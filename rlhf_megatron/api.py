@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.show import format_yaml_value
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.jobs.train_job import CHECKED_ENV, TrainJob
 
 if TYPE_CHECKING:
@@ -274,7 +275,8 @@ def _run_in_subprocess(job: TrainJob) -> int:
     for it.
     """
     _ = job.config  # its problems are raised here, not printed there
-    environment = os.environ | {"PYTHONUNBUFFERED": "1", CHECKED_ENV: "1"}
+    environment = make_import_environment(os.environ)
+    environment |= {"PYTHONUNBUFFERED": "1", CHECKED_ENV: "1"}
     command = [sys.executable, "-m", "rlhf_megatron", *job.build_arguments()]
     with subprocess.Popen(
         command,

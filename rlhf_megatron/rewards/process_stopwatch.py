@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from rlhf_megatron.rewards.process_tree import iterate_descendants, list_children, read_stat_fields
+from rlhf_megatron.rewards.process_tree import iterate_descendants, read_stat_fields
 
 POLL_S = 0.05  # between two looks
 # of the time since the last look: the one who looks was kept waiting himself
@@ -39,7 +39,10 @@ class ProcessStopwatch:
 
     def update_counted_s(self) -> float:
         """Look at the process and return the seconds counted so far: its CPU time and its sleep,
-        without the time in which it waited for a CPU or a disk. Call it every POLL_S.
+        without the time in which it waited for a CPU, or itself for a disk. Call it every POLL_S.
+
+        A wait of its descendants for a disk counts: among them are programs that strangers wrote,
+        and a program that waits for a child (vfork) seems to wait for a disk.
         """
         now = time.monotonic()
         seen = list(_iterate_thread_times(self.pid))
@@ -63,17 +66,17 @@ def _iterate_thread_times(root_pid: int) -> Iterator[tuple[bytes, float]]:
     seconds) of their children that have ended and were waited for. Yield nothing where there is no
     /proc.
 
-    A process with children that seems to wait for a disk may wait for one of them (vfork), however
-    long that child sleeps; its state is b"" then.
+    The state of a thread of a descendant that waits for a disk is b"".
     """
     for pid in (root_pid, *iterate_descendants(root_pid)):
         if whole := read_stat_fields(pid):
             yield b"", _ticks_to_seconds(whole[13:15])
-        asleep = DISK if list_children(pid) else b""
+        counted_state = b"" if pid == root_pid else DISK
         with contextlib.suppress(OSError):
             for thread in os.listdir(f"/proc/{pid}/task"):
-                if own := read_stat_fields(f"{pid}/task/{thread}"):
-                    yield b"" if own[0] == asleep else own[0], _ticks_to_seconds(own[11:13])
+                if fields := read_stat_fields(f"{pid}/task/{thread}"):
+                    state = b"" if fields[0] == counted_state else fields[0]
+                    yield state, _ticks_to_seconds(fields[11:13])
 
 
 def _ticks_to_seconds(ticks: Sequence[bytes]) -> float:

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from rlhf_megatron.data import codec, expert_route_files
 from rlhf_megatron.data.expert_route_files import ExpertIds, RouteStorageUsage, SelectedRoutes
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.runtime import message_channel
@@ -229,7 +230,12 @@ class RouteStoreProcess:
         """
         directory.mkdir(parents=True, exist_ok=True)
         command = [sys.executable, "-m", MODULE, str(directory), machine_address, str(os.getpid())]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=make_import_environment(os.environ),
+        )
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(secret + b"\n")
         self._process.stdin.flush()

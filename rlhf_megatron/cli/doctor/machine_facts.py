@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.ranks.parallel.optional_packages import (
     DEEP_EP,
     OptionalPackage,
@@ -254,7 +255,11 @@ class ProbeProcess:
             *arguments,
         ]
         self._process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=make_import_environment(os.environ),
         )
 
     def wait_for_result(self) -> tuple[dict[str, Any], str]:
@@ -368,7 +373,13 @@ def read_tool_output(command: Sequence[str]) -> str:
     seconds.
     """
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            timeout=20,
+            env=make_import_environment(os.environ),
+        )
     except (OSError, subprocess.TimeoutExpired):
         return ""
     return done.stdout if done.returncode == 0 else ""

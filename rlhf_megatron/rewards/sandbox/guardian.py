@@ -15,8 +15,10 @@ import gc
 import importlib
 import json
 import os
+import resource
 import select
 import signal
+import site
 import socket
 import subprocess
 import sys
@@ -26,9 +28,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_megatron.import_folders import filter_import_folders
 from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.rewards.process_tree import iterate_descendants
 from rlhf_megatron.rewards.sandbox import harness, sandbox_layers
+from rlhf_megatron.rewards.sandbox.disk_usage import is_disk_over_limits
+from rlhf_megatron.rewards.sandbox.program_clock import (
+    ProgramClock,
+    TreeTimes,
+    can_read_waits,
+    read_tree_times,
+)
 from rlhf_megatron.rewards.sandbox.sandbox_layers import (
     LANDLOCK,
     NAMESPACES,
@@ -39,9 +49,12 @@ from rlhf_megatron.rewards.sandbox.sandbox_layers import (
 LOOK_S = 0.02  # between two looks at the working sandbox
 END_S = 5.0  # in which a killed one must be gone
 START_S = 20.0
-MAX_DEPTH = 50  # of folders in the program's own
 MESSAGE_BYTES = 1 << 16
 PAGE = os.sysconf("SC_PAGE_SIZE")
+NO_HOME = "/nonexistent"
+# reasons to end a sandbox, which are endings of a run
+TIMEOUT = "timeout"
+FILES = "files"
 
 
 def read_resident_bytes(pid: int) -> int:
@@ -61,32 +74,14 @@ def count_process_threads(pid: int) -> int:
         return 0
 
 
-def is_folder_over_limits(folder: str, limits: SandboxLimits) -> bool:
-    """Return whether a folder has more files or more bytes on disk than the limits allow, or is
-    deeper than MAX_DEPTH.
-    """
-    count = size = 0
-    waiting = [(folder, 0)]
-    while waiting:
-        place, depth = waiting.pop()
-        with contextlib.suppress(OSError), os.scandir(place) as entries:
-            for entry in entries:
-                count += 1
-                with contextlib.suppress(OSError):
-                    size += entry.stat(follow_symlinks=False).st_blocks * 512
-                if entry.is_dir(follow_symlinks=False):
-                    waiting.append((entry.path, depth + 1))
-                if count > limits.files or size > limits.file_mib << 20 or depth > MAX_DEPTH:
-                    return True
-    return False
-
-
 def remove_folder(folder: str) -> None:
     """Remove a folder with everything in it, also where a program has taken away permissions, or
     made folders deeper than Python recurses. Errors are ignored.
     """
     for command in (["chmod", "-R", "u+rwX"], ["rm", "-rf"]):
-        subprocess.run([*command, "--", folder], check=False, capture_output=True)
+        # where the machine has no room for a process, the folder goes with the one around it
+        with contextlib.suppress(OSError):
+            subprocess.run([*command, "--", folder], check=False, capture_output=True)
 
 
 @dataclass
@@ -96,8 +91,10 @@ class SandboxLane:
     pid: int
     work_dir: str | None  # of its own on disk, where it has no file system of its own
     connection: socket.socket | None  # until it is handed out
+    clock: ProgramClock | None = None  # of the run that it works at
     end_reason: str | None = None  # the guardian ended it
     peak_bytes: int = 0
+    counted_s: float = 0.0  # of its last run
     has_ended: bool = False
 
 
@@ -147,13 +144,22 @@ class SandboxGuardian:
         return said.get("error")
 
     def make_lane(self) -> SandboxLane:
-        """Fork a process that becomes a sandbox and waits for a program. Return its lane."""
+        """Fork a process that becomes a sandbox and waits for a program. Return its lane. Raise
+        OSError where the machine has no room for one more process or folder.
+        """
         ours, theirs = socket.socketpair()
         gate, their_gate = socket.socketpair()
         has_own_files = NAMESPACES in self.active_layers
         folder = None if has_own_files else tempfile.mkdtemp(dir=self.work_dir)
         parent = os.getpid()
-        pid = os.fork()
+        try:
+            pid = os.fork()
+        except OSError:
+            for end in (ours, theirs, gate, their_gate):
+                end.close()
+            if folder is not None:
+                os.rmdir(folder)
+            raise
         if pid == 0:
             self._become_lane(theirs, their_gate, parent, folder)
         theirs.close()
@@ -182,6 +188,9 @@ class SandboxGuardian:
             null = os.open("/dev/null", os.O_RDWR)
             for number in (0, 1, 2):
                 os.dup2(null, number)
+            # where memory runs out, the kernel ends a program, and none of those who watch it
+            with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+                file.write("1000")
             kept = sorted((connection.fileno(), gate.fileno()))
             for first, end in zip((3, kept[0] + 1, kept[1] + 1), (*kept, 4096), strict=True):
                 os.closerange(first, end)
@@ -202,9 +211,11 @@ class SandboxGuardian:
                 end_with_parent(signal.SIGKILL)
             gate.close()
             self._apply_layers(work_dir)
-            harness.serve_programs(
-                connection, self.limits.output_bytes, NAMESPACES in self.active_layers
-            )
+            has_own_root = NAMESPACES in self.active_layers
+            # Programs on the guardian's disk let the guardian read which files they hold. No other
+            # program reads that, where there are Landlock and seccomp.
+            is_dumpable = not has_own_root and {LANDLOCK, SECCOMP} <= set(self.active_layers)
+            harness.serve_programs(connection, self.limits.output_bytes, has_own_root, is_dumpable)
         except BaseException as error:
             with contextlib.suppress(OSError):
                 os.write(
@@ -245,49 +256,97 @@ class SandboxGuardian:
         until the other side closes the socket.
         """
         while True:
-            self._refill_waiting_lanes()
-            readable, _, _ = select.select(
-                [self.control], [], [], LOOK_S if self.working_lane else 1.0
-            )
+            pause_s = LOOK_S if self.working_lane else 1.0
+            readable, _, _ = select.select([self.control], [], [], pause_s)
             self._reap_children()
-            if self.working_lane is not None:
-                self._check_lane_limits(self.working_lane)
             if readable:
                 data = self.control.recv(MESSAGE_BYTES)
                 if not data:
                     return
                 self._answer_request(json.loads(data))
+            if self.working_lane is not None:
+                self._check_lane_limits(self.working_lane)
+            if not select.select([self.control], [], [], 0.0)[0]:
+                self.refill_waiting_lanes()
 
-    def _refill_waiting_lanes(self) -> None:
-        """Replace waiting sandboxes that have ended, and make sandboxes until `num_warm` wait."""
+    def refill_waiting_lanes(self) -> None:
+        """Replace waiting sandboxes that have ended, and make sandboxes until `num_warm` wait.
+
+        The program that works may have used up what a new sandbox needs (processes, room on the
+        disk); then there is one the next time.
+        """
         for lane in [lane for lane in self.waiting_lanes if lane.has_ended]:
             self.waiting_lanes.remove(lane)
             self._release_lane(lane)
-        while len(self.waiting_lanes) < self.num_warm:
-            self.waiting_lanes.append(self.make_lane())
+        with contextlib.suppress(OSError):
+            while len(self.waiting_lanes) < self.num_warm:
+                self.waiting_lanes.append(self.make_lane())
 
     def _answer_request(self, message: dict[str, Any]) -> None:
-        """Answer a request: for "take" send the pid and the socket of a sandbox, which becomes the
-        working one; else end the working sandbox and send why it was ended before, if so, and its
-        peak memory.
+        """Answer a request: "take" a sandbox, "run" a program in it, "finish" the run, or "end" the
+        sandbox.
         """
         if "take" in message:
-            assert self.working_lane is None, "one program at a time"
-            self.working_lane = lane = (
-                self.waiting_lanes.pop(0) if self.waiting_lanes else self.make_lane()
-            )
-            assert lane.connection is not None
-            socket.send_fds(
-                self.control, [json.dumps({"lane": lane.pid}).encode()], [lane.connection.fileno()]
-            )
-            lane.connection.close()
-            lane.connection = None
+            self._hand_out_lane()
+        elif "run" in message:
+            self._start_clock(**message["run"])
+        elif "finish" in message:
+            self._finish_run(**message["finish"])
         elif self.working_lane is not None:
             lane = self.working_lane
             self.working_lane = None
             self.end_lane(lane)
-            told = {"ended": lane.pid, "why": lane.end_reason, "peak_mib": lane.peak_bytes >> 20}
-            self.control.send(json.dumps(told).encode())
+            peak_mib = lane.peak_bytes >> 20
+            answer = {"why": lane.end_reason, "peak_mib": peak_mib, "counted_s": lane.counted_s}
+            self._send(answer)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        """Send an answer to the other side."""
+        self.control.send(json.dumps(message).encode())
+
+    def _hand_out_lane(self) -> None:
+        """Send the pid and the socket of a sandbox, which becomes the working one; an error where
+        the machine has no room for a sandbox.
+        """
+        assert self.working_lane is None, "one program at a time"
+        try:
+            lane = self.waiting_lanes.pop(0) if self.waiting_lanes else self.make_lane()
+        except OSError as error:
+            self._send({"error": str(error)})
+            return
+        self.working_lane = lane
+        assert lane.connection is not None
+        socket.send_fds(
+            self.control, [json.dumps({"lane": lane.pid}).encode()], [lane.connection.fileno()]
+        )
+        lane.connection.close()
+        lane.connection = None
+
+    def _start_clock(self, started_at: float, limit_s: float) -> None:
+        """Start the clock of a run in the working sandbox."""
+        if self.working_lane is not None:
+            self.working_lane.clock = ProgramClock(limit_s, started_at, self._read_working_times())
+
+    def _finish_run(self, took_s: float, cpu_s: float) -> None:
+        """Stop the clock of the run, whose answer has come, and send whether the run was over a
+        limit, and whether its sandbox is gone.
+
+        The harness has measured when the program ended. This process may have been kept waiting
+        meanwhile: then its own clock has gone on for too long, or it has looked too late.
+        """
+        lane = self.working_lane
+        assert lane is not None and lane.clock is not None, "a run is finished once"
+        clock = lane.clock
+        lane.clock = None
+        clock.add_times(self._read_working_times())
+        reason = None if lane.end_reason == TIMEOUT else lane.end_reason
+        lane.counted_s = clock.count_s(took_s, cpu_s)
+        if reason is None and clock.is_over(took_s, cpu_s):
+            reason = TIMEOUT
+        if reason is None and self._is_disk_over_limits(lane):
+            reason = FILES
+        lane.end_reason = lane.end_reason or reason
+        self._send({"why": reason, "is_gone": lane.end_reason is not None})
 
     def _list_working_pids(self) -> list[int]:
         """Return the pids of all descendants of this process, without those of waiting sandboxes,
@@ -295,26 +354,57 @@ class SandboxGuardian:
         """
         return list(iterate_descendants(os.getpid(), {lane.pid for lane in self.waiting_lanes}))
 
+    def _read_working_times(self) -> TreeTimes:
+        """Return the times of the working processes, with the CPU time of those that this process
+        has reaped: whoever has lost its parent ends as a child of this process.
+        """
+        times = read_tree_times(self._list_working_pids())
+        reaped = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu_s = times.cpu_s + reaped.ru_utime + reaped.ru_stime
+        return TreeTimes(cpu_s, times.wait_s_by_task)
+
+    def _is_disk_over_limits(self, lane: SandboxLane) -> bool:
+        """Return whether the sandbox has more on disk than the limits allow; False where it has a
+        file system of its own, of limited size.
+        """
+        return lane.work_dir is not None and is_disk_over_limits(
+            lane.work_dir, self._list_working_pids(), self.limits
+        )
+
     def _check_lane_limits(self, lane: SandboxLane) -> None:
         """Kill the processes of the working sandbox where they use too much memory, too many
-        processes or, in every third check, too many files; record the reason and the peak memory.
+        processes, too much time or, in every third check, too many files; record the reason and the
+        peak memory.
         """
         tree = self._list_working_pids()
         resident = sum(map(read_resident_bytes, tree))
         lane.peak_bytes = max(lane.peak_bytes, resident)
+        # with those that stand around the program
+        max_threads = self.limits.processes + 3
+        reason = None
         if resident > self.limits.memory_mib << 20:
-            lane.end_reason = lane.end_reason or "memory"
-        elif (
-            sum(map(count_process_threads, tree)) > self.limits.processes + 3
-        ):  # with those that stand around the program
-            lane.end_reason = lane.end_reason or "processes"
-        elif lane.work_dir is not None and self.num_checks % 3 == 0:
-            lane.end_reason = lane.end_reason or (
-                "files" if is_folder_over_limits(lane.work_dir, self.limits) else None
-            )
+            reason = "memory"
+        elif sum(map(count_process_threads, tree)) > max_threads:
+            reason = "processes"
+        elif self._is_over_time(lane):
+            reason = TIMEOUT
+        elif self.num_checks % 3 == 0 and self._is_disk_over_limits(lane):
+            reason = FILES
+        lane.end_reason = lane.end_reason or reason
         self.num_checks += 1
         if lane.end_reason:
             self._kill_working_processes()
+
+    def _is_over_time(self, lane: SandboxLane) -> bool:
+        """Look at the times of the working processes, and return whether the run is over its
+        limit.
+        """
+        if lane.clock is None or lane.end_reason is not None:
+            return False
+        lane.clock.add_times(self._read_working_times())
+        wall_s = time.monotonic() - lane.clock.started_at
+        lane.counted_s = lane.clock.count_s(wall_s)
+        return lane.clock.is_over(wall_s)
 
     def _kill_working_processes(self) -> None:
         """Kill all descendants but the waiting sandboxes, within END_S, also descendants that fork
@@ -351,14 +441,12 @@ class SandboxGuardian:
             remove_folder(lane.work_dir)
 
     def close(self) -> None:
-        """Kill all sandboxes and remove their folders."""
+        """Kill all sandboxes and remove their folders. `main` removes the folder around them."""
         lanes = self.waiting_lanes
         self.waiting_lanes = []
         self._kill_working_processes()
         for lane in (*lanes, *filter(None, [self.working_lane])):
             self._release_lane(lane)
-        if self.work_dir:
-            remove_folder(self.work_dir)
 
 
 def main() -> None:
@@ -368,35 +456,71 @@ def main() -> None:
     control = socket.socket(fileno=int(sys.argv[1]))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    # the kernel adds the CPU time of children to nobody's where their parent ignores this signal
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     end_with_parent(signal.SIGTERM)
     sandbox_layers.invoke_prctl(sandbox_layers.PR_SET_CHILD_SUBREAPER, 1)
     message = json.loads(control.recv(MESSAGE_BYTES))
+    work_dir = tempfile.mkdtemp(prefix="sandbox-")
+    # others can read and write /tmp, and modules read settings below HOME when they are imported
+    os.environ["HOME"] = work_dir
     try:
-        for name in (*harness.MODULES, "typing", "traceback", *message["preload"]):
+        if error := import_modules(message["preload"], message["user_site"]):
+            control.send(json.dumps({"error": error}).encode())
+            return
+        guardian = start_guardian(control, message, work_dir)
+        try:
+            guardian.refill_waiting_lanes()
+            guardian.serve_requests()
+        finally:
+            guardian.close()
+    except (BrokenPipeError, ConnectionResetError):
+        pass
+    finally:
+        remove_folder(work_dir)
+
+
+def import_modules(preload: Sequence[str], user_site: str | None) -> str:
+    """Import what programs find imported, also from the user's own site folder where that is given.
+    Return an error, or "".
+    """
+    if user_site is not None:
+        site.addsitedir(user_site)
+    # a package that is installed as editable has its folder elsewhere
+    sys.path[:] = filter_import_folders(sys.path)
+    try:
+        for name in (*harness.MODULES, "typing", "traceback", *preload):
             importlib.import_module(name)
     except ImportError as error:
-        control.send(json.dumps({"error": f"preload: {error}"}).encode())
-        return
+        return f"preload: {error}"
     gc.collect()
     gc.freeze()
+    return ""
+
+
+def start_guardian(
+    control: socket.socket, message: dict[str, Any], work_dir: str
+) -> SandboxGuardian:
+    """Return the guardian of these settings, and report on `control` which layers it has."""
     readable = tuple(dict.fromkeys(path for path in message["readable"] if os.path.lexists(path)))
     guardian = SandboxGuardian(
         control, SandboxLimits(**message["limits"]), readable, message["num_warm"]
     )
-    guardian.work_dir = tempfile.mkdtemp(prefix="sandbox-")
+    guardian.work_dir = work_dir
     try:
         guardian.choose_layers(message["layers"])
-        if NAMESPACES in guardian.active_layers:  # programs have file systems of their own
-            remove_folder(guardian.work_dir)
-            guardian.work_dir = ""
-        told = {
+        if NAMESPACES in guardian.active_layers:
+            # programs have file systems of their own, and a guardian that is killed leaves nothing
+            remove_folder(work_dir)
+            os.environ["HOME"] = NO_HOME
+        layers = {
             "in_force": guardian.active_layers,
             "missing": guardian.missing_layers,
             "landlock": sandbox_layers.query_landlock_version(),
+            "can_read_waits": can_read_waits(),
         }
-        control.send(json.dumps(told).encode())
-        guardian.serve_requests()
-    except (BrokenPipeError, ConnectionResetError):
-        pass
-    finally:
+        control.send(json.dumps(layers).encode())
+    except BaseException:
         guardian.close()
+        raise
+    return guardian

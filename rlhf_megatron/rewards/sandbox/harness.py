@@ -18,8 +18,11 @@ import socket
 import sys
 import tempfile
 import threading
+import time
 import types
 from typing import IO, Any
+
+from rlhf_megatron.rewards.sandbox.sandbox_layers import PR_SET_DUMPABLE, invoke_prctl
 
 MODULES = [
     "string",
@@ -59,10 +62,12 @@ VALUE = 3  # descriptor of the value that a function returned
 SET_KEY = "\u2407set"  # the only key of the object that stands for a returned set
 
 
-def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) -> None:
+def serve_programs(
+    connection: socket.socket, output_bytes: int, is_init: bool, is_dumpable: bool
+) -> None:
     """Read a program and then its inputs from `connection`, a line each, run the program on each
     input, and answer a line for each run, until the other side closes. `is_init`: this is process 1
-    of a PID namespace.
+    of a PID namespace. `is_dumpable`: other processes of the user may look at the program.
     """
     with (
         connection.makefile("rb") as lines,
@@ -72,54 +77,68 @@ def serve_programs(connection: socket.socket, output_bytes: int, is_init: bool) 
         program = json.loads(lines.readline() or b"null")
         for line in lines:
             try:
-                answer = run_in_fork(program, json.loads(line), output_bytes, is_init)
+                answer = run_in_fork(program, json.loads(line), output_bytes, is_init, is_dumpable)
             except (
                 OSError,
                 MemoryError,
             ) as error:  # the program has used up room or processes in an earlier run
-                answer = {
-                    "code": 1,
-                    "stdout": "",
-                    "stderr": f"no room for a further run: {error}",
-                    "value": None,
-                }
+                answer = make_failure(f"no room for a further run: {error}")
             text = memoryview(json.dumps(answer).encode() + b"\n")
             while text:
                 text = text[answers.write(text) :]
 
 
 def run_in_fork(
-    program: dict[str, Any], run_input: dict[str, Any], output_bytes: int, is_init: bool
+    program: dict[str, Any],
+    run_input: dict[str, Any],
+    output_bytes: int,
+    is_init: bool,
+    is_dumpable: bool,
 ) -> dict[str, Any]:
-    """Run the program once in a fork and return a dict of exit code, stdout, end of stderr, and
-    value (JSON, or None). More than `output_bytes` of one output count as a failure.
+    """Run the program once in a fork and return a dict of exit code, stdout, end of stderr, value
+    (JSON, or None), and the wall time and CPU time in seconds. More than `output_bytes` of one
+    output count as a failure.
 
-    `run_input` has "stdin" as text, or the "arguments" of the program's function.
+    `run_input` has "stdin" as text, or the "arguments" of the program's function. See
+    `serve_programs` for the rest.
     """
+    started_at = time.monotonic()
+    cpu_s_before = read_reaped_cpu_s()
     with contextlib.ExitStack() as stack:
         stdin, *written = [stack.enter_context(tempfile.TemporaryFile()) for _ in range(VALUE + 1)]
         stdin.write(run_input.get("stdin", "").encode("utf-8", "surrogateescape"))
         stdin.seek(0)
         child = os.fork()
         if child == 0:
-            become_program(program, run_input, (stdin, *written))
+            become_program(program, run_input, (stdin, *written), is_dumpable)
         code = wait_for_program(child, is_init)
+        times = {
+            "took_s": time.monotonic() - started_at,
+            "cpu_s": read_reaped_cpu_s() - cpu_s_before,
+        }
         texts = [read_output(file, output_bytes) for file in written]
     size = max(len(text) for text in texts)
     if size > output_bytes:
-        return {
-            "code": 1,
-            "stdout": "",
-            "stderr": f"more than {output_bytes} bytes were written",
-            "value": None,
-        }
+        return make_failure(f"more than {output_bytes} bytes were written") | times
     stdout, stderr, returned = (text.decode("utf-8", "replace") for text in texts)
     return {
         "code": code,
         "stdout": stdout,
         "stderr": stderr[-ERROR_CHARS:],
         "value": returned or None,
+        **times,
     }
+
+
+def make_failure(reason: str) -> dict[str, Any]:
+    """Return the answer for a run that failed for this reason and has no output."""
+    return {"code": 1, "stdout": "", "stderr": reason, "value": None}
+
+
+def read_reaped_cpu_s() -> float:
+    """Return the CPU seconds of all children that have ended and were waited for, with theirs."""
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
 
 
 def wait_for_program(child_pid: int, is_init: bool) -> int:
@@ -150,7 +169,10 @@ def read_output(file: IO[bytes], output_bytes: int) -> bytes:
 
 
 def become_program(
-    program: dict[str, Any], run_input: dict[str, Any], files: tuple[IO[bytes], ...]
+    program: dict[str, Any],
+    run_input: dict[str, Any],
+    files: tuple[IO[bytes], ...],
+    is_dumpable: bool,
 ) -> None:
     """Run the program in this fork, with `files` as stdin, stdout, stderr and the value, and exit
     with its code. Does not return.
@@ -159,9 +181,8 @@ def become_program(
         for number, file in enumerate([os.dup(file.fileno()) for file in files]):
             os.dup2(file, number)
         os.closerange(VALUE + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        signal.set_wakeup_fd(-1)
-        for caught in (signal.SIGCHLD, signal.SIGTERM):
-            signal.signal(caught, signal.SIG_DFL)
+        if is_dumpable:
+            invoke_prctl(PR_SET_DUMPABLE, 1)
         os._exit(execute_program(program, run_input))
     except BaseException:
         os._exit(1)

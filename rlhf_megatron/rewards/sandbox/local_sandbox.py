@@ -1,8 +1,8 @@
 """Programs in sandboxes of this machine. A guardian process makes them ahead; each is used for one
 program, and ended.
 
-A run is over its limit by CPU time and sleep; time that a busy machine keeps it waiting
-does not count.
+The guardian's clock says when a run is over its limit (`program_clock`): time that a busy machine
+keeps the program waiting for a processor does not count.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NoReturn, get_args
 
 import msgspec
 
-from rlhf_megatron.rewards.process_stopwatch import POLL_S, ProcessStopwatch
+from rlhf_megatron.import_folders import find_user_site
 from rlhf_megatron.rewards.sandbox.long_integers import write_long_json
+from rlhf_megatron.rewards.sandbox.program_clock import MAX_WALL_LIMITS
 from rlhf_megatron.rewards.sandbox.sandbox_layers import (
     LANDLOCK,
     LAYERS,
@@ -40,19 +41,24 @@ from rlhf_megatron.rewards.sandbox.sandbox_protocol import (
 )
 
 ROOT = Path(__file__).parents[3]
+# `-s`: the guardian imports nothing from below HOME but what `import_folders` names
+GUARDIAN_FLAGS = ("-s",)
+# The package's folder is on sys.path while the guardian is imported, and not while programs run;
+# the working directory, which is "" there, never is.
 BOOT = (
-    "import sys; sys.path[0] = {root!r}; from rlhf_megatron.rewards.sandbox.guardian import main;"
-    " del sys.path[0]; main()"
+    "import sys; folders = [folder for folder in sys.path if folder];"
+    " sys.path[:] = [{root!r}, *folders];"
+    " from rlhf_megatron.rewards.sandbox.guardian import main;"
+    " sys.path[:] = folders; main()"
 )
 SYSTEM = ("/usr", "/bin", "/lib", "/lib64", "/etc/ld.so.cache")
 MESSAGE_BYTES = 1 << 16
 START_S = 120.0
-# times its limit that a run may take in all, with the time that the machine kept it waiting
-OVERLOAD = 20
+MAX_OPEN_TRIES = 3  # to get a sandbox that starts
 ENVIRONMENT = {
     "PATH": "/usr/bin:/bin",
     "LANG": "C.UTF-8",
-    "HOME": "/tmp",
+    "HOME": "/nonexistent",  # until the guardian has made a folder that is its own
     "PYTHONHASHSEED": "0",
     "PYTHONDONTWRITEBYTECODE": "1",
     # programs read and write integers of any number of digits; the limit of time ends those that
@@ -66,7 +72,6 @@ OPEN_WITHOUT: dict[str, tuple[str, ...]] = {
     NAMESPACES: (
         "many small files and processes are ended at a look every 20 ms, not refused",
         "the names of files and folders outside can be asked for (stat), not opened",
-        "files that are removed while open count one by one only, not together",
     ),
     LANDLOCK: (
         "the files that the user can read and write",
@@ -113,6 +118,7 @@ class LocalSandbox:
         self.active_layers: tuple[str, ...] = ()
         self.layers_note = ""  # which layers are in force, which not and why, what is open
         self.peak_mib = 0  # of the last program
+        self.counted_s = 0.0  # of the last run that was ended, as its clock counted
         self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -124,7 +130,13 @@ class LocalSandbox:
         python = self.settings.python or sys.executable
         with theirs:
             self._process = subprocess.Popen(
-                [python, "-c", BOOT.format(root=str(ROOT)), str(theirs.fileno())],
+                [
+                    python,
+                    *GUARDIAN_FLAGS,
+                    "-c",
+                    BOOT.format(root=str(ROOT)),
+                    str(theirs.fileno()),
+                ],
                 stdin=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
                 start_new_session=True,
@@ -134,10 +146,14 @@ class LocalSandbox:
         places = (*SYSTEM, sys.prefix, sys.base_prefix, *self.settings.readable)
         if self.settings.python is not None:
             places = (*places, str(Path(self.settings.python).absolute().parents[1]))
+        # what `pip install --user` has installed is for this version of Python
+        user_site = find_user_site() if self.settings.python is None else None
+        places = (*places, *filter(None, [user_site]))
         message = {
             "limits": asdict(self.settings.limits),
             "readable": [os.path.abspath(place) for place in places],
             "preload": self.settings.preload,
+            "user_site": user_site,
             "num_warm": self.settings.num_warm,
             "layers": self.settings.layers,
         }
@@ -152,6 +168,11 @@ class LocalSandbox:
             raise ValueError(f"the sandbox cannot be started with {python}: {told['error']}.")
         self.active_layers = tuple(told["in_force"])
         self._check_layers(told["missing"])
+        if not told["can_read_waits"]:
+            self.layers_note += (
+                "; this kernel does not say how long programs wait for a processor"
+                " (/proc/PID/schedstat), so that the time limit counts all wall time"
+            )
 
     def _check_layers(self, missing_layers: dict[str, str]) -> None:
         """Set `layers_note`. Where there are no namespaces and not both Landlock and seccomp, close
@@ -190,9 +211,9 @@ class LocalSandbox:
         finally:
             session.end_lane()
 
-    def take_lane(self) -> tuple[int, socket.socket]:
-        """Take a waiting sandbox from the guardian. Return the pid of its process and a socket to
-        it. Raise SandboxUnavailableError where the guardian has ended.
+    def take_lane(self) -> socket.socket:
+        """Take a waiting sandbox from the guardian. Return a socket to it. Raise
+        SandboxUnavailableError where the guardian has ended, or has no sandbox.
         """
         assert self._control is not None, "not started"
         try:
@@ -201,29 +222,67 @@ class LocalSandbox:
         except OSError as error:
             data = str(error).encode()
             descriptors = []
+        if not descriptors and data.startswith(b"{"):
+            raise SandboxUnavailableError(f"a sandbox could not be made: {data.decode()}.")
         if not descriptors:
             self.close()
             raise SandboxUnavailableError(
                 f"the process that guards sandboxes has ended {data.decode()!r}."
             )
-        return json.loads(data)["lane"], socket.socket(fileno=descriptors[0])
+        return socket.socket(fileno=descriptors[0])
+
+    def start_clock(self) -> None:
+        """Start the guardian's clock of a run in the sandbox that was taken. Raise
+        SandboxUnavailableError where the guardian has ended.
+        """
+        run = {"started_at": time.monotonic(), "limit_s": self.timeout_s}
+        self._send_to_guardian({"run": run})
+
+    def finish_run(self, took_s: float, cpu_s: float) -> RunVerdict:
+        """Tell the guardian how long a run took as its sandbox says, and return the guardian's
+        verdict. Raise SandboxUnavailableError where the guardian has ended.
+        """
+        times = {"took_s": took_s, "cpu_s": cpu_s}
+        return msgspec.convert(self._ask_guardian({"finish": times}), RunVerdict)
 
     def end_lane(self) -> str | None:
-        """End the sandbox that was taken, and record its peak memory. Return why the guardian had
-        ended it before ("memory", "processes", "files"), or None. Raise SandboxUnavailableError
+        """End the sandbox that was taken, and record its peak memory and its clock. Return why the
+        guardian had ended it before ("timeout", "memory", "processes", "files"), or None. Raise
+        SandboxUnavailableError where the guardian has ended.
+        """
+        answer = self._ask_guardian({"end": True})
+        self.peak_mib = answer["peak_mib"]
+        self.counted_s = answer["counted_s"]
+        return str(answer["why"]) if answer["why"] else None
+
+    def _ask_guardian(self, message: dict[str, Any]) -> dict[str, Any]:
+        """Send the message to the guardian and return its answer. Raise SandboxUnavailableError
         where the guardian has ended.
+        """
+        self._send_to_guardian(message)
+        assert self._control is not None
+        try:
+            answer: dict[str, Any] = json.loads(self._control.recv(MESSAGE_BYTES))
+        except (OSError, ValueError) as error:
+            self._fail_without_guardian(error)
+        return answer
+
+    def _send_to_guardian(self, message: dict[str, Any]) -> None:
+        """Send the message to the guardian. Raise SandboxUnavailableError where the guardian has
+        ended.
         """
         assert self._control is not None, "not started"
         try:
-            self._control.send(b'{"end": true}')
-            told = json.loads(self._control.recv(MESSAGE_BYTES))
-        except (OSError, ValueError) as error:
-            self.close()
-            raise SandboxUnavailableError(
-                f"the process that guards sandboxes has ended ({error})."
-            ) from error
-        self.peak_mib = told["peak_mib"]
-        return str(told["why"]) if told["why"] else None
+            self._control.send(json.dumps(message).encode())
+        except OSError as error:
+            self._fail_without_guardian(error)
+
+    def _fail_without_guardian(self, error: Exception) -> NoReturn:
+        """Close this sandbox, and raise SandboxUnavailableError."""
+        self.close()
+        raise SandboxUnavailableError(
+            f"the process that guards sandboxes has ended ({error})."
+        ) from error
 
     def close(self) -> None:
         """End the guardian and all its sandboxes. Safe to call twice."""
@@ -250,6 +309,16 @@ class HarnessAnswer:
     stdout: str
     stderr: str
     value: str | None
+    took_s: float = 0.0  # wall time
+    cpu_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class RunVerdict:
+    """What the guardian says of a run whose answer has come."""
+
+    why: Ending | None  # the limit that the run was over
+    is_gone: bool  # the sandbox, with or without a fault of the run
 
 
 class LocalSandboxSession:
@@ -262,7 +331,6 @@ class LocalSandboxSession:
         self.sandbox = sandbox
         self.program = program
         self._connection: socket.socket | None = None
-        self._pid = 0
         self._unread_bytes = b""
 
     def run_program(self, stdin: str = "", arguments: tuple[Any, ...] = ()) -> ProgramResult:
@@ -272,36 +340,38 @@ class LocalSandboxSession:
         """
         if self._connection is None:
             self._open_lane()
-        given = {"arguments": arguments} if self.program.function is not None else {"stdin": stdin}
-        line = self._exchange_line(given)
-        if isinstance(line, bytes):
-            try:
-                answer = msgspec.convert(json.loads(line), HarnessAnswer)
-                return ProgramResult(
-                    "exit", answer.code, answer.stdout, answer.stderr, answer.value
-                )
-            except (ValueError, RecursionError):
-                line = None  # something else than the harness wrote into its socket
-        why = self.end_lane()
-        if line == "overloaded":
-            raise SandboxUnavailableError(
-                f"the machine kept a run waiting for over {OVERLOAD} times its limit."
-            )
-        ending = why if why in get_args(Ending) else line or "died"
-        return ProgramResult(ending)  # type: ignore[arg-type]
+        run_input = (
+            {"arguments": arguments} if self.program.function is not None else {"stdin": stdin}
+        )
+        self.sandbox.start_clock()
+        line = self._exchange_line(run_input)
+        answer = None if line is None else read_harness_answer(line)
+        if answer is None:
+            why = self.end_lane()
+            ending = why if why in get_args(Ending) else "died"
+            return ProgramResult(ending)  # type: ignore[arg-type]
+        verdict = self.sandbox.finish_run(answer.took_s, answer.cpu_s)
+        if verdict.is_gone:
+            self.end_lane()
+        if verdict.why is not None:
+            return ProgramResult(verdict.why)
+        return ProgramResult("exit", answer.code, answer.stdout, answer.stderr, answer.value)
 
     def _open_lane(self) -> None:
-        """Take a sandbox and send it the program. Raise SandboxUnavailableError where the sandbox
-        could not be made.
+        """Take a sandbox and send it the program. Raise SandboxUnavailableError where no sandbox
+        could be made in MAX_OPEN_TRIES: the program before may have used up what one needs.
         """
-        self._pid, self._connection = self.sandbox.take_lane()
-        self._unread_bytes = b""
-        first = self._exchange_line(None)
-        said = json.loads(first) if isinstance(first, bytes) else {"error": first or "it ended"}
-        if "error" in said:
+        for _ in range(MAX_OPEN_TRIES):
+            self._connection = self.sandbox.take_lane()
+            self._unread_bytes = b""
+            line = self._exchange_line(None)
+            answer = {"error": "it ended"} if line is None else json.loads(line)
+            if "error" not in answer:
+                program = {"code": self.program.code, "function": self.program.function}
+                self._send_message(program)
+                return
             self.end_lane()
-            raise SandboxUnavailableError(f"a sandbox could not be made: {said['error']}.")
-        self._send_message({"code": self.program.code, "function": self.program.function})
+        raise SandboxUnavailableError(f"a sandbox could not be made: {answer['error']}.")
 
     def _send_message(self, message: Any) -> bool:
         """Send the message as a line of JSON. Return whether that worked."""
@@ -313,26 +383,24 @@ class LocalSandboxSession:
             return False
         return True
 
-    def _exchange_line(self, message: Any) -> bytes | str | None:
-        """Send the message (None: only wait) and return the line that answers; "timeout" for a run
-        over its time, "overloaded" where the machine kept it waiting for too long; None where the
-        sandbox ended.
+    def _exchange_line(self, message: Any) -> bytes | None:
+        """Send the message (None: only wait) and return the line that answers; None where the
+        sandbox ended, as the guardian ends it where a run is over a limit. Raise
+        SandboxUnavailableError where the guardian lets the sandbox go on for too long.
         """
         if message is not None and not self._send_message(message):
             return None
         assert self._connection is not None
         most = 20 * self.sandbox.settings.limits.output_bytes  # three texts, escaped
-        watch = ProcessStopwatch(self._pid)
-        start = time.monotonic()
+        deadline = time.monotonic() + MAX_WALL_LIMITS * self.sandbox.timeout_s + START_S
         while b"\n" not in self._unread_bytes:
-            if not select.select([self._connection], [], [], POLL_S)[0]:
-                if watch.update_counted_s() > self.sandbox.timeout_s and message is not None:
-                    return "timeout"
-                if time.monotonic() - start > OVERLOAD * self.sandbox.timeout_s + START_S * (
-                    message is None
-                ):
-                    return "overloaded"
-                continue
+            wait_s = max(0.0, deadline - time.monotonic())
+            if not select.select([self._connection], [], [], wait_s)[0]:
+                self.end_lane()
+                raise SandboxUnavailableError(
+                    f"a sandbox was not ended {START_S:.0f} s after {MAX_WALL_LIMITS} times its"
+                    " limit."
+                )
             try:
                 data = self._connection.recv(1 << 20)
             except OSError:
@@ -352,3 +420,11 @@ class LocalSandboxSession:
         self._connection.close()
         self._connection = None
         return self.sandbox.end_lane()
+
+
+def read_harness_answer(line: bytes) -> HarnessAnswer | None:
+    """Return the answer in a line, or None where something else than the harness wrote it."""
+    try:
+        return msgspec.convert(json.loads(line), HarnessAnswer)
+    except (ValueError, RecursionError):
+        return None

@@ -14,6 +14,7 @@ import errno
 import os
 import platform
 import resource
+import signal
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -34,6 +35,10 @@ NEW_NAMESPACES = (
 )
 IS_ARM = platform.machine() in ("aarch64", "arm64")
 AUDIT_ARCH = 0xC00000B7 if IS_ARM else 0xC000003E
+
+# A limit of 0 bytes counts for files only. Where the kernel gives core dumps to a program, as to
+# systemd-coredump, it takes a limit of 1 byte for "none".
+NO_CORE_DUMP = 1
 
 LAST_KNOWN = 466  # what a newer kernel adds is not there for the program
 
@@ -75,6 +80,7 @@ NUMBER = 0
 ARCHITECTURE = 4
 FIRST = 16
 SECOND = 24
+SECOND_HIGH = 28  # the upper half of the argument
 THIRD = 32
 FOURTH = 40
 ALL_BITS = 0xFFFFFFFF
@@ -378,7 +384,7 @@ def set_resource_limits(limits: SandboxLimits, counts_all_of_user: bool) -> None
         resource.RLIMIT_FSIZE: limits.file_mib * mib,
         resource.RLIMIT_NOFILE: 64,  # what pipes and socket pairs hold counts in no process
         resource.RLIMIT_SIGPENDING: 64,  # which count for all of the user
-        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_CORE: NO_CORE_DUMP,
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
@@ -457,13 +463,15 @@ def apply_landlock(readable_paths: Sequence[str], writable_paths: Sequence[str])
 def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
     """Install a seccomp filter on this process. A denied call gives EPERM. clone3 gives ENOSYS: the
     C library takes clone then, whose flags the filter can read. Calls that sync disks succeed and
-    do nothing.
+    do nothing. What happens at the end of a child (SIGCHLD) can be asked for and not be changed: a
+    program that ignored it would have children whose CPU time the kernel adds to nobody's.
 
-    `denies_metadata` also denies changes of files' metadata and truncation, `denies_signals` the
+    `denies_metadata`, for programs on the guardian's own disk, also denies changes of files'
+    metadata, truncation, and hiding of the files that a process holds; `denies_signals` denies the
     sending of signals.
     """
-    clone, ioctl, prlimit, mmap, fcntl, openat = (
-        (220, 29, 261, 222, 25, 56) if IS_ARM else (56, 16, 302, 9, 72, 257)
+    clone, ioctl, prlimit, mmap, fcntl, openat, sigaction, prctl = (
+        (220, 29, 261, 222, 25, 56, 134, 167) if IS_ARM else (56, 16, 302, 9, 72, 257, 13, 157)
     )
     denied = DENIED + (METADATA if denies_metadata else ()) + (SIGNALS if denies_signals else ())
     code: list[bytes] = []
@@ -512,6 +520,14 @@ def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
             for mode in (0, 3)
         ]
         calls += [(call, flags, WRITES_THROUGH, ANY_BIT, WRITES_THROUGH) for call, flags in opens]
+        # the guardian reads which files a process holds, unless the process is not dumpable
+        add_instruction(LOAD, NUMBER)
+        add_instruction(EQUAL, prctl, 0, 5)
+        add_instruction(LOAD, FIRST)
+        add_instruction(EQUAL, PR_SET_DUMPABLE, 0, 3)
+        add_instruction(LOAD, SECOND)
+        add_instruction(EQUAL, 0, 0, 1)
+        add_instruction(RETURN, ERROR | errno.EPERM)
     for call, offset, mask, test, value in calls:
         add_instruction(LOAD, NUMBER)
         add_instruction(EQUAL, call, 0, 4)
@@ -519,6 +535,16 @@ def apply_seccomp_filter(denies_metadata: bool, denies_signals: bool) -> None:
         add_instruction(AND, mask)
         add_instruction(test, value, 0, 1)
         add_instruction(RETURN, ERROR | errno.EPERM)
+    add_instruction(LOAD, NUMBER)
+    add_instruction(EQUAL, sigaction, 0, 7)
+    add_instruction(LOAD, FIRST)
+    add_instruction(EQUAL, signal.SIGCHLD, 0, 5)
+    # a pointer to a new action, of which either half may be zero
+    add_instruction(LOAD, SECOND)
+    add_instruction(ANY_BIT, ALL_BITS, 2, 0)
+    add_instruction(LOAD, SECOND_HIGH)
+    add_instruction(ANY_BIT, ALL_BITS, 0, 1)
+    add_instruction(RETURN, ERROR | errno.EPERM)
     for call, commands in ((ioctl, IOCTLS), (fcntl, FCNTLS)):
         add_instruction(LOAD, NUMBER)
         add_instruction(EQUAL, call, 0, len(commands) + 2)

@@ -63,7 +63,8 @@ class CodeParams:
     # close: decimals within 1e-6 x the expected number + 1e-9, sets in any order; exact: as
     # LiveCodeBench; allclose: as verl's prime_code, 1e-5 and 1e-8 for output of a number a line
     compare: ComparisonRule = "close"
-    test_timeout_s: float = 6.0  # of one test, CPU time and sleep
+    # of one test: wall time without the wait for a processor, or CPU time where that is more
+    test_timeout_s: float = 6.0
     max_tests: int | None = None  # of a label, the first ones; null: all
     memory_mib: int = 1024  # of a program
     readable: tuple[str, ...] = ()  # further folders that programs may read

@@ -25,6 +25,7 @@ from typing import Any, ClassVar
 
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
 from rlhf_megatron.data.extra_columns import parse_extra
+from rlhf_megatron.import_folders import add_import_folder, add_working_directory
 from rlhf_megatron.rewards.reward_endpoint import RewardEndpoint
 from rlhf_megatron.rewards.scorers.reward_types import (
     FIELDS_BY_VERL_NAME,
@@ -119,8 +120,7 @@ def _import_module(path: str, name: str) -> Any:
     """Import a module by its dotted name, with the working directory on sys.path. Raise ValueError
     where the module does not exist; errors that the module raises pass.
     """
-    if os.getcwd() not in sys.path:
-        sys.path.insert(0, os.getcwd())
+    add_working_directory()
     try:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
@@ -139,7 +139,7 @@ def _import_file(path: str, file: str) -> Any:
     location = Path(file).expanduser().resolve()
     if not location.is_file():
         raise ValueError(f"path ({path!r}): {location} is not a file; correct the path.")
-    sys.path.insert(0, str(location.parent))  # so that it may import its neighbours
+    add_import_folder(str(location.parent))  # so that the file may import its neighbours
     spec = importlib.util.spec_from_file_location(location.stem, location)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)

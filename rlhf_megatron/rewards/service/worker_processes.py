@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.plugins import list_loaded_plugins
 from rlhf_megatron.rewards.process_stopwatch import ProcessStopwatch
 from rlhf_megatron.rewards.service.worker_messages import (
@@ -164,7 +165,7 @@ class TemplateProcess:
                 env={
                     "OMP_NUM_THREADS": "1",
                     "TOKENIZERS_PARALLELISM": "false",
-                    **os.environ,
+                    **make_import_environment(os.environ),
                     "PYTHONUNBUFFERED": "1",
                 },
             )

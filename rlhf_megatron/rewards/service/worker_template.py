@@ -25,6 +25,7 @@ from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.type_conversion import build_params
+from rlhf_megatron.import_folders import protect_imports
 from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rewards.process_tree import list_children
@@ -200,6 +201,7 @@ def main() -> None:
         signal.signal(number, signal.SIG_IGN)
     end_with_parent(signal.SIGKILL, parent)
     faulthandler.enable()
+    protect_imports()
     control = socket.socket(fileno=control_fd)
     message = json.loads(control.recv(CONTROL_BYTES))
     divide_endpoint_limits(message["num_machines"])

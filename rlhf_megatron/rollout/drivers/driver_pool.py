@@ -20,6 +20,7 @@ from typing import Any
 
 from rlhf_megatron.data import codec
 from rlhf_megatron.data.expert_route_files import remove_route_files
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.plugins import list_loaded_plugins
 from rlhf_megatron.rollout import generation_queries, http_client
 from rlhf_megatron.rollout.drivers.driver_reply import HEARTBEAT, DriverReply
@@ -378,5 +379,5 @@ def start_driver_process(
         stdin=subprocess.DEVNULL,
         pass_fds=(driver_socket.fileno(),),
         start_new_session=True,  # Ctrl-C is not for it
-        env={"OMP_NUM_THREADS": "1", **os.environ},
+        env={"OMP_NUM_THREADS": "1", **make_import_environment(os.environ)},
     )

@@ -13,6 +13,7 @@ import sys
 
 from rlhf_megatron import faults
 from rlhf_megatron.data import codec
+from rlhf_megatron.import_folders import protect_imports
 from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.rollout.drivers.driver_reply import HEARTBEAT, DriverReply
 from rlhf_megatron.rollout.drivers.network_channel import NetworkMessageChannel
@@ -87,6 +88,7 @@ def main() -> None:
     """Run a driver with the command line of the module's docstring; it returns only by an error."""
     descriptor, number, *plugins = sys.argv[1:]
     faults.install_fault_plan_from_env(f"driver{number}")
+    protect_imports()
     load_plugins(plugins)
     raise_open_file_limit()
     asyncio.run(DriverServer().serve_controller(socket.socket(fileno=int(descriptor))))

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Protocol
 
 from rlhf_megatron.config.cuda_environment import remove_expandable_segments
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
 
 # Reads until this process says that all is well, or has ended and with it the other
@@ -140,7 +141,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=out,
                 stderr=subprocess.STDOUT,
-                env={**remove_expandable_segments(os.environ), **env},
+                env=make_import_environment({**remove_expandable_segments(os.environ), **env}),
                 start_new_session=True,
             )
         self._reaper = ChildReaper(self._process)

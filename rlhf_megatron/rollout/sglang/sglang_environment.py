@@ -26,6 +26,7 @@ from rlhf_megatron.config.cuda_environment import ALLOCATOR_SETTINGS
 from rlhf_megatron.config.rules.batch_rules import list_divisors
 from rlhf_megatron.config.schema import SGLangConfig
 from rlhf_megatron.config.schema.rollout_sections import SIZES_OF_SGLANG
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.rollout.sglang.sglang_arguments import (
     ARGUMENTS_QUERY,
     DETERMINISTIC,
@@ -503,7 +504,7 @@ def run_in_interpreter(python: str, code: str, env: Mapping[str, str], problem: 
     try:
         done = subprocess.run(
             [python, "-c", code],
-            env={**os.environ, **env},
+            env=make_import_environment({**os.environ, **env}),
             capture_output=True,
             text=True,
             timeout=_INTERPRETER_TIMEOUT_S,

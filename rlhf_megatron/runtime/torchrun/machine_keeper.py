@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.parent_process import end_with_parent, outlive_parent
 from rlhf_megatron.rewards.service.reward_model_servers import SERVER, make_server_launches
 from rlhf_megatron.rollout.engine_interface import EngineAddress
@@ -86,7 +87,8 @@ def start_keeper_process(
         _PARENT_ENV: str(os.getpid()),
     }
     own[message_channel.SECRET_ENV] = secret.decode()
-    subprocess.Popen([sys.executable, *arguments], env={**environment, **own})
+    keeper_environment = make_import_environment({**environment, **own})
+    subprocess.Popen([sys.executable, *arguments], env=keeper_environment)
 
 
 def run_keeper(

@@ -36,6 +36,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.import_folders import make_import_environment
 from rlhf_megatron.parent_process import end_with_parent
 from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.host_control import RunDeadlines, run_with_hosts
@@ -96,7 +97,7 @@ def launch_single_node(
     `num_processes` ranks of this machine. Does not return. `stop_s` is the time that the run may
     take to stop.
     """
-    environment = dict(os.environ)
+    environment = make_import_environment(os.environ)
     environment[STOP_LIMIT_ENV] = format_stop_limit(stop_s)
     environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_processes)))
     command = [sys.executable, "-m", "rlhf_megatron.runtime.torchrun.agent"]
@@ -289,7 +290,7 @@ def _start_controller(
     if secret is None:
         secret = message_channel.generate_secret().encode()
         store.set(SECRET_KEY, secret.decode())
-    environment = _make_environment_without_rank()
+    environment = make_import_environment(_make_environment_without_rank())
     environment[message_channel.SECRET_ENV] = secret.decode()
     environment[_LISTENER_ENV] = str(listener.fileno())
     environment[_PARENT_ENV] = str(os.getpid())

@@ -51,6 +51,8 @@ INTERNAL_IMPORTS = {
         ),
         "the spellings that math_verify reads; a user's reward calls math_verify",
     ),
+    "add_import_folder": "where the modules of a user's part lie; the run has seen to that",
+    "add_working_directory": "likewise",
 }
 """What our own parts import and a user's does not need, with the reason."""
 

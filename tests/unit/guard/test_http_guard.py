@@ -297,28 +297,41 @@ def test_connections_that_ask_nothing_are_closed() -> None:
 def test_bodies_that_are_held_are_bounded_over_all_requests() -> None:
     """Two bodies fit; the third is read when one of them is answered."""
     rules = replace(RULES, body_timeout_s=30.0, idle_timeout_s=30.0)
-    with serve_slowly(rules) as server:
-        done: list[tuple[int, float]] = []
+    entered: list[str] = []
+    may_answer = {name: threading.Event() for name in ("first", "second", "third")}
 
-        def post(number: int, seconds: float) -> None:
-            path = server.path
-            asked = ListeningServer(server.host, server.port, f"{path}?seconds={seconds}", None)
-            assert asked.post(b"1" * 1000) == (200, "1000")
-            done.append((number, time.monotonic()))
+    async def answer_when_told(request: web.Request) -> web.Response:
+        name = request.query["name"]
+        entered.append(name)
+        await asyncio.to_thread(may_answer[name].wait, 60.0)
+        return web.Response(text=name)
 
-        threads = [
-            threading.Thread(target=post, args=(0, 1.0)),
-            threading.Thread(target=post, args=(1, 1.0)),
-        ]
-        start = time.monotonic()
-        for thread in threads:
-            thread.start()
+    guard = RequestGuard(rules, make_plain_error)
+    application = guard.make_application()
+    application.add_routes([web.post("/held", answer_when_told)])
+
+    def wait_for_entries(count: int) -> None:
+        deadline = time.monotonic() + 30.0
+        while len(entered) < count:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    with run_in_thread(GuardedServer(application, guard)) as (host, port):
+        threads = []
+        for count, name in enumerate(may_answer, start=1):
+            asked = ListeningServer(host, port, f"/held?name={name}", None)
+            threads.append(threading.Thread(target=asked.post, args=(b"1" * 1000,)))
+            threads[-1].start()
+            if name != "third":
+                wait_for_entries(count)
         time.sleep(0.3)
-        post(2, 0.0)
+        assert entered == ["first", "second"], "the third one waits for its turn"
+        may_answer["second"].set()
+        wait_for_entries(3)
+        for event in may_answer.values():
+            event.set()
         for thread in threads:
-            thread.join()
-        assert done[-1][0] == 2 or done[-2][0] == 2
-        assert next(at for number, at in done if number == 2) - start >= 0.9
+            thread.join(30.0)
 
 
 def test_errors_of_handlers_become_answers() -> None:

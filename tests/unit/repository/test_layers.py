@@ -27,6 +27,7 @@ PURE = (
     "stop",
     "retry",
     "parent_process",
+    "import_folders",
     "http_guard",
     "faults",
     "device",
@@ -132,11 +133,11 @@ PROCESSES = {
     "reward worker": Process("rewards.service.worker_template", (*PURE, "rewards")),
     "torchrun's agent": Process("runtime.torchrun.agent", (*PURE, "weights", "rollout", "runtime")),
     "route store": Process("runtime.route_store", (*PURE, "rollout", "runtime")),
-    "command line": Process("cli.main", ("config", "mcore_patch", "cli")),
+    "command line": Process("cli.main", ("config", "mcore_patch", "import_folders", "cli")),
     "restarts": Process("cli.restarts", (*PURE, "runtime", "cli")),
 }
 SMALLER = {
-    "bundled engine server": 51,
+    "bundled engine server": 52,
     "SGLang's loader": 40,
     "route store": 20,
     "command line": 12,

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -211,6 +212,26 @@ def test_long_integers_keep_to_the_limit_of_time() -> None:
     result = score("print(10**3_000_000 // 7)", printed("1"))
     assert result == RewardResult(0.0, "timeout", {"passed": 0.0})
     assert time.monotonic() - started < 60
+
+
+VFORK_OF_A_SIBLING = """
+import ctypes
+libc = ctypes.CDLL(None)
+if libc.syscall(56, 0x4000 | 0x8000 | 17, 0, 0, 0, 0) == 0:
+    libc.sleep({seconds})
+    libc._exit(0)
+print(1)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of clone(2)")
+@pytest.mark.parametrize("seconds", [5, 1000])
+def test_waiting_for_a_child_of_another_parent_does_not_stop_the_clock(seconds: int) -> None:
+    """The program is in state D, as one that waits for a disk, and has no child."""
+    started = time.monotonic()
+    result = score(VFORK_OF_A_SIBLING.format(seconds=seconds), printed("1"))
+    assert result == RewardResult(0.0, "timeout", {"passed": 0.0})
+    assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("million", ["9" * 1_000_000, "9." + "9" * 999_998, "9e" + "9" * 999_998])

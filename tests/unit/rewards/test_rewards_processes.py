@@ -8,6 +8,7 @@ import builtins
 import os
 import subprocess
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -41,6 +42,38 @@ def test_cpu_time_of_children_that_have_ended_counts() -> None:
             "three children of 0.2 s each, of which one tick each may be cut off"
         )
         program.stdin.write("end\n")
+
+
+SLEEPING_LIKE_A_DISK = """
+import ctypes, os, time
+LIBC = ctypes.CDLL(None)
+if os.fork() == 0:
+    # the parent of the child that sleeps is this process's parent
+    if LIBC.syscall(56, 0x4000 | 0x8000 | 17, 0, 0, 0, 0) == 0:
+        LIBC.usleep(3000000)
+    LIBC._exit(0)
+print("ready", flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(os.uname().machine != "x86_64", reason="the number of clone(2)")
+def test_a_descendant_that_seems_to_wait_for_a_disk_is_asleep() -> None:
+    """It waits for a child of vfork, which has another parent."""
+    with subprocess.Popen([sys.executable, "-c", SLEEPING_LIKE_A_DISK], stdout=-1) as program:
+        assert program.stdout is not None and program.stdout.readline() == b"ready\n"
+        time.sleep(0.2)
+        watch = ProcessStopwatch(program.pid)
+        watch.update_counted_s()
+        states = {
+            process_tree.read_stat_fields(pid)[0] for pid in process_tree.list_children(program.pid)
+        }
+        assert b"D" in states
+        for _ in range(20):
+            time.sleep(0.05)
+            watch.update_counted_s()
+        assert watch.update_counted_s() > 0.8
+        program.kill()
 
 
 def test_kernels_without_lists_of_children(monkeypatch: pytest.MonkeyPatch) -> None:
