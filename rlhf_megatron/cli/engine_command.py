@@ -29,6 +29,7 @@ from rlhf_megatron.rollout.sglang.sglang_environment import check_sglang_environ
 from rlhf_megatron.rollout.sglang.sglang_launch import make_shell_command
 from rlhf_megatron.rollout.transports.transfer_dir import get_default_parent
 from rlhf_megatron.stop import RunStopped, StopRequest
+from rlhf_megatron.write_errors import write_text_file
 
 ENDPOINTS_FILE = "endpoints.yaml"
 _POLL_S = 0.5
@@ -115,7 +116,7 @@ def _write_attach_settings(
         "sglang": {"api_key_file": str(key_file)},
     }
     path = directory / ENDPOINTS_FILE
-    path.write_text(yaml.safe_dump({"rollout": rollout}, sort_keys=False))
+    write_text_file(path, yaml.safe_dump({"rollout": rollout}, sort_keys=False))
     print(f"logs: {directory / 'engines'}")
     print(f"To attach, extend this file after the run's own (extends: [RUN.yaml, {path}]):")
     print(path.read_text(), end="")

@@ -41,6 +41,7 @@ from rlhf_megatron.jobs.generation.model_source import load_job_config
 from rlhf_megatron.rewards.published_datasets import prepare_held_out_file
 from rlhf_megatron.rewards.service.reward_scorer import check_reward_labels
 from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
+from rlhf_megatron.write_errors import write_text_file
 
 SERVED_MODEL_HINT = (
     "give reward_model.served.num_servers=1 and what else its servers need, and it scores too"
@@ -123,10 +124,11 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
             ),
         )
     if args.report:
-        args.report.write_text(
+        write_text_file(
+            args.report,
             render_evaluation_page(
                 args.source, [(name, summarize_evaluation(a)) for name, a in scored], notes
-            )
+            ),
         )
         print(f"page: {args.report}")
     return 0
@@ -191,7 +193,7 @@ def _is_result_file(path: Path) -> bool:
 
 def _write_figures(args: argparse.Namespace, figures: dict[str, Any]) -> None:
     """Write the figures as JSON to the file of --json, and print its path."""
-    args.json.write_text(json.dumps(figures, indent=1) + "\n")
+    write_text_file(args.json, json.dumps(figures, indent=1) + "\n")
     print(f"all figures: {args.json}")
 
 

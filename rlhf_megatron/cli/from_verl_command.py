@@ -19,6 +19,7 @@ from rlhf_megatron.jobs.from_verl.settings_reader import (
     read_verl_settings,
 )
 from rlhf_megatron.jobs.from_verl.translate_config import ConfigTranslation, translate_verl_config
+from rlhf_megatron.write_errors import explain_write_errors
 
 INCOMPLETE_EXIT_CODE = 1
 
@@ -49,7 +50,7 @@ def run_from_verl_command(args: argparse.Namespace) -> int:
     if args.out is None:
         sys.stdout.write(result.yaml_text)
     else:
-        with args.out.open("x", encoding="utf-8") as file:
+        with explain_write_errors(args.out), args.out.open("x", encoding="utf-8") as file:
             file.write(result.yaml_text)
     sys.stdout.flush()
     sys.stderr.write(format_translation_report(result, source, args.lenient))

@@ -12,6 +12,8 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
+from rlhf_megatron.write_errors import write_text_file
+
 RECIPE_TITLES = {
     "grpo": "GRPO: a sample's reward against the other samples of its prompt",
     "ppo": "PPO: a critic says what a sample is compared with",
@@ -90,7 +92,7 @@ def run_init_command(args: argparse.Namespace) -> None:
     text = (
         _render_quickstart_config() if kind == "quickstart" else render_starter_config(kind, gpus)
     )
-    (directory / "run.yaml").write_text(text, encoding="utf-8")
+    write_text_file(directory / "run.yaml", text)
     print(f"{directory}: {', '.join(names)}")
     print(
         f"next: rlhf-megatron train {directory / 'run.yaml'}"
@@ -173,7 +175,5 @@ def _write_addition_data(directory: Path) -> None:
     )
     for name, count in NUM_ROWS_BY_FILE.items():
         rows = [{"prompt": f"{a:02d}+{b:02d}=", "answer": f"{a + b:03d}"} for a, b in sums[:count]]
-        (directory / name).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8"
-        )
+        write_text_file(directory / name, "".join(json.dumps(row) + "\n" for row in rows))
         sums = sums[count:]

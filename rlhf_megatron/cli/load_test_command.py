@@ -19,6 +19,7 @@ from rlhf_megatron.jobs.serving.load_test_client import (
     plot_load_levels,
     run_load_test,
 )
+from rlhf_megatron.write_errors import write_text_file
 
 REQUEST_TIMEOUT_S = 600.0  # of one request
 
@@ -64,7 +65,7 @@ def run_load_test_command(args: argparse.Namespace) -> int:
         for reason in level.reasons:
             print(f"failed with {level.clients} clients: {reason}")
     if args.json:
-        args.json.write_text(json.dumps(load_test_to_json(plan, levels), indent=1) + "\n")
+        write_text_file(args.json, json.dumps(load_test_to_json(plan, levels), indent=1) + "\n")
         print(f"all figures: {args.json}")
     if args.plot:
         plot_load_levels(levels, args.plot)

@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _describe_error_subject(args: argparse.Namespace) -> str:
     """Return the words that name the configuration in the header of an error report."""
-    return f"configuration {args.config}" if hasattr(args, "config") else "configuration"
+    path = getattr(args, "config", None)
+    return "configuration" if path is None else f"configuration {path}"
 
 
 def _print_error_lines(*lines: str) -> None:

@@ -44,6 +44,7 @@ from rlhf_megatron.planning.simulator.timeline_picture import (
     render_timeline_svg,
     render_trace_json,
 )
+from rlhf_megatron.write_errors import explain_write_errors, write_text_file
 
 MAX_LOST_SHARE = 0.05  # share of the groups that the best schedule may lose
 STEP_TIME_TOLERANCE = 0.02  # of the step time: so near, the smaller lag counts
@@ -64,7 +65,7 @@ def run_simulate_command(args: argparse.Namespace) -> None:
     config = load_run_config(args.config, args.overrides, with_files=False).config
     durations = _read_or_plan_durations(config, args)
     if args.write is not None:
-        with args.write.open("x", encoding="utf-8") as file:
+        with explain_write_errors(args.write), args.write.open("x", encoding="utf-8") as file:
             file.write(format_durations_yaml(durations))
         print(f"durations: {args.write}")
         return
@@ -221,7 +222,7 @@ def _write_requested_files(
             "best": best_case.make_json_record(),
             "cases": [c.make_json_record() for c in cases],
         }
-        args.json.write_text(json.dumps(found, indent=1) + "\n")
+        write_text_file(args.json, json.dumps(found, indent=1) + "\n")
         print(f"figures: {args.json}")
     if args.timeline is None and args.trace is None:
         return
@@ -239,10 +240,10 @@ def _write_requested_files(
             )
             for case, history in zip(drawn, histories, strict=True)
         ]
-        args.timeline.write_text(render_timeline_svg(panels, seconds))
+        write_text_file(args.timeline, render_timeline_svg(panels, seconds))
         print(f"timeline: {args.timeline}")
     if args.trace is not None:
-        args.trace.write_text(render_trace_json(histories[-1], best_case.name))
+        write_text_file(args.trace, render_trace_json(histories[-1], best_case.name))
         print(f"trace: {args.trace}")
 
 

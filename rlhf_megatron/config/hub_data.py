@@ -21,6 +21,7 @@ import yaml
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.hub import download_from_hub, is_hub_name, query_hub
 from rlhf_megatron.config.schema import DataConfig
+from rlhf_megatron.write_errors import write_text_file
 
 SPLITS = (
     {"train", "training"},
@@ -140,7 +141,7 @@ def fetch_split(split: DatasetSplit) -> None:
     whole = _get_split_index_path(folder, split)
     whole.parent.mkdir(exist_ok=True)
     aside = whole.with_suffix(f".{os.getpid()}")
-    aside.write_text(json.dumps(names), encoding="utf-8")
+    write_text_file(aside, json.dumps(names))
     aside.replace(whole)
 
 

@@ -318,7 +318,7 @@ def _iterate_call_values(function: Mapping[str, Any]) -> Iterator[str]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             yield arguments
             return
     pending = [arguments]

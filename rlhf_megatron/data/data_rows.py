@@ -20,6 +20,7 @@ from rlhf_megatron.data.message_content import (
     find_other_part_type,
     join_text_parts,
 )
+from rlhf_megatron.data.nesting import refuse_deep_nesting
 from rlhf_megatron.data.row_files import describe_wrapped_rows, iterate_raw_rows
 
 MAX_LISTED_PROBLEMS = 5  # problems that an error message lists
@@ -167,6 +168,7 @@ def check_text_encoding(text: str, text_name: str = "text") -> None:
         ) from None
 
 
+@refuse_deep_nesting
 def parse_prompt_row(
     value: Any,
     prompt_key: str,

@@ -10,24 +10,27 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
+from rlhf_megatron.write_errors import explain_write_errors
+
 FilePiece = bytes | bytearray | memoryview
 PIECE_BYTES = 1 << 22  # of what goes to the disk at once; a multiple of any block of a disk
 
 
 def write_large_file_atomically(path: Path, pieces: Iterable[FilePiece]) -> None:
     """Write `pieces` one after the other to `path`, around the system's cache. The file appears by
-    rename when it is on disk. Make parent directories.
+    rename when it is on disk. Make parent directories. Raise OSError that names the file.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    aside = path.with_name(f".{path.name}.{os.getpid()}.part")
-    try:
-        with open(aside, "wb") as file:
-            write_pieces(file.fileno(), pieces)
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        aside.unlink(missing_ok=True)
-    fsync_path(path.parent)
+    with explain_write_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        aside = path.with_name(f".{path.name}.{os.getpid()}.part")
+        try:
+            with open(aside, "wb") as file:
+                write_pieces(file.fileno(), pieces)
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            aside.unlink(missing_ok=True)
+        fsync_path(path.parent)
 
 
 def write_pieces(descriptor: int, pieces: Iterable[FilePiece]) -> None:
@@ -65,9 +68,10 @@ def _write_bytes(descriptor: int, data: memoryview, bypass_cache: bool) -> None:
 
 
 def fsync_path(path: Path) -> None:
-    """Flush a file or directory to disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    """Flush a file or directory to disk. Raise OSError that names the file."""
+    with explain_write_errors(path):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

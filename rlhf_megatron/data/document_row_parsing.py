@@ -199,7 +199,7 @@ def _parse_json_text(value: Any, key: str) -> Any:
         return value
     try:
         return json.loads(value)
-    except json.JSONDecodeError as error:
+    except (json.JSONDecodeError, RecursionError) as error:
         raise ValueError(f"{key!r} is text that is no JSON ({error}): {value[:40]!r}") from None
 
 

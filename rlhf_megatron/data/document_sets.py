@@ -36,6 +36,7 @@ from rlhf_megatron.data.extra_columns import (
     find_picture_column,
     parse_extra,
 )
+from rlhf_megatron.data.nesting import refuse_deep_nesting
 from rlhf_megatron.data.prompt_items import PromptFormat, PromptItem, Truncation, truncate_ids
 from rlhf_megatron.data.prompts import load_prompt_sets, name_source_in_errors, resolve_sources
 from rlhf_megatron.data.row_files import drop_null_columns, iterate_json_rows, iterate_raw_rows
@@ -387,6 +388,7 @@ def _iterate_good_rows(
         )
 
 
+@refuse_deep_nesting
 def _make_row_samples(
     path: Path,
     value: Any,

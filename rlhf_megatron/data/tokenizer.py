@@ -17,7 +17,9 @@ from typing import Any
 
 import tokenizers
 
+from rlhf_megatron.config.token_ids import describe_token_id_problem, shorten_value
 from rlhf_megatron.data.tokenizer_backend import make_tokenizer_backend, read_tokenizer_file
+from rlhf_megatron.write_errors import write_text_file
 
 # stands in decoded text for an id that is no token (rows of a padded vocabulary)
 UNKNOWN_TOKEN_TEXT = "\N{REPLACEMENT CHARACTER}"
@@ -206,14 +208,19 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
         backend, directory, settings, _read_json_object(directory / "config.json")
     )
     model = Path(model_directory) if model_directory is not None else directory
-    configs = [
-        _read_json_object(model / "generation_config.json"),
-        _read_json_object(model / "config.json"),
-    ]
+    model_config = _read_json_object(model / "config.json")
+    config_by_path = {
+        model / "generation_config.json": _read_json_object(model / "generation_config.json"),
+        model / "config.json": model_config,
+    }
     candidates = [_find_token_id(backend, settings.get("eos_token"))]
-    for config in configs:
+    for config_path, config in config_by_path.items():
         value = config.get("eos_token_id")
-        candidates += value if isinstance(value, list) else [value]
+        for token_id in value if isinstance(value, list) else [value]:
+            problem = describe_token_id_problem(token_id, model_config.get("vocab_size"))
+            if problem is not None:
+                raise ValueError(f"{config_path}: eos_token_id ({shorten_value(value)}) {problem}")
+            candidates.append(token_id)
     eos_token_ids = list(dict.fromkeys(i for i in candidates if isinstance(i, int)))
     if not eos_token_ids:
         raise ValueError(
@@ -222,9 +229,10 @@ def load_tokenizer(directory: str | Path, model_directory: str | Path | None = N
         )
     pads = [
         _find_token_id(backend, settings.get("pad_token")),
-        *(config.get("pad_token_id") for config in configs),
+        *(config.get("pad_token_id") for config in config_by_path.values()),
     ]
-    pad_token_id = next((i for i in pads if isinstance(i, int)), eos_token_ids[0])
+    # Some models write -1 for "none".
+    pad_token_id = next((i for i in pads if isinstance(i, int) and i >= 0), eos_token_ids[0])
     return Tokenizer(
         backend,
         eos_token_ids,
@@ -268,9 +276,7 @@ def write_character_tokenizer(directory: str | Path, vocab_size: int = 32) -> No
         "clean_up_tokenization_spaces": False,
         "model_max_length": 1_000_000,
     }
-    (directory / "tokenizer_config.json").write_text(
-        json.dumps(settings, indent=2) + "\n", encoding="utf-8"
-    )
+    write_text_file(directory / "tokenizer_config.json", json.dumps(settings, indent=2) + "\n")
 
 
 def _read_json_object(path: Path) -> dict[str, Any]:

@@ -49,9 +49,9 @@ if TYPE_CHECKING:
     from rlhf_megatron.algorithms.advantages.advantage_estimator import (
         spread_over_response_tokens as spread_over_response_tokens,
     )
+    from rlhf_megatron.algorithms.advantages.response_tokens import WHITEN_EPSILON as WHITEN_EPSILON
     from rlhf_megatron.algorithms.advantages.response_tokens import ResponseTokens as ResponseTokens
     from rlhf_megatron.algorithms.advantages.response_tokens import RunningMoments as RunningMoments
-    from rlhf_megatron.algorithms.advantages.response_tokens import WHITEN_EPSILON as WHITEN_EPSILON
     from rlhf_megatron.algorithms.advantages.response_tokens import (
         compute_discounted_sums_ as compute_discounted_sums_,
     )
@@ -92,8 +92,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.algorithms.losses.importance_ratio import (
         make_ppo_kl_metric as make_ppo_kl_metric,
     )
-    from rlhf_megatron.algorithms.losses.kl_estimators import KLType as KLType
     from rlhf_megatron.algorithms.losses.kl_estimators import MAX_LOG_RATIO as MAX_LOG_RATIO
+    from rlhf_megatron.algorithms.losses.kl_estimators import KLType as KLType
     from rlhf_megatron.algorithms.losses.kl_estimators import (
         compute_kl_with_gradient as compute_kl_with_gradient,
     )
@@ -142,8 +142,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.config.schema import RolloutConfig as RolloutConfig
     from rlhf_megatron.controller.observe.line_file import LineFile as LineFile
     from rlhf_megatron.controller.observe.line_file import replace_non_finite as replace_non_finite
-    from rlhf_megatron.controller.observe.loggers import BatchView as BatchView
     from rlhf_megatron.controller.observe.loggers import LOGGERS as LOGGERS
+    from rlhf_megatron.controller.observe.loggers import BatchView as BatchView
     from rlhf_megatron.controller.observe.loggers import RunLogger as RunLogger
     from rlhf_megatron.controller.observe.loggers import is_batch_view_step as is_batch_view_step
     from rlhf_megatron.controller.observe.loggers import load_or_draw_run_id as load_or_draw_run_id
@@ -247,17 +247,19 @@ if TYPE_CHECKING:
     from rlhf_megatron.rewards.scorers.code_comparison import (
         read_returned_value as read_returned_value,
     )
+    from rlhf_megatron.rewards.scorers.reward_types import MALFORMED as STATUS_MALFORMED
+    from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE as MAX_SCORE
+    from rlhf_megatron.rewards.scorers.reward_types import OK as STATUS_OK
+    from rlhf_megatron.rewards.scorers.reward_types import OWN_PROCESS as OWN_PROCESS
+    from rlhf_megatron.rewards.scorers.reward_types import REWARDS as REWARDS
+    from rlhf_megatron.rewards.scorers.reward_types import TIMEOUT as STATUS_TIMEOUT
     from rlhf_megatron.rewards.scorers.reward_types import BadResultError as BadResultError
     from rlhf_megatron.rewards.scorers.reward_types import (
         LabelCheckingParams as LabelCheckingParams,
     )
-    from rlhf_megatron.rewards.scorers.reward_types import MALFORMED as STATUS_MALFORMED
-    from rlhf_megatron.rewards.scorers.reward_types import MAX_SCORE as MAX_SCORE
     from rlhf_megatron.rewards.scorers.reward_types import (
         MemoryLimitedParams as MemoryLimitedParams,
     )
-    from rlhf_megatron.rewards.scorers.reward_types import OK as STATUS_OK
-    from rlhf_megatron.rewards.scorers.reward_types import OWN_PROCESS as OWN_PROCESS
     from rlhf_megatron.rewards.scorers.reward_types import (
         PartialReadingParams as PartialReadingParams,
     )
@@ -265,7 +267,6 @@ if TYPE_CHECKING:
         PatternSearchingParams as PatternSearchingParams,
     )
     from rlhf_megatron.rewards.scorers.reward_types import PreparedParams as PreparedParams
-    from rlhf_megatron.rewards.scorers.reward_types import REWARDS as REWARDS
     from rlhf_megatron.rewards.scorers.reward_types import (
         ResponseReadingParams as ResponseReadingParams,
     )
@@ -276,7 +277,6 @@ if TYPE_CHECKING:
     from rlhf_megatron.rewards.scorers.reward_types import (
         ServerWaitingParams as ServerWaitingParams,
     )
-    from rlhf_megatron.rewards.scorers.reward_types import TIMEOUT as STATUS_TIMEOUT
     from rlhf_megatron.rewards.scorers.reward_types import check_pattern as check_pattern
     from rlhf_megatron.rewards.scorers.reward_types import drop_stop_token as drop_stop_token
     from rlhf_megatron.rewards.scorers.reward_types import is_masked as is_masked
@@ -288,6 +288,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.rollout.chunk_sizes import (
         divide_groups_into_chunks as divide_groups_into_chunks,
     )
+    from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS as MEMORY_PARTS
+    from rlhf_megatron.rollout.engine_interface import UNSYNCED as UNSYNCED
     from rlhf_megatron.rollout.engine_interface import DriverLostError as DriverLostError
     from rlhf_megatron.rollout.engine_interface import EngineAddress as EngineAddress
     from rlhf_megatron.rollout.engine_interface import EngineError as EngineError
@@ -298,21 +300,19 @@ if TYPE_CHECKING:
         EngineUnreachableError as EngineUnreachableError,
     )
     from rlhf_megatron.rollout.engine_interface import FinishReason as FinishReason
-    from rlhf_megatron.rollout.engine_interface import GenerateRequest as GenerateRequest
     from rlhf_megatron.rollout.engine_interface import GeneratedSample as GeneratedSample
+    from rlhf_megatron.rollout.engine_interface import GenerateRequest as GenerateRequest
     from rlhf_megatron.rollout.engine_interface import InferenceEngine as InferenceEngine
-    from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS as MEMORY_PARTS
     from rlhf_megatron.rollout.engine_interface import MemoryPart as MemoryPart
     from rlhf_megatron.rollout.engine_interface import PauseMode as PauseMode
     from rlhf_megatron.rollout.engine_interface import SampleGroups as SampleGroups
     from rlhf_megatron.rollout.engine_interface import SamplingParams as SamplingParams
     from rlhf_megatron.rollout.engine_interface import TokenColumn as TokenColumn
-    from rlhf_megatron.rollout.engine_interface import UNSYNCED as UNSYNCED
     from rlhf_megatron.rollout.engine_interface import VersionSpan as VersionSpan
     from rlhf_megatron.rollout.engine_interface import WeightTransport as WeightTransport
     from rlhf_megatron.rollout.engine_kinds import BALANCERS as BALANCERS
-    from rlhf_megatron.rollout.engine_kinds import BalancerKind as BalancerKind
     from rlhf_megatron.rollout.engine_kinds import ENGINES as ENGINES
+    from rlhf_megatron.rollout.engine_kinds import BalancerKind as BalancerKind
     from rlhf_megatron.rollout.engine_kinds import EngineKind as EngineKind
     from rlhf_megatron.rollout.engine_kinds import LocalEngineKind as LocalEngineKind
     from rlhf_megatron.rollout.engine_kinds import SGLangEngineKind as SGLangEngineKind
@@ -331,8 +331,8 @@ if TYPE_CHECKING:
         compute_session_sample_limit as compute_session_sample_limit,
     )
     from rlhf_megatron.rollout.fleet.request_balancer import cut_chunks as cut_chunks
-    from rlhf_megatron.rollout.fleet.server_process import EngineServers as EngineServers
     from rlhf_megatron.rollout.fleet.server_process import LOOPBACK as LOOPBACK
+    from rlhf_megatron.rollout.fleet.server_process import EngineServers as EngineServers
     from rlhf_megatron.rollout.fleet.server_process import LaunchPlacement as LaunchPlacement
     from rlhf_megatron.rollout.fleet.server_process import ServerLaunch as ServerLaunch
     from rlhf_megatron.rollout.fleet.server_process import ServerProcess as ServerProcess
@@ -440,6 +440,28 @@ if TYPE_CHECKING:
 __all__ = [
     "ADV_ESTIMATORS",
     "AGGREGATIONS",
+    "BALANCERS",
+    "DISTILLATION_LOSSES",
+    "ENGINES",
+    "FAMILIES",
+    "LATENT_ATTENTION_KEYS",
+    "LOGGERS",
+    "LOOPBACK",
+    "MAX_LOG_RATIO",
+    "MAX_SCORE",
+    "MEMORY_PARTS",
+    "OWN_PROCESS",
+    "POLICY_LOSSES",
+    "PREFERENCE_LOSSES",
+    "REWARDS",
+    "SCHEDULES",
+    "STATUS_MALFORMED",
+    "STATUS_OK",
+    "STATUS_TIMEOUT",
+    "TASKS",
+    "TOKEN_PICKS",
+    "UNSYNCED",
+    "WHITEN_EPSILON",
     "AdvantageEstimator",
     "AdvantageInputs",
     "AdvantageOutputs",
@@ -448,7 +470,6 @@ __all__ = [
     "AnswerParams",
     "AttachedEngines",
     "AttentionWindow",
-    "BALANCERS",
     "BadResultError",
     "BalancerKind",
     "BatchView",
@@ -457,13 +478,11 @@ __all__ = [
     "ChatMessage",
     "ChunkAssignment",
     "ComparisonRule",
-    "DISTILLATION_LOSSES",
     "DecoderDimensions",
     "DeliveryTraffic",
     "DistillationLoss",
     "DistillationParams",
     "DriverLostError",
-    "ENGINES",
     "EngineAddress",
     "EngineCallLog",
     "EngineError",
@@ -477,7 +496,6 @@ __all__ = [
     "EngineTimeoutError",
     "EngineUnreachableError",
     "ExpertLayers",
-    "FAMILIES",
     "FileBucketTransport",
     "FinishReason",
     "FleetMember",
@@ -496,9 +514,6 @@ __all__ = [
     "HttpClient",
     "InferenceEngine",
     "KLType",
-    "LATENT_ATTENTION_KEYS",
-    "LOGGERS",
-    "LOOPBACK",
     "LabelCheckingParams",
     "LatentAttentionDimensions",
     "LaunchPlacement",
@@ -512,18 +527,12 @@ __all__ = [
     "LocalSandbox",
     "LocalTensorTransport",
     "LoggedSample",
-    "MAX_LOG_RATIO",
-    "MAX_SCORE",
-    "MEMORY_PARTS",
     "MemberState",
     "MemoryLimitedParams",
     "MemoryPart",
     "MismatchStep",
     "ModelFamily",
-    "OWN_PROCESS",
     "OutstandingLoad",
-    "POLICY_LOSSES",
-    "PREFERENCE_LOSSES",
     "PartialReadingParams",
     "PatternSearchingParams",
     "PauseMode",
@@ -540,7 +549,6 @@ __all__ = [
     "Prompt",
     "PromptGroups",
     "PromptRow",
-    "REWARDS",
     "RemoteSandbox",
     "RemoteSandboxProtocol",
     "RequestBalancer",
@@ -562,15 +570,11 @@ __all__ = [
     "RunFacts",
     "RunLogger",
     "RunningMoments",
-    "SCHEDULES",
     "SGLangDiskTransport",
     "SGLangEngine",
     "SGLangEngineKind",
     "SGLangLinkVerbs",
     "SGLangTensorTransport",
-    "STATUS_MALFORMED",
-    "STATUS_OK",
-    "STATUS_TIMEOUT",
     "SampleGroups",
     "SamplingParams",
     "SandboxLimits",
@@ -591,8 +595,6 @@ __all__ = [
     "StalePolicy",
     "StartProgress",
     "SyncPolicy",
-    "TASKS",
-    "TOKEN_PICKS",
     "TaskRows",
     "TensorEntry",
     "TensorSplit",
@@ -600,9 +602,7 @@ __all__ = [
     "TokenPick",
     "TokenPickInputs",
     "Tokenizer",
-    "UNSYNCED",
     "VersionSpan",
-    "WHITEN_EPSILON",
     "WeightRule",
     "WeightTransport",
     "YarnScaling",

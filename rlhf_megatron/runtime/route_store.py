@@ -34,6 +34,7 @@ from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.runtime import message_channel
 from rlhf_megatron.runtime.channel_listener import ChannelListener
 from rlhf_megatron.runtime.message_channel import open_listener
+from rlhf_megatron.write_errors import write_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -336,7 +337,7 @@ def main(directory: Path, machine_address: str, parent_pid: int) -> None:
     listener = _open_store_listener(port_file, machine_address)
     files = _StoredRouteFiles(directory)
     port = listener.getsockname()[1]
-    port_file.write_text(str(port))
+    write_text_file(port_file, str(port))
     sys.stdout.write(
         f"[{machine_address}]:{port}\n" if ":" in machine_address else f"{machine_address}:{port}\n"
     )

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlhf_megatron.data import codec
-from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    EngineKilledError,
+    EngineTimeoutError,
+)
 from rlhf_megatron.rollout.fleet.server_process import (
     TAIL_LINES,
     ServerLaunch,
@@ -84,6 +89,7 @@ class ServerReport:
     address: EngineAddress | None = None  # when it is healthy
     error: str = ""  # why it could not be started
     is_late: bool = False  # that was a deadline
+    is_killed: bool = False  # a signal ended the server before it was ready
 
 
 class ServerKeeper:
@@ -183,7 +189,9 @@ class ServerKeeper:
         except Exception as error:  # told to the controller
             logger.exception("the server has not become healthy")
             self._report = ServerReport(
-                error=str(error), is_late=isinstance(error, EngineTimeoutError)
+                error=str(error),
+                is_late=isinstance(error, EngineTimeoutError),
+                is_killed=isinstance(error, EngineKilledError),
             )
 
 
@@ -400,8 +408,8 @@ class KeeperLaunch(RemoteLaunch):
 
     def wait_until_healthy(self, deadline: float, progress: StartProgress | None) -> EngineAddress:
         """Wait until the server is healthy and return its address. Raise EngineError where the
-        server or its keeper fails, EngineTimeoutError at `deadline` (of time.monotonic). Call
-        `progress` about once a second.
+        server fails, EngineKilledError where the server or its keeper was killed,
+        EngineTimeoutError at `deadline` (of time.monotonic). Call `progress` about once a second.
         """
         assert self.process is not None, "wait comes after start"
         start = reported = time.monotonic()
@@ -414,9 +422,9 @@ class KeeperLaunch(RemoteLaunch):
             if report is not None and report.address is not None:
                 return replace(report.address, machine=self.machine)
             if report is not None and report.error:
-                raise (EngineTimeoutError if report.is_late else EngineError)(report.error)
+                raise _make_start_error(report)
             if self.process.loss_reason:
-                raise EngineError(
+                raise EngineKilledError(
                     f"{self.name}: its keeper ended before it was ready: {self.process.loss_reason}"
                 )
             if now > deadline:
@@ -438,3 +446,12 @@ class KeeperLaunch(RemoteLaunch):
                 )
                 progress(self.name, now - start, "".join(line))
             time.sleep(_POLL_S)
+
+
+def _make_start_error(report: ServerReport) -> EngineError:
+    """Return the error of a start that failed, of the kind that the keeper has seen."""
+    if report.is_late:
+        return EngineTimeoutError(report.error)
+    if report.is_killed:
+        return EngineKilledError(report.error)
+    return EngineError(report.error)

@@ -22,6 +22,7 @@ from torch import Tensor
 from rlhf_megatron.data.atomic_directory import write_directory_atomically
 from rlhf_megatron.weights.hf_reader import DTYPES, FP8
 from rlhf_megatron.weights.weight_sets import INDEX
+from rlhf_megatron.write_errors import explain_write_errors, write_text_file
 
 MAX_SHARD_BYTES = 2 << 30  # processes that write into files of their own do not wait for each other
 _TOKENIZER_FILES = (
@@ -144,7 +145,7 @@ def write_weight_index(directory: Path, files: Mapping[str, Sequence[TensorSpec]
         },
         "weight_map": {spec.name: file for file, specs in files.items() for spec in specs},
     }
-    (directory / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    write_text_file(directory / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def write_config_and_tokenizer(
@@ -172,7 +173,7 @@ def write_config_and_tokenizer(
     ):
         shutil.copyfile(original_config, directory / "config.json")
     else:
-        (directory / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        write_text_file(directory / "config.json", json.dumps(config, indent=2) + "\n")
     companions = find_companion_files(companions_directory) if companions_directory else []
     if tokenizer_directory is not None:
         # No file of the other tokenizer stays: a vocabulary would not fit the new tokenizer.
@@ -262,9 +263,10 @@ class SafetensorsWriter:
         self._spec_and_offset = {spec.name: (spec, offsets[spec.name]) for spec in specs}
         # entries that have come
         self._unfinished_tensors = {spec.name: set[int]() for spec in specs}
-        self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
-        self._file.write(begin)
-        self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))
+        with explain_write_errors(path):
+            self._file = open(path, "xb")  # noqa: SIM115 - closed by close()
+            self._file.write(begin)
+            self._file.truncate(len(begin) + sum(spec.num_bytes for spec in specs))
 
     @property
     def is_complete(self) -> bool:
@@ -294,14 +296,17 @@ class SafetensorsWriter:
             offset += index * (spec.num_bytes // spec.shape[0])
             if len(come) == spec.shape[0]:
                 del self._unfinished_tensors[name]
-        self._file.seek(offset)
-        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        with explain_write_errors(self.path):
+            self._file.seek(offset)
+            self._file.write(data)
 
     def close(self, is_complete: bool = True) -> None:
         """Close the file. Assert that all tensors were written, unless `is_complete` is False: then
         the caller removes the incomplete file.
         """
-        self._file.close()
+        with explain_write_errors(self.path):
+            self._file.close()
         assert not is_complete or not self._unfinished_tensors, (
             f"{self.path.name} lacks {sorted(self._unfinished_tensors)[:8]}"
         )

@@ -24,6 +24,7 @@ from rlhf_megatron.weights.lora import (
 )
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, make_plain_rule
+from rlhf_megatron.write_errors import explain_write_errors, write_text_file
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -131,7 +132,8 @@ def write_peft_adapter(
     """
     tensors = {_PREFIX + name: tensor.float().contiguous() for name, tensor in matrices}
     directory.mkdir(parents=True)
-    save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    with explain_write_errors(directory / WEIGHTS):
+        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
     modules = sorted({get_last_name_part(name.rpartition(".lora_")[0]) for name in tensors})
     config: dict[str, Any] = {
         "peft_type": "LORA",
@@ -145,5 +147,5 @@ def write_peft_adapter(
         "fan_in_fan_out": False,
         "inference_mode": True,
     }
-    (directory / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    write_text_file(directory / CONFIG, json.dumps(config, indent=2) + "\n")
     return len(tensors)

@@ -36,6 +36,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from rlhf_megatron.weights.safe_pickle import COMMON, CONFIG, METADATA
+from rlhf_megatron.write_errors import explain_write_errors, write_text_file
 
 ALIGNMENT = 64  # bytes, of archives in a file and of the data in one
 _DATE = 0x21  # 1980-01-01, as torch writes it
@@ -158,13 +159,16 @@ def write_torch_dist_metadata(directory: Path, archived_chunks: Iterable[Archive
         chunks.append(ChunkStorageMetadata(offsets, torch.Size(part.sizes)))
     # 3.0: how megatron orders the rows of queries, keys and values. megatron-core 0.16 takes these
     # four fields only.
-    torch.save({"checkpoint_version": 3.0, "iteration": 0}, directory / COMMON)
+    with explain_write_errors(directory / COMMON):
+        torch.save({"checkpoint_version": 3.0, "iteration": 0}, directory / COMMON)
     backends = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
-    (directory / CONFIG).write_text(
-        json.dumps({**backends, "common_backend": "torch", "common_backend_version": 1})
+    write_text_file(
+        directory / CONFIG,
+        json.dumps({**backends, "common_backend": "torch", "common_backend_version": 1}),
     )
     metadata = Metadata(entries, planner_data=None, storage_data=places, storage_meta=StorageMeta())
-    (directory / METADATA).write_bytes(pickle.dumps(metadata))
+    with explain_write_errors(directory / METADATA):
+        (directory / METADATA).write_bytes(pickle.dumps(metadata))
 
 
 class MappedArchives:

@@ -21,6 +21,7 @@ from rlhf_megatron.planning.plan.memory_phases import (
 )
 from rlhf_megatron.ranks.parallel.megatron_setup import prepare_megatron
 from rlhf_megatron.weights.hf_reader import read_hf_config
+from rlhf_megatron.write_errors import write_text_file
 
 
 def run_plan_memory_command(args: argparse.Namespace) -> int:
@@ -75,7 +76,9 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
     ).items():
         print(f"host memory of a machine: {name} {num_bytes / GB:.1f}")
     if args.picture is not None:
-        args.picture.write_text(draw_memory_chart(rows, gpu_bytes, f"{args.config} on {args.gpu}"))
+        write_text_file(
+            args.picture, draw_memory_chart(rows, gpu_bytes, f"{args.config} on {args.gpu}")
+        )
         print(f"picture: {args.picture}")
     wrong = [
         f"{label} needs {p.total_bytes / GB:.1f} GB"

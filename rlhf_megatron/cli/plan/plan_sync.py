@@ -34,6 +34,7 @@ from rlhf_megatron.weights.shard_plan import (
     compute_stage_link_bytes,
     count_serving_copies,
 )
+from rlhf_megatron.write_errors import write_text_file
 
 NUM_LINKS_SHOWN = 5
 # of the picture, pixels and cells
@@ -86,7 +87,7 @@ def run_plan_sync_command(args: argparse.Namespace) -> None:
             f"whole tensors  {seconds:.2f} s at least: one rank a stage broadcasts to each engine"
         )
     if args.picture is not None:
-        args.picture.write_text(render_link_svg(stages, layout, engines), encoding="utf-8")
+        write_text_file(args.picture, render_link_svg(stages, layout, engines))
         print(f"picture        {args.picture}")
 
 

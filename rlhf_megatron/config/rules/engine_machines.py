@@ -30,6 +30,8 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 MACHINES = "rollout.engine_machines"
 COLOCATED = "rollout.colocated"
 TRANSPORT = "rollout.weight_transport"
+NUM_ENGINES = "rollout.num_engines"
+MAX_ENGINES_PER_MACHINE = 64  # processes with a model each; no machine has more devices
 
 
 def list_engine_part_names(rollout: RolloutConfig) -> list[str]:
@@ -169,6 +171,31 @@ def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
         (MACHINES,),
         "trainer.runtime",
         "set that to torchrun",
+    )
+
+
+@register_rl_rule
+def check_engine_count(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem for more engines on a machine than any machine can start. Yield nothing where
+    the run attaches to running servers, or where Ray finds the machines of a cluster.
+    """
+    c = loaded.config
+    is_on_cluster = c.trainer.runtime == "ray" and c.ray.address is not None
+    if c.rollout.endpoints or (is_on_cluster and not _are_engines_dealt(c)):
+        return
+    num_machines = len(_list_usable_machines(c)) if _are_engines_dealt(c) else 1
+    num_parts = c.rollout.num_engines * count_machines_per_engine(c.rollout)
+    most = MAX_ENGINES_PER_MACHINE * num_machines
+    machines = "one machine" if num_machines == 1 else f"{num_machines} machines"
+    yield make_problem_if(
+        num_parts > most,
+        (
+            f"{NUM_ENGINES} ({c.rollout.num_engines}) must be at most"
+            f" {most // count_machines_per_engine(c.rollout)} on {machines}: each engine is a"
+            f" process with a model of its own, and a machine starts {MAX_ENGINES_PER_MACHINE} at"
+            " most; set as many as there are devices for them, 1 on a machine without."
+        ),
+        (NUM_ENGINES, MACHINES, NODES),
     )
 
 

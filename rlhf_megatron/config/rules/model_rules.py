@@ -22,6 +22,11 @@ from rlhf_megatron.config.rules.expert_rules import (
     read_num_experts,
 )
 from rlhf_megatron.config.rules.layout_rules import FIRST_LAST, check_recompute_layer_count
+from rlhf_megatron.config.rules.model_entries import (
+    find_entry_type_problems,
+    find_layer_list_problems,
+    find_token_id_problems,
+)
 from rlhf_megatron.config.rules.part_rules import has_engine_setting
 from rlhf_megatron.config.rules.pipeline_layout_text import MOST_LAYERS, parse_pipeline_layout
 from rlhf_megatron.config.rules.run_rules import (
@@ -132,6 +137,12 @@ def _check_model_config(
     (backend fsdp accepts more), unsupported settings, bad sizes, and layouts of `pools` that do not
     fit. A pool is (key of its megatron section, the section, number of ranks).
     """
+    type_problems = [*find_entry_type_problems(hf_config)]
+    yield from map(_make_model_problem, type_problems)
+    if type_problems:
+        return  # the other rules would stumble over them
+    yield from map(_make_model_problem, find_token_id_problems(hf_config))
+    yield from map(_make_model_problem, find_layer_list_problems(hf_config))
     families = load_registry("model family")
     name = str(hf_config.get("model_type"))
     family = families.find(name)
@@ -147,16 +158,14 @@ def _check_model_config(
                 " actor.backend fsdp."
             )
         return
-    found = [
-        *drop_none(
-            _check_family_model(
-                config, hf_config, pools, family.build.find_unsupported_settings(hf_config)
-            )
-        )
-    ]
-    yield from found
     try:
-        arguments = {} if found else family.build.make_transformer_arguments(hf_config)
+        unsupported_settings = [*family.build.find_unsupported_settings(hf_config)]
+    except ValueError as error:  # it could not read what it looks at
+        unsupported_settings = [str(error)]
+    problems = [*drop_none(_check_family_model(config, hf_config, pools, unsupported_settings))]
+    yield from problems
+    try:
+        arguments = {} if problems else family.build.make_transformer_arguments(hf_config)
     except ValueError as error:
         yield _make_model_problem(str(error))
         return
@@ -250,7 +259,7 @@ def _check_family_model(
     config: RunConfig,
     hf_config: Mapping[str, Any],
     pools: Sequence[tuple[str, MegatronConfig, int]],
-    unsupported_settings: Iterator[str],
+    unsupported_settings: Sequence[str],
 ) -> OptionalProblems:
     """Yield the problems of a model of a registered family: the `unsupported_settings`, bad sizes,
     layouts that do not divide the model or its experts, router replay, and SGLang's DP attention.

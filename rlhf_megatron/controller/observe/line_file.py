@@ -11,21 +11,20 @@ import json
 import logging
 import math
 import os
-import shutil
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from errno import EDQUOT, EFBIG, ENOSPC
 from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.data import direct_file_io
 from rlhf_megatron.stop import RunStopped
+from rlhf_megatron.write_errors import FULL_DISK_ERRNOS, explain_write_error
 
 logger = logging.getLogger(__name__)
-DISK_FULL_ERRNOS = (ENOSPC, EDQUOT, EFBIG)
 MAX_WAITING_BYTES = 64 << 20  # of lines that wait in memory for room in one file
 MAX_DISK_WAIT_S = 600.0
 DISK_POLL_S = 2.0
@@ -34,35 +33,22 @@ SUPERSEDED_DIR = "superseded"
 STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
 FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
 
+# No figure of a run is larger, also no square of one that a report sums up; what is, is damage.
+MAX_NUMBER = 1e150
+MAX_INTEGER_DIGITS = 1000  # of an integer that is read as one
+_ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
 ATTEMPTS_FILE = "attempts.jsonl"
 COMPLETE = "complete"
 STOPPED = "stopped"
 FAILED = "failed"
 
 
-def explain_write_error(path: Path, error: OSError) -> OSError:
-    """Return an OSError of the same number, whose message names the file and, for a full disk, says
-    what helps.
-    """
-    text = f"{path} cannot be written: {error.strerror or error}."
-    if error.errno in DISK_FULL_ERRNOS:
-        free = shutil.disk_usage(next(place for place in path.parents if place.exists())).free / 1e6
-        text += (
-            f" {free:.0f} MB are free there. Make room: `du -sh {path.parent}/*` shows what is"
-            " large (record/, superseded/, checkpoints, of which trainer.max_ckpt_to_keep keeps"
-            " fewer), or raise the quota."
-        )
-    return OSError(error.errno, text)
-
-
 def write_file_atomically(path: Path, data: bytes) -> None:
     """Write the file, which appears by rename when it is complete and on disk. Raise OSError (see
     `explain_write_error`).
     """
-    try:
-        direct_file_io.write_large_file_atomically(path, [data])
-    except OSError as error:
-        raise explain_write_error(path, error) from error
+    direct_file_io.write_large_file_atomically(path, [data])
 
 
 def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[], None]) -> None:
@@ -75,7 +61,7 @@ def retry_while_disk_is_full(write: Callable[[], None], check_stop: Callable[[],
         try:
             return write()
         except OSError as error:
-            if error.errno not in DISK_FULL_ERRNOS or (end is not None and time.monotonic() > end):
+            if error.errno not in FULL_DISK_ERRNOS or (end is not None and time.monotonic() > end):
                 raise
             if end is None:
                 end = time.monotonic() + MAX_DISK_WAIT_S
@@ -183,6 +169,67 @@ def replace_non_finite(value: Any) -> Any:
     )
 
 
+def parse_json_text(text: str | bytes) -> Any:
+    """Return the value of a text of JSON, with the replacement character in place of each half of a
+    surrogate pair, which no file and no terminal can hold. Raise ValueError where the text is not
+    JSON, or is nested too deep.
+    """
+    try:
+        try:
+            value = json.loads(text)
+        except ValueError:
+            # Python refuses integers of thousands of digits; as floats they are infinite.
+            value = json.loads(text, parse_int=_parse_any_integer)
+        is_escaped = _ESCAPED_SURROGATE.search(
+            text if isinstance(text, str) else text.decode(errors="replace")
+        )
+        return _replace_surrogates(value) if is_escaped else value
+    except RecursionError:
+        raise ValueError("it is nested too deep") from None
+
+
+def _parse_any_integer(digits: str) -> int | float:
+    """Return the number of a JSON integer; a float where it has more than a thousand digits."""
+    return int(digits) if len(digits) <= MAX_INTEGER_DIGITS else float(digits)
+
+
+def _replace_surrogates(value: Any) -> Any:
+    """Return the value with the replacement character for each half of a surrogate pair in its
+    texts and keys.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if isinstance(value, dict):
+        return {_replace_surrogates(key): _replace_surrogates(item) for key, item in value.items()}
+    return [_replace_surrogates(item) for item in value] if isinstance(value, list) else value
+
+
+def is_usable_number(value: Any) -> bool:
+    """Return whether a value is a number that a figure of a run can be: finite, and not larger than
+    MAX_NUMBER. JSON has numbers of any size, and Python reads NaN and Infinity.
+    """
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and -MAX_NUMBER <= value <= MAX_NUMBER
+
+
+def drop_unusable_numbers(value: Any, path: str, unusable_places: list[str]) -> Any:
+    """Return a value with None in place of each number that no figure can be, and append the keys
+    of those numbers to `unusable_places`.
+    """
+    if isinstance(value, dict):
+        return {
+            key: drop_unusable_numbers(item, f"{path}.{key}" if path else key, unusable_places)
+            for key, item in value.items()
+        }
+    if isinstance(value, list):
+        return [drop_unusable_numbers(item, path, unusable_places) for item in value]
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if is_number and not is_usable_number(value):
+        unusable_places.append(path)
+        return None
+    return value
+
+
 def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> int:
     """Move rows of steps after `last_step` to superseded/attempt_<n>/, and return how many of them
     metrics.jsonl had.
@@ -202,13 +249,17 @@ def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> 
 
 
 def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[dict[str, Any]]:
-    """Return the whole rows of a file of JSON lines; [] where the file does not exist."""
+    """Return the whole rows of a file of JSON lines, with None for numbers that no figure can be;
+    [] where the file does not exist. Rows of metrics.jsonl have a kind.
+    """
     path = run_dir / file_name
-    return (
-        [row for line in path.read_bytes().splitlines() if (row := _parse_step_row(line))]
-        if path.exists()
-        else []
-    )
+    if not path.exists():
+        return []
+    rows = [row for line in path.read_bytes().splitlines() if (row := _parse_step_row(line))]
+    rows = [drop_unusable_numbers(row, "", []) for row in rows]
+    if file_name != STEP_ROW_FILES[0]:
+        return rows
+    return [row for row in rows if isinstance(row.get("kind"), str)]
 
 
 def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:
@@ -216,7 +267,7 @@ def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> floa
     was saved before the evaluation.
     """
     return sum(
-        row.get("timing_s/evaluate", 0.0)
+        row.get("timing_s/evaluate") or 0.0
         for row in rows
         if (row["kind"], row["step"]) == ("evaluation", step)
     )
@@ -244,10 +295,11 @@ def _move_rows_after_step(path: Path, target_path: Path, step: int) -> int:
 def _parse_step_row(line: bytes) -> dict[str, Any]:
     """Return the row of a line; {} for a line that is no row of a step."""
     try:
-        row = json.loads(line)
+        row = parse_json_text(line)
     except ValueError:
         return {}
-    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else {}
+    has_step = isinstance(row, dict) and isinstance(row.get("step"), int)
+    return row if has_step and is_usable_number(row["step"]) else {}
 
 
 @dataclass
@@ -309,7 +361,7 @@ class RunAttempts:
     @property
     def resumed_from_step(self) -> int | None:
         """Return the step that the current attempt resumed from, or None where it started anew."""
-        return self._start_lines[-1]["resumed_from_step"] if self._start_lines else None
+        return self._start_lines[-1].get("resumed_from_step") if self._start_lines else None
 
     @contextmanager
     def record_attempt(
@@ -353,13 +405,13 @@ def read_attempt_lines(run_dir: Path) -> list[dict[str, Any]]:
     out.
     """
     path = run_dir / ATTEMPTS_FILE
-    found = []
+    lines: list[dict[str, Any]] = []
     for text in path.read_text(errors="replace").splitlines() if path.exists() else ():
         try:
-            line = json.loads(text)
+            line = parse_json_text(text)
         except ValueError:
             continue
-        found += (
-            [line] if isinstance(line, dict) and isinstance(line.get("time"), int | float) else []
-        )
-    return found
+        has_seconds = isinstance(line, dict) and is_usable_number(line.get("seconds", 0.0))
+        if has_seconds and is_usable_number(line.get("time")):
+            lines.append(line)
+    return lines

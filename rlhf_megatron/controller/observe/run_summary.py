@@ -17,7 +17,6 @@ from rlhf_megatron.controller.evaluation.held_out_evaluation import (
 )
 from rlhf_megatron.controller.observe.line_file import (
     RunAttempts,
-    explain_write_error,
     retry_while_disk_is_full,
 )
 from rlhf_megatron.controller.observe.run_dir import write_json_atomically
@@ -26,6 +25,7 @@ from rlhf_megatron.controller.observe.tracker import RunTracker
 from rlhf_megatron.data.extra_columns import describe_left_out_columns
 from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.write_errors import explain_write_error, explain_write_errors
 
 VERSIONED_PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
 
@@ -67,7 +67,8 @@ def draw_loss_curve(
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
     figure.tight_layout()
-    figure.savefig(path)
+    with explain_write_errors(path):
+        figure.savefig(path)
     pyplot.close(figure)
     return True
 
@@ -119,7 +120,8 @@ def draw_reward_curve(
     if rewards or evaluations or majority_accuracy is not None:
         axes.legend(loc="best")
     figure.tight_layout()
-    figure.savefig(path)
+    with explain_write_errors(path):
+        figure.savefig(path)
     pyplot.close(figure)
     return True
 

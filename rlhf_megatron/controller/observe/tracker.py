@@ -4,6 +4,7 @@ Decides nothing.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,6 +34,14 @@ from rlhf_megatron.controller.observe.trace import STAGES_TRACK, STEPS_TRACK, Tr
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
 
 UNKNOWN_RUN_FACTS = RunFacts()
+# by which an evaluation is known again after a restart
+EVALUATION_METRICS = (
+    "val/accuracy",
+    "val/accuracy_low",
+    "val/accuracy_high",
+    "val/num_items",
+    "val/response_length",
+)
 
 
 class RunTracker:
@@ -96,15 +105,18 @@ class RunTracker:
         """Restore curves, evaluations, health and run time from the rows of metrics.jsonl that
         former processes of this run wrote and that still count.
         """
-        self._start_monotonic_s -= max((float(row["seconds"]) for row in rows), default=0.0)
+        self._start_monotonic_s -= max((row.get("seconds") or 0.0 for row in rows), default=0.0)
         for row in rows:
             self._record_watched_metric(row["kind"], row["step"], row)
             if row["kind"] == "step":
-                self.curve_points.append((row["step"], row[self.facts.curve_metric]))
+                value = row.get(self.facts.curve_metric)
+                self.curve_points.append((row["step"], math.nan if value is None else value))
                 self.health_watch.judge_step(row["step"], row)
                 if self.first_mismatch is None:
                     self.first_mismatch = row.get("training/rollout_log_probs_diff_max")
-            elif row["kind"] == "evaluation" and "val/accuracy" in row:
+            elif row["kind"] == "evaluation" and all(
+                row.get(name) is not None for name in EVALUATION_METRICS
+            ):
                 self.evaluation_results.append((row["step"], parse_evaluation_result(row)))
 
     @contextmanager

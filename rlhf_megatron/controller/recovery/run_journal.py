@@ -30,13 +30,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlhf_megatron import faults
-from rlhf_megatron.controller.observe.line_file import explain_write_error
 from rlhf_megatron.controller.recovery.resume_point import RunState
 from rlhf_megatron.data import codec, direct_file_io
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, iterate_columns
 from rlhf_megatron.data.expert_route_files import has_intact_routes, split_route_handle
 from rlhf_megatron.rollout.engine_interface import GeneratedSample
 from rlhf_megatron.rollout.group_columns import GroupColumns
+from rlhf_megatron.write_errors import explain_write_error
 
 logger = logging.getLogger(__name__)
 

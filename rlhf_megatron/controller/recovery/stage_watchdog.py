@@ -28,6 +28,7 @@ from rlhf_megatron.runtime.hang_report import (
 )
 from rlhf_megatron.runtime.host_errors import HostTimeoutError
 from rlhf_megatron.runtime.worker_group import WorkerGroup
+from rlhf_megatron.write_errors import write_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +176,7 @@ class StageWatchdog:
         self._kill_timer.daemon = True
         self._kill_timer.start()
         try:
-            self._report_path.write_text(f"{time.strftime('%F %T')}\n{text}\n")
+            write_text_file(self._report_path, f"{time.strftime('%F %T')}\n{text}\n")
         except OSError as error:  # the message has it too
             logger.error("%s cannot be written: %s", self._report_path, error)
         return self._report_error

@@ -284,7 +284,9 @@ def _write_supervised_summary(
 ) -> None:
     """Write the summary and the loss curve, and show which weights are kept."""
     held_out = [
-        (row["step"], row[HELD_OUT_LOSS]) for row in read_step_rows(run_dir) if HELD_OUT_LOSS in row
+        (row["step"], row[HELD_OUT_LOSS])
+        for row in read_step_rows(run_dir)
+        if row.get(HELD_OUT_LOSS) is not None
     ]
     found = make_supervised_summary(tracker, layouts, attempts, held_out) | {
         "seed": trainer.seed,

@@ -20,6 +20,7 @@ from rlhf_megatron.controller.observe.line_file import LineFile, write_file_atom
 from rlhf_megatron.data.data_rows import parse_prompt_row
 from rlhf_megatron.data.extra_columns import ExtraColumnWriter
 from rlhf_megatron.data.row_files import iterate_raw_rows
+from rlhf_megatron.jobs.generation.answer_columns import complete_answer_row
 
 JOB_FILE = "job.json"
 LINES_FILE = "answers.jsonl"
@@ -54,7 +55,7 @@ class AnswerFile:
                 " or --overwrite."
             )
         if job.exists() and (
-            differing := list_fingerprint_differences(json.loads(job.read_text()), fingerprint)
+            differing := list_fingerprint_differences(_read_fingerprint(job), fingerprint)
         ):
             raise ValueError(
                 f"{path} has answers of another job ({'; '.join(differing)}); give --out another"
@@ -81,8 +82,9 @@ class AnswerFile:
 
     def write_ordered_rows(self) -> None:
         """Write the rows in the order of the prompts, also as parquet if the name asks for that;
-        the file is replaced in one step.
+        the file is replaced in one step. Raise OSError where the disk has no room for them.
         """
+        self._line_file.flush()  # a disk that was full may hold rows back
         rows = sorted(read_answer_rows(self._rows_path), key=lambda row: row["index"])
         if self.path.suffix == PARQUET_SUFFIX:
             write_file_atomically(self.path, _encode_parquet(rows))
@@ -101,12 +103,16 @@ class AnswerFile:
 
 
 def read_answer_rows(
-    path: Path, data: DataConfig | None = None, extra_writer: ExtraColumnWriter | None = None
+    path: Path,
+    data: DataConfig | None = None,
+    extra_writer: ExtraColumnWriter | None = None,
+    is_scored: bool = False,
 ) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a file of answers, in the order of the file. With `data`, also accept rows
-    that other programs wrote: the columns of a row of prompts and the list `responses`; of their
-    other columns `extra_writer` makes what rewards read. Raise ValueError, with file and line, for
-    a missing file or any other row.
+    """Yield the rows of a file of answers, in the order of the file; rows that are scored have all
+    columns that scoring reads (see `complete_answer_row`). With `data`, also accept rows that other
+    programs wrote: the columns of a row of prompts and the list `responses`; of their other columns
+    `extra_writer` makes what rewards read. Raise ValueError, with file and line, for a missing file
+    or any other row.
     """
     if not path.is_file():
         raise ValueError(f"{path} does not exist, or is no file.")
@@ -127,9 +133,11 @@ def read_answer_rows(
                 raise TypeError
             row["index"] = int(row["index"])
         except (KeyError, TypeError) as error:
+            if isinstance(row, ValueError):
+                raise ValueError(f"{path}, line {number}: {row}.") from error
             text = 'an object with "index" and "responses", as `rlhf-megatron generate` writes'
             raise ValueError(f"{path}, line {number} must be {text}.") from error
-        yield row
+        yield complete_answer_row(row, f"{path}, line {number}", path.stem) if is_scored else row
 
 
 def _convert_foreign_row(
@@ -167,6 +175,22 @@ def _convert_foreign_row(
         "source": prompt_row.source,
         "extra": prompt_row.extra,
     }
+
+
+def _read_fingerprint(job_path: Path) -> dict[str, Any]:
+    """Return the fingerprint that a former job has written. Raise ValueError where the file is
+    damaged.
+    """
+    try:
+        fingerprint = json.loads(job_path.read_bytes())
+        if not isinstance(fingerprint, dict):
+            raise TypeError("not an object")
+        return fingerprint
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ValueError(
+            f"{job_path}, which says what the answers are of, cannot be read ({error}); give --out"
+            " another name, or --overwrite."
+        ) from error
 
 
 def make_sampling_fingerprint(

@@ -52,7 +52,7 @@ def score_answer_file(
     RewardErrorRateError where too many rewards fail.
     """
     extra_writer = ExtraColumnWriter(None if data is None else data.extra_columns)
-    rows = list(read_answer_rows(answers_path, data, extra_writer))
+    rows = list(read_answer_rows(answers_path, data, extra_writer, is_scored=True))
     extra_writer.check_named_columns()
     if note := describe_left_out_columns(extra_writer.list_left_out_columns()):
         logger.warning(note)

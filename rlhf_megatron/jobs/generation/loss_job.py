@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from rlhf_megatron.config.schema import DataConfig, SFTConfig
+from rlhf_megatron.config.token_ids import is_count, shorten_value
 from rlhf_megatron.controller.evaluation.sample_figures import SEED, bootstrap_intervals
 from rlhf_megatron.data.document_samples import DocumentSample
 from rlhf_megatron.data.document_sets import load_held_out_samples
@@ -26,6 +27,9 @@ from rlhf_megatron.jobs.generation.answer_generation_job import AnswerGeneration
 from rlhf_megatron.jobs.generation.model_source import ServedWeights, load_job_tokenizer
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
+
+LARGEST_LOSS = 1e30  # nats, of a document
+LARGEST_EXPONENT = 700.0  # whose power of e a float can be
 
 
 @dataclass(frozen=True)
@@ -154,10 +158,32 @@ def compute_source_losses(path: Path) -> list[SourceLoss]:
         )
     by_source: dict[str, list[tuple[float, int]]] = {}
     for row in rows:
-        by_source.setdefault(row["source"], []).append((row["loss"], row["num_tokens"][0]))
+        source = row.get("source")
+        loss: Any = row.get("loss")
+        num_tokens: Any = row.get("num_tokens")
+        has_tokens = (
+            isinstance(num_tokens, list)
+            and len(num_tokens) > 0
+            and is_count(num_tokens[0])
+            and num_tokens[0] > 0
+        )
+        if not has_tokens or not isinstance(source, str) or not _is_possible_loss(loss):
+            raise ValueError(
+                f"{path}: the row with index {row['index']} must have a text as 'source', a finite"
+                f" number as 'loss' and a list of a count as 'num_tokens', not"
+                f" {shorten_value(source)}, {shorten_value(loss)} and"
+                f" {shorten_value(num_tokens)}; compute the losses again."
+            )
+        by_source.setdefault(source, []).append((loss, num_tokens[0]))
     if len(by_source) > 1:
         by_source["all"] = [pair for pairs in by_source.values() for pair in pairs]
     return [_compute_source_loss(name, np.array(pairs)) for name, pairs in by_source.items()]
+
+
+def _is_possible_loss(value: Any) -> bool:
+    """Return whether a value is a number that can be a document's sum of losses."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= LARGEST_LOSS
 
 
 def _compute_source_loss(name: str, pairs_N2: np.ndarray) -> SourceLoss:
@@ -169,7 +195,8 @@ def _compute_source_loss(name: str, pairs_N2: np.ndarray) -> SourceLoss:
         (sums_N / counts_N)[:, None], np.random.default_rng(SEED), weights_IK=counts_N[:, None]
     )
     ((loss, low, high),) = drawn
-    return SourceLoss(name, len(pairs_N2), int(counts_N.sum()), loss, low, high, exp(loss))
+    perplexity = exp(loss) if loss <= LARGEST_EXPONENT else inf
+    return SourceLoss(name, len(pairs_N2), int(counts_N.sum()), loss, low, high, perplexity)
 
 
 def format_loss_table(sets: Sequence[SourceLoss]) -> list[str]:

@@ -26,6 +26,7 @@ from rlhf_megatron.plugins import load_plugins
 from rlhf_megatron.weights.conversion.stored_model import StoredModel
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
+from rlhf_megatron.write_errors import write_text_file
 
 
 @dataclass(frozen=True)
@@ -146,7 +147,7 @@ def load_job_config(
     with tempfile.TemporaryDirectory() as directory:
         if path is None:
             path = Path(directory) / "model.yaml"
-            path.write_text("{}\n")
+            write_text_file(path, "{}\n")
         config = reveal_secrets(
             read_run_config(path, [*given, *words, *overrides]).config, os.environ
         )

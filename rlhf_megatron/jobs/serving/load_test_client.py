@@ -18,6 +18,8 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from rlhf_megatron.write_errors import explain_write_errors
+
 QUANTILES = (50, 90, 99)
 NUM_REASONS = 3  # of failures that are shown
 
@@ -255,4 +257,5 @@ def plot_load_levels(load_levels: Sequence[LoadLevel], path: Path) -> None:
         axes.set_xticks(clients, map(str, clients))
         if len(lines) > 1:
             axes.legend()
-    figure.savefig(path, dpi=120)
+    with explain_write_errors(path):
+        figure.savefig(path, dpi=120)

@@ -21,6 +21,7 @@ from rlhf_megatron.planning.check.layout_proof import LayoutProof, LayoutProofRe
 from rlhf_megatron.planning.check.memory_table import RunMemory
 from rlhf_megatron.ranks.kernels.head_memory import HeadMemoryBound
 from rlhf_megatron.weights.bucket_plan import StageTraffic
+from rlhf_megatron.write_errors import write_text_file
 
 REPORTED_PACKAGES = ("rlhf-megatron", "megatron-core", "torch", "transformers", "numpy")
 
@@ -70,7 +71,7 @@ def write_certificate(certificate: LayoutCertificate, directory: Path) -> Path:
     """Write certificate.json and certificate.md, and return the path of certificate.md."""
     write_json_atomically(directory / "certificate.json", certificate_to_json(certificate))
     path = directory / "certificate.md"
-    path.write_text(certificate_to_markdown(certificate), encoding="utf-8")
+    write_text_file(path, certificate_to_markdown(certificate))
     return path
 
 

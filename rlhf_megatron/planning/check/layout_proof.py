@@ -48,6 +48,7 @@ from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.value_model import add_value_head, make_value_model_config
 from rlhf_megatron.weights.weight_source import WeightSource, make_random_source
 from rlhf_megatron.weights.weight_table import HeadKind, WeightRule, collect_stored_shapes
+from rlhf_megatron.write_errors import write_text_file
 
 ONE_RANK = "one_rank"
 CRITIC_WEIGHTS = "hf_critic"  # in a run's directory
@@ -339,7 +340,7 @@ class _ProofRuns:
         text = render_config_yaml(
             fold_run_config(self.config, folded_run, self.directory), with_secrets=True
         )
-        config.write_text(text, encoding="utf-8")
+        write_text_file(config, text)
         try:
             load_run_config(config)
         except ConfigError as error:
@@ -420,9 +421,7 @@ def write_tiny_model(directory: Path, hf_config: Mapping[str, Any]) -> Path:
     files: the weights come from a seed.
     """
     write_character_tokenizer(directory, int(hf_config["vocab_size"]))
-    (directory / "config.json").write_text(
-        json.dumps(dict(hf_config), indent=2) + "\n", encoding="utf-8"
-    )
+    write_text_file(directory / "config.json", json.dumps(dict(hf_config), indent=2) + "\n")
     return directory
 
 
@@ -460,7 +459,7 @@ def write_addition_prompts(directory: Path, seed: int) -> None:
             json.dumps(_make_addition_problem(draw, 1 + number % 3)) + "\n"
             for number in range(count)
         ]
-        (directory / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+        write_text_file(directory / f"{name}.jsonl", "".join(lines))
 
 
 def _make_addition_problem(generator: random.Random, num_digits: int) -> dict[str, str]:

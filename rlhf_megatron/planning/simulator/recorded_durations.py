@@ -6,7 +6,6 @@ all samples, samples.jsonl a few of each step. The first step is left out: it wa
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.part_rules import has_engine_setting
 from rlhf_megatron.config.schema import RolloutConfig
+from rlhf_megatron.controller.observe.line_file import is_usable_number, parse_json_text
 from rlhf_megatron.planning.simulator.durations import (
     DecodeConfig,
     EngineDurations,
@@ -37,18 +37,26 @@ RECORD_DIR = "record"
 MIN_SAMPLES = 20  # whose lengths stand for all
 MAX_LENGTH_VALUES = 2000  # lengths that are kept, at even quantiles of those that there are
 MetricsLine = Mapping[str, Any]
+# of a step; without them nothing can be derived from it
+REQUIRED_METRICS = (
+    "prompt_length/mean",
+    "response_length/mean",
+    "response_length/max",
+    "rollout/num_samples",
+    "perf/total_num_tokens",
+)
 
 
 def read_recorded_durations(run_dir: Path) -> RunDurations:
     """Return the durations of a finished run, read from its files, with all assumptions. Raise
     ValueError or ConfigError where the files do not have enough.
     """
-    rows = _read_step_rows_after_first(run_dir)
+    assumed: list[str] = []
+    rows = _read_step_rows_after_first(run_dir, assumed)
     try:
         config = read_run_config(run_dir / CONFIG_FILE).config
     except ConfigError as error:
         raise ConfigError(error.problems, f"durations {run_dir}") from None
-    assumed: list[str] = []
     lengths = _derive_lengths(run_dir, rows, assumed)
     return RunDurations(
         lengths=lengths,
@@ -79,41 +87,78 @@ def read_recorded_durations(run_dir: Path) -> RunDurations:
     )
 
 
-def _read_step_rows_after_first(run_dir: Path) -> list[MetricsLine]:
-    """Return the metrics of all steps but the first, or of the first where it is alone. Raise
-    ValueError where there is none.
+def _read_step_rows_after_first(run_dir: Path, assumptions: list[str]) -> list[MetricsLine]:
+    """Return the metrics of all steps but the first, or of the first where it is alone, and append
+    to `assumptions` how many steps and numbers are left out. Raise ValueError where there is none.
     """
     path = run_dir / METRICS_FILE
     try:
-        found = _read_json_lines(path)
+        lines = _read_json_lines(path)
     except OSError as error:
         raise ValueError(
             f"cannot read {path}: {error.strerror}; give a durations file, or the directory of a"
             " run with the logger jsonl."
         ) from error
     by_step: dict[int, MetricsLine] = {}
-    for row in found:
-        if row["kind"] == "step":
-            by_step[row["step"]] = row
+    num_unusable = 0
+    for line in lines:
+        is_step = line.get("kind") == "step" and isinstance(line.get("step"), int)
+        if is_step and is_usable_number(line["step"]):
+            row = {name: value for name, value in line.items() if is_usable_number(value)}
+            num_unusable += sum(_is_number(value) for value in line.values()) - len(row)
+            by_step[line["step"]] = row
+    if num_unusable:
+        assumptions.append(
+            f"{num_unusable} numbers of {METRICS_FILE} that none can be are left out"
+        )
     rows = [by_step[step] for step in sorted(by_step)]
     if not rows:
         raise ValueError(f"{path} has no step; wait for some, or give a durations file.")
-    return rows[1:] or rows
+    return _select_complete_rows(path, rows[1:] or rows, assumptions)
+
+
+def _select_complete_rows(
+    path: Path, rows: Sequence[MetricsLine], assumptions: list[str]
+) -> list[MetricsLine]:
+    """Return the steps that have all REQUIRED_METRICS, each above 0, and append to `assumptions`
+    how many others are left out. Raise ValueError where none has them.
+    """
+    complete = [row for row in rows if all(row.get(name, 0) > 0 for name in REQUIRED_METRICS)]
+    if not complete:
+        missing = [name for name in REQUIRED_METRICS if not rows[-1].get(name, 0) > 0]
+        raise ValueError(
+            f"{path} has no step with all metrics that are needed; its last step lacks"
+            f" {', '.join(missing)}: give the directory of another run, or a durations file."
+        )
+    if len(complete) < len(rows):
+        assumptions.append(f"{len(rows) - len(complete)} steps that lack metrics are left out")
+    return complete
+
+
+def _is_number(value: Any) -> bool:
+    """Return whether a value is a number, whatever its size."""
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _read_json_lines(path: Path) -> list[MetricsLine]:
     """Return the objects of a file of JSON lines, without an unfinished last line. Raise ValueError
-    for a line that is not JSON.
+    for a line that is no JSON object.
     """
-    rows = []
+    rows: list[MetricsLine] = []
+    text = path.read_bytes().decode("utf-8", errors="replace")
     # the last one is empty, or cut off
-    for number, line in enumerate(path.read_text().split("\n")[:-1], 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
-            rows.append(json.loads(line))
+            row = parse_json_text(line)
         except ValueError as error:
             raise ValueError(
                 f"{path}:{number} is not JSON ({error}); remove the line, or give another run."
             ) from None
+        if not isinstance(row, dict):
+            raise ValueError(
+                f"{path}:{number} must be a JSON object; remove the line, or give another run."
+            )
+        rows.append(row)
     return rows
 
 
@@ -154,7 +199,11 @@ def _read_recorded_lengths(directory: Path, steps: Sequence[int]) -> list[int]:
     from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 
     recorder = RolloutRecorder(directory)
-    is_there = {int(path.stem.removeprefix("step_")) for path in directory.glob("step_*.batch")}
+    is_there = {
+        int(number)
+        for path in directory.glob("step_*.batch")
+        if (number := path.stem.removeprefix("step_")).isdecimal()
+    }
     return [
         n
         for step in steps
@@ -172,7 +221,9 @@ def _read_sampled_lengths(path: Path) -> list[int]:
     return [
         line["num_tokens"]
         for line in _read_json_lines(path)
-        if line["kind"] == "random" and line["num_tokens"]
+        if line.get("kind") == "random"
+        and is_usable_number(line.get("num_tokens"))
+        and line["num_tokens"] > 0
     ]
 
 
@@ -185,7 +236,8 @@ def _derive_token_seconds(
 
     A generate call takes as long as its longest response, or as the slots allow.
     """
-    if "timing_s/generate" not in rows[0]:
+    timed_rows = [row for row in rows if "timing_s/generate" in row]
+    if not timed_rows:
         raise ValueError(
             f"schedule.name ({schedule_name}) of this run does not tell how long generation takes;"
             " measure a synchronous run, or give engine.decode in a durations file."
@@ -204,7 +256,7 @@ def _derive_token_seconds(
         )
         return max(row["response_length/max"], total / slots if slots else 0.0, 1.0)
 
-    return median(row["timing_s/generate"] / count_sequential_tokens(row) for row in rows)
+    return median(row["timing_s/generate"] / count_sequential_tokens(row) for row in timed_rows)
 
 
 def _derive_num_slots(

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.data.direct_file_io import fsync_path
+from rlhf_megatron.write_errors import explain_write_errors
 
 _TRACKER = "tracker."
 _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON
@@ -44,10 +45,8 @@ def save_rng_states(path: Path, device: torch.device) -> None:
         "python": [version, gauss],
         "numpy": [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]],
     }
-    try:
+    with explain_write_errors(path):
         save_file(tensors, path, metadata={_PLAIN: json.dumps(plain)})
-    except SafetensorError as error:  # its name for what the file system said
-        raise OSError(f"{path}: {error}") from error
     fsync_path(path)
 
 

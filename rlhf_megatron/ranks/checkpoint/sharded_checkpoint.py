@@ -55,6 +55,7 @@ from rlhf_megatron.weights.safe_pickle import (
     read_plain_file,
     read_plain_values,
 )
+from rlhf_megatron.write_errors import explain_write_errors
 
 METADATA = ".metadata"
 COMMON = "common.pt"
@@ -89,16 +90,17 @@ class StagedState:
         """Write this rank's files into `directory`, which must exist, flushed to disk. A thread may
         call it: there is no communication.
 
-        Call it once only, because each tensor is released as soon as it is written. Raise OSError,
-        or a RuntimeError that torch puts around an OSError.
+        Call it once only, because each tensor is released as soon as it is written. Raise OSError
+        that names the directory.
         """
         if not self.save_plan.items:
             return []
-        return (
-            _FlushingWriter(directory, single_file_per_rank=True, thread_count=1)
-            .write_data(self.save_plan, self._planner)
-            .wait()
-        )
+        with explain_write_errors(directory):
+            return (
+                _FlushingWriter(directory, single_file_per_rank=True, thread_count=1)
+                .write_data(self.save_plan, self._planner)
+                .wait()
+            )
 
     def write_metadata_files(
         self, directory: Path, results_by_rank: list[list[WriteResult]]
@@ -107,8 +109,10 @@ class StagedState:
         their paths. Only the first rank calls it, after all ranks have written their files.
         """
         assert self.metadata is not None, "only the first rank completes a checkpoint"
-        _FlushingWriter(directory).finish(self.metadata, results_by_rank)
-        torch.save(self.plain_values, directory / COMMON)
+        with explain_write_errors(directory / METADATA):
+            _FlushingWriter(directory).finish(self.metadata, results_by_rank)
+        with explain_write_errors(directory / COMMON):
+            torch.save(self.plain_values, directory / COMMON)
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
         written = [directory / METADATA, directory / COMMON, directory / "metadata.json"]
         for path in [*written, directory]:

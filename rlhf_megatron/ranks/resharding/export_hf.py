@@ -35,6 +35,7 @@ from rlhf_megatron.weights.hf_writer import (
 )
 from rlhf_megatron.weights.mtp_tensors import MTP_FILE, find_mtp_tensors
 from rlhf_megatron.weights.weight_table import StackedEntry, WeightRule, collect_stored_shapes
+from rlhf_megatron.write_errors import write_text_file
 
 _FILE_BYTES = 512 << 20
 
@@ -190,7 +191,7 @@ def _write_stage_files(
             name: [(spec.name, spec.dtype, spec.shape) for spec in specs]
             for name, specs in files.items()
         }
-        (partial_directory / f"{stage}.json").write_text(json.dumps(listing))
+        write_text_file(partial_directory / f"{stage}.json", json.dumps(listing))
 
 
 class _FusedTensorFiles:

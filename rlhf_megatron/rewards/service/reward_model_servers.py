@@ -80,6 +80,7 @@ from rlhf_megatron.weights.value_model import (
     warn_of_dropped_bias,
 )
 from rlhf_megatron.weights.weight_sets import INDEX
+from rlhf_megatron.write_errors import write_text_file
 
 logger = logging.getLogger(__name__)
 BIAS_FILE = "score_bias.safetensors"
@@ -137,16 +138,15 @@ class RewardModelServers:
         progress: StartProgress | None = None,
         place: LaunchPlacement = launch_here,
     ) -> None:
-        """Start all servers, wait until they are healthy, and let each score a text. `engine_setup`
-        is that of the run's engines.
+        """Start all servers, wait until they are healthy, and let each score a text. A server that
+        is killed while it starts is started again, `rollout.max_engine_restarts` times at most over
+        all. `engine_setup` is that of the run's engines.
 
         Raise ValueError for what a user can fix, EngineError where a server does not start.
         """
         self.rollout_config = engine_setup.rollout
         self.reward_model = reward_model
         self._server_dir = run_dir / FOLDER
-        self.num_restarts = 0
-        self._restart_budget = RestartBudget(self.rollout_config.max_engine_restarts)
         self._longest_probe_s = 0.0  # of the probes that were answered
         self._is_judge = self.reward_model.served.judge is not None
         self._tolerance = JUDGE_TOLERANCE if self._is_judge else TOLERANCE
@@ -160,7 +160,14 @@ class RewardModelServers:
         )
         launches = make_server_launches(engine_setup, reward_model, run_dir)
         self.servers = EngineServers(
-            [*map(place, launches)], self.rollout_config.startup_timeout_s, progress
+            [*map(place, launches)],
+            self.rollout_config.startup_timeout_s,
+            progress,
+            self.rollout_config.max_engine_restarts,
+        )
+        self.num_restarts = self.servers.num_start_restarts
+        self._restart_budget = RestartBudget(
+            self.rollout_config.max_engine_restarts, self.num_restarts
         )
         try:
             for launch, address in zip(launches, self.servers.addresses, strict=True):
@@ -375,13 +382,13 @@ def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = F
         if file.name != INDEX and not (is_renamed and file.name == "config.json"):
             (target_dir / file.name).symlink_to(file.resolve())
     if is_renamed:
-        (target_dir / "config.json").write_text(json.dumps(served_config, indent=2) + "\n")
+        write_text_file(target_dir / "config.json", json.dumps(served_config, indent=2) + "\n")
     weight_map = {name: reader.get_file_name(name) for name in reader.names}
     if lacks_bias:
         weight_map[BIAS] = BIAS_FILE
         num_labels = reader.read_shape(WEIGHT)[0]
         save_file({BIAS: torch.zeros(num_labels)}, target_dir / BIAS_FILE, {"format": "pt"})
-    (target_dir / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    write_text_file(target_dir / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}))
     return target_dir
 
 

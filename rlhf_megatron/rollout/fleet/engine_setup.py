@@ -154,12 +154,14 @@ class EngineSetup:
         make_client = partial(
             get_engine_kind(rollout.engine).make_client, transfer_dir=transfer_dir
         )
+        own_servers = None if isinstance(servers, AttachedEngines) else servers
         supervision = SupervisionSettings(
-            servers=None if isinstance(servers, AttachedEngines) else servers,
+            servers=own_servers,
             make_client=make_client,
             health_interval_s=rollout.health_interval_s,
             health_timeout_s=rollout.health_timeout_s,
             max_restarts=rollout.max_engine_restarts,
+            num_restarts_before=0 if own_servers is None else own_servers.num_start_restarts,
         )
         clients = [make_client(address) for address in servers.addresses]
         request_balancer = balancer.build_balancer(self, run_dir)

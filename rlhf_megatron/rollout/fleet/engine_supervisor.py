@@ -66,6 +66,7 @@ class SupervisionSettings:
     health_interval_s: float = 10.0
     health_timeout_s: float = 30.0
     max_restarts: int = 0  # over all engines
+    num_restarts_before: int = 0  # of them, those that the first start has taken
 
 
 class MemberState(enum.Enum):
@@ -116,7 +117,8 @@ class EngineSupervisor:
         # gives engines the current weights, verified
         self.resync_engines: Callable[[Sequence[InferenceEngine]], object] | None = None
         self.counters: Counter[str] = Counter()
-        self.restart_budget = RestartBudget(settings.max_restarts)
+        self.restart_budget = RestartBudget(settings.max_restarts, settings.num_restarts_before)
+        self.counters["rollout/engine_restarts"] = settings.num_restarts_before
         self._settings = settings
         self._call_log = call_log
         self._watch_purposes: set[str] = set()

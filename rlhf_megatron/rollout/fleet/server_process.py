@@ -15,14 +15,19 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
 
 from rlhf_megatron.config.cuda_environment import remove_expandable_segments
 from rlhf_megatron.import_folders import make_import_environment
-from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineTimeoutError
+from rlhf_megatron.rollout.engine_interface import (
+    EngineAddress,
+    EngineError,
+    EngineKilledError,
+    EngineTimeoutError,
+)
 
 # Reads until this process says that all is well, or has ended and with it the other
 # end of the pipe.
@@ -35,6 +40,7 @@ _TERM_GRACE_S = 5.0
 # a killed process ends at once unless it hangs in the kernel (a device, a network file system)
 _KILL_GRACE_S = 10.0
 _POLL_S = 0.05
+_EXIT_DELAY_S = 0.5  # a process that is killed closes its connections a moment before it has ended
 TAIL_LINES = 20
 _ENDING_LINES = 3
 HIDDEN_TOKEN = "********"
@@ -348,7 +354,8 @@ def launch_here(launch: ServerLaunch) -> ServerLaunch:
 
 class EngineServers:
     """Servers that were started together. A context manager that stops them at its end.
-    Thread-safe.
+    Thread-safe. `num_start_restarts` counts the servers that were killed while they started, and
+    were started again.
     """
 
     def __init__(
@@ -356,10 +363,13 @@ class EngineServers:
         launches: Sequence[ServerLaunch],
         startup_timeout_s: float,
         progress: StartProgress | None = None,
+        max_restarts: int = 0,
     ) -> None:
-        """Start all servers and wait until they are healthy. Raise EngineError where one fails; no
-        server is left running then.
+        """Start all servers and wait until they are healthy. A server that is killed while it
+        starts is started again, `max_restarts` times at most over all servers. Raise EngineError
+        where one fails; no server is left running then.
         """
+        self.num_start_restarts = 0
         self._launch_by_name = {launch.name: launch for launch in launches}
         self._address_by_name: dict[str, EngineAddress] = {}
         self._startup_timeout_s = startup_timeout_s
@@ -370,10 +380,54 @@ class EngineServers:
             for launch in launches:
                 launch.start()
             for launch in launches:
-                self._address_by_name[launch.name] = launch.wait_until_healthy(deadline, progress)
+                self._address_by_name[launch.name] = self._wait_with_restarts(
+                    launch, deadline, progress, max_restarts
+                )
         except BaseException:
             self.stop()
             raise
+
+    def _wait_with_restarts(
+        self,
+        launch: ServerLaunch,
+        deadline: float,
+        progress: StartProgress | None,
+        max_restarts: int,
+    ) -> EngineAddress:
+        """Wait until a server that was started is healthy, and return its address. Start the server
+        again, with a new deadline, as often as it is killed meanwhile and `max_restarts` allows.
+        """
+        while True:
+            try:
+                return launch.wait_until_healthy(deadline, progress)
+            except EngineKilledError as error:
+                if self.num_start_restarts >= max_restarts:
+                    raise EngineError(
+                        f"{error}\nIt is not started again: rollout.max_engine_restarts"
+                        f" ({max_restarts}) is used up. Find out what killed it (`dmesg` names what"
+                        " the kernel ended because memory ran out), or allow more restarts."
+                    ) from error
+                self.num_start_restarts += 1
+                logger.warning(
+                    "%s was killed while it started, and is started again (%d of %d): %s",
+                    *(launch.name, self.num_start_restarts, max_restarts, error),
+                )
+            self._start_again(launch)
+            deadline = time.monotonic() + self._startup_timeout_s
+
+    def _start_again(self, launch: ServerLaunch) -> None:
+        """Kill what is left of a server, keep its log under a number, and start the server again,
+        without waiting. Raise EngineError where the servers are being stopped.
+        """
+        old_process = self.get_process(launch.name)
+        old_process.kill()
+        old_process.archive_log()
+        with self._lock:
+            if self._is_stopped:
+                raise EngineError(
+                    f"{launch.name} is not started again: the servers of the run are being stopped."
+                )
+            launch.start()
 
     @property
     def processes(self) -> tuple[ServerProcessHandle, ...]:
@@ -427,15 +481,7 @@ class EngineServers:
         then.
         """
         launch = self._launch_by_name[name]
-        old = self.get_process(name)
-        old.kill()
-        old.archive_log()
-        with self._lock:
-            if self._is_stopped:
-                raise EngineError(
-                    f"{name} is not started again: the servers of the run are being stopped."
-                )
-            launch.start()
+        self._start_again(launch)
         try:
             self._address_by_name[name] = launch.wait_until_healthy(
                 time.monotonic() + self._startup_timeout_s, None
@@ -466,18 +512,14 @@ def await_server_ready(
     """Poll `is_ready` until it is true, and report progress about once a second. `deadline` is a
     time of time.monotonic().
 
-    Raise EngineError with the end of the server's log when it exits, EngineTimeoutError at the
-    deadline.
+    Raise EngineError with the end of the server's log when it exits, EngineKilledError when it is
+    killed by a signal, EngineTimeoutError at the deadline.
     """
     start = reported = time.monotonic()
     while not is_ready():
         now = time.monotonic()
         if server_process.exit_code is not None:
-            raise EngineError(
-                f"{server_process.name} exited with code {server_process.exit_code} before it was"
-                f" ready; the end of {server_process.log}:\n"
-                f"{server_process.read_log_tail()}"
-            )
+            raise _make_exit_error(server_process)
         if now > deadline:
             raise EngineTimeoutError(
                 f"{server_process.name} was not ready after {now - start:.0f} s"
@@ -488,6 +530,35 @@ def await_server_ready(
             reported = now
             progress(server_process.name, now - start, server_process.read_log_tail(1))
         time.sleep(_POLL_S)
+
+
+def _make_exit_error(server_process: ServerProcess) -> EngineError:
+    """Return the error for a server that has ended before it was ready: EngineKilledError where a
+    signal ended it.
+    """
+    code = server_process.exit_code
+    is_killed = code is not None and code < 0
+    text = (
+        f"{server_process.name} exited with code {code}{' (a signal)' if is_killed else ''} before"
+        f" it was ready; the end of {server_process.log}:\n{server_process.read_log_tail()}"
+    )
+    return EngineKilledError(text) if is_killed else EngineError(text)
+
+
+@contextlib.contextmanager
+def tell_killed_server(server_process: ServerProcess) -> Iterator[None]:
+    """Raise EngineKilledError in place of an EngineError of the block where the server's process
+    was killed meanwhile: a question to it fails then for that reason alone.
+    """
+    try:
+        yield
+    except EngineError as error:
+        deadline = time.monotonic() + _EXIT_DELAY_S
+        while server_process.exit_code is None and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        if server_process.exit_code is not None and server_process.exit_code < 0:
+            raise _make_exit_error(server_process) from error
+        raise
 
 
 def write_token_file(path: Path) -> str:

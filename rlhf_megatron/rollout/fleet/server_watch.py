@@ -18,9 +18,9 @@ class RestartBudget:
     failure: a server that fails once a day is not one that cannot run.
     """
 
-    def __init__(self, max_restarts: int) -> None:
-        """Begin with all restarts."""
-        self.num_restarts = 0  # since the count began
+    def __init__(self, max_restarts: int, num_restarts_before: int = 0) -> None:
+        """Begin with all restarts but those that the first start has taken."""
+        self.num_restarts = num_restarts_before  # since the count began
         self._max_restarts = max_restarts
         self._last_failure_at = time.monotonic()
 

@@ -23,6 +23,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     StartProgress,
     await_server_ready,
     launch_here,
+    tell_killed_server,
     write_token_file,
 )
 from rlhf_megatron.rollout.local.local_client import LocalEngine
@@ -60,6 +61,7 @@ def start_local_engines(
     quantization: str | None = None,
     is_deterministic: bool = False,
     startup_timeout_s: float = 600.0,
+    max_restarts: int = 0,
     env: Mapping[str, str] | Sequence[Mapping[str, str]] = (),
     progress: StartProgress | None = None,
     placement: LaunchPlacement = launch_here,
@@ -67,8 +69,9 @@ def start_local_engines(
     """Start `num_engines` bundled servers and wait until all are healthy.
 
     Logs, tokens and ready files lie in `run_dir`/engines. `env` is one mapping for all servers, or
-    one mapping for each (e.g. with CUDA_VISIBLE_DEVICES). Raise EngineError with the end of a
-    server's log; no server is left running then.
+    one mapping for each (e.g. with CUDA_VISIBLE_DEVICES). A server that is killed while it starts
+    is started again, `max_restarts` times at most over all servers. Raise EngineError with the end
+    of a server's log; no server is left running then.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -96,7 +99,7 @@ def start_local_engines(
         )
         for index, extra in zip(range(num_engines), envs, strict=True)
     ]
-    return EngineServers(launches, startup_timeout_s, progress)
+    return EngineServers(launches, startup_timeout_s, progress, max_restarts)
 
 
 @dataclass
@@ -169,7 +172,8 @@ class _LocalServerLaunch:
         port = json.loads(self._ready_file.read_text())["port"]
         url = f"http://{self.host}:{port}"
         address = EngineAddress(self.name, "local", url, self.token, quantization=self.quantization)
-        LocalEngine(address).check_health(max(1.0, deadline - time.monotonic()))
+        with tell_killed_server(self.process):
+            LocalEngine(address).check_health(max(1.0, deadline - time.monotonic()))
         return address
 
     @property

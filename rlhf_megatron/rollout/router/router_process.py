@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineKilledError
 from rlhf_megatron.rollout.fleet.server_process import (
     ServerProcess,
     archive_log,
@@ -61,8 +61,8 @@ class RouterProcess:
         """Stop the router where it runs, start a new process with another port and key, wait until
         it answers, and return its address. The old log is kept under a number.
 
-        Where another process takes the port meanwhile, try again with another port. Raise
-        EngineError with the end of the log; the router does not run then.
+        Where another process takes the port meanwhile, or the router is killed, try again with
+        another port. Raise EngineError with the end of the log; the router does not run then.
         """
         self.stop_router()
         log = self.folder / "router.log"
@@ -74,19 +74,19 @@ class RouterProcess:
                 await_server_ready(self.process, self._is_answering, deadline)
                 self.process.hide_token_in_log()
                 return self._current_address
-            except EngineError:
-                is_lost = self.process.exit_code is not None and _PORT_LOST_PATTERN.search(
+            except EngineError as error:
+                is_killed = isinstance(error, EngineKilledError)
+                is_port_lost = self.process.exit_code is not None and _PORT_LOST_PATTERN.search(
                     self.process.read_log()
                 )
                 self.stop_router()
-                if attempt == PORT_ATTEMPTS or not is_lost:
+                if attempt == PORT_ATTEMPTS or not (is_port_lost or is_killed):
                     raise
+                cause = "was killed while it started" if is_killed else "lost its port to another"
             except BaseException:
                 self.stop_router()
                 raise
-            logger.warning(
-                "the router lost its port to another process; it is started again with another"
-            )
+            logger.warning("the router %s; it is started again with another port", cause)
             archive_log(log)
         raise AssertionError("the last attempt returns or raises")
 

@@ -37,6 +37,7 @@ from rlhf_megatron.rollout.sglang.sglang_arguments import (
     encode_options,
     parse_options,
 )
+from rlhf_megatron.write_errors import write_text_file
 
 logger = logging.getLogger(__name__)
 
@@ -492,7 +493,7 @@ def _load_known_options(
     with contextlib.suppress(OSError):
         cache_dir.mkdir(parents=True, exist_ok=True)
         aside = file.with_suffix(f".{os.getpid()}")
-        aside.write_text(encode_options(known))
+        write_text_file(aside, encode_options(known))
         aside.rename(file)
     return known
 

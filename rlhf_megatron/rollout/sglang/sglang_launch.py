@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 
 from rlhf_megatron.config.rules.engine_machines import format_engine_part_name
-from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError
+from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineKilledError
 from rlhf_megatron.rollout.fleet.server_process import (
     LOOPBACK,
     EngineServers,
@@ -29,6 +29,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     StartProgress,
     await_server_ready,
     launch_here,
+    tell_killed_server,
     write_private_file,
     write_token_file,
 )
@@ -93,6 +94,8 @@ POLL_TIMEOUT_S = 5.0
 # another process can take a port between the look for it and the server's own bind
 PORT_ATTEMPTS = 3
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]  # the loader runs in the server from here
+# a process of the server that something else ended
+_CHILD_KILLED = re.compile(r"exit ?code: -9\b", re.IGNORECASE)
 # it hangs then, and does not end
 _BIND_FAILED = re.compile(r"error while attempting to bind on address", re.IGNORECASE)
 _PORT_LOST = re.compile(
@@ -122,6 +125,18 @@ def extract_server_errors(log_text: str) -> str:
     return "\n".join(["\nIts errors:", *lines, *([f"What to do: {advice}"] if advice else [])])
 
 
+def make_start_error(error: EngineError, log_text: str) -> EngineError:
+    """Return the error of a start with the errors that the server logged. It is an
+    EngineKilledError where a signal ended the server or one of its processes: a server that fails
+    by itself kills itself too, but tells why before.
+    """
+    server_errors = extract_server_errors(log_text)
+    is_killed = isinstance(error, EngineKilledError) and not server_errors
+    if is_killed or _CHILD_KILLED.search(log_text):
+        return EngineKilledError(f"{error}{server_errors}")
+    return EngineError(f"{error}{server_errors}")
+
+
 logger = logging.getLogger(__name__)
 
 
@@ -137,6 +152,7 @@ def start_sglang_engines(
     arguments: Mapping[str, Any],
     env: Mapping[str, str],
     startup_timeout_s: float,
+    max_restarts: int = 0,
     is_deterministic: bool = False,
     machine_gpus: MachineGpus | None = None,
     is_one_machine: bool = True,
@@ -148,10 +164,11 @@ def start_sglang_engines(
 
     `arguments` are SGLang server arguments without the leading dashes; they win over the arguments
     set here. `python` None: this interpreter. `machine_gpus`: the GPUs that servers can have.
-    `is_one_machine`: all ranks that send weights are on this machine. `shared_key`: one key for all
-    servers; None: a new one for each. Keys go through the settings file, which only this user can
-    read. Raise ValueError for what a user can fix before a start, EngineError with the server's own
-    error and the end of its log.
+    `max_restarts`: how often servers that are killed while they start are started again, over all
+    servers. `is_one_machine`: all ranks that send weights are on this machine. `shared_key`: one
+    key for all servers; None: a new one for each. Keys go through the settings file, which only
+    this user can read. Raise ValueError for what a user can fix before a start, EngineError with
+    the server's own error and the end of its log.
     """
     folder = Path(run_dir) / "engines"
     folder.mkdir(parents=True, exist_ok=True)
@@ -189,7 +206,7 @@ def start_sglang_engines(
             for part in range(int(str(installed.arguments.value_by_option.get("nnodes", 1))))
         ]
         launches.append(parts[0] if len(parts) == 1 else SpanningServerLaunch(parts))
-    return EngineServers(launches, startup_timeout_s, progress)
+    return EngineServers(launches, startup_timeout_s, progress, max_restarts)
 
 
 def _log_environment_warnings(environment: SGLangEnvironment) -> None:
@@ -390,7 +407,7 @@ class SGLangServerLaunch:
                 )
                 is_known = self.fixed_port is not None or self.num_parts > 1  # to others
                 if attempt == PORT_ATTEMPTS or not is_lost or is_known:
-                    raise EngineError(f"{error}{extract_server_errors(text)}") from error
+                    raise make_start_error(error, text) from error
             logger.warning(
                 "%s lost its port to another process; it is started again with another", self.name
             )
@@ -398,7 +415,9 @@ class SGLangServerLaunch:
             self.process.hide_token_in_log()
             self.start()
         if self.is_engine and self.part_index == 0:
-            SGLangEngine(self.address, self.transfer_dir).require_endpoints()
+            assert self.process is not None, "wait comes after start"
+            with tell_killed_server(self.process):
+                SGLangEngine(self.address, self.transfer_dir).require_endpoints()
         return self.address
 
     def _is_answering(self) -> bool:

@@ -63,6 +63,7 @@ from rlhf_megatron.weights.weight_table import (
     concatenate_tensors,
     split_tensor,
 )
+from rlhf_megatron.write_errors import write_text_file
 
 WriteAtOffset = Callable[[str, int, Tensor | bytes], None]
 """Write at a byte of a file."""
@@ -321,7 +322,7 @@ class RankFilesTarget:
             dict(self._hf_config),
             dict(digests),
         )
-        (directory / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n")
+        write_text_file(directory / MANIFEST, json.dumps(asdict(manifest), indent=1) + "\n")
 
 
 class TorchDistTarget:
@@ -423,7 +424,7 @@ class TorchDistTarget:
         `latest_checkpointed_iteration.txt`, config.json, the tokenizer files and the digests.
         """
         write_torch_dist_metadata(directory / "release", self._iterate_chunks())
-        (directory / LATEST).write_text("release")
+        write_text_file(directory / LATEST, "release")
         write_config_and_tokenizer(
             directory, self._hf_config, self._dtypes, self._companions_directory
         )
@@ -476,4 +477,4 @@ def _write_chunk_archive(
 def _write_digest_file(directory: Path, digests: Mapping[str, str]) -> None:
     """Write the digests of all tensors, and this version, to conversion.json in `directory`."""
     content: dict[str, Any] = {"tool_version": __version__, "digests": dict(digests)}
-    (directory / DIGESTS).write_text(json.dumps(content, indent=1) + "\n")
+    write_text_file(directory / DIGESTS, json.dumps(content, indent=1) + "\n")

@@ -32,6 +32,7 @@ from rlhf_megatron.weights.conversion.stored_model import (
 )
 from rlhf_megatron.weights.families.model_family import HFConfig
 from rlhf_megatron.weights.hf_writer import MAX_SHARD_BYTES
+from rlhf_megatron.write_errors import explain_write_errors
 
 ReportBytes = Callable[[int], None]
 """Called with the bytes that were done, for a progress bar."""
@@ -198,6 +199,7 @@ class _UnitGroupWriter:
         self._items = items
         self._groups = groups
         self._target = target
+        self._partial_directory = partial_directory
         # Files are opened in this very directory: a process that outlives a killed parent for a
         # moment cannot write into files of the next conversion, which makes the directory anew.
         self._directory_descriptor = os.open(partial_directory, os.O_RDONLY | os.O_DIRECTORY)
@@ -215,14 +217,16 @@ class _UnitGroupWriter:
             flush.
             """
             touched.add(file)
-            _write_at_offset(self._open_file(file), offset, content)
+            with explain_write_errors(self._partial_directory / file):
+                _write_at_offset(self._open_file(file), offset, content)
 
         for index in self._groups[group_number]:
             read = self._model.read_item(self._items[index])
             self._target.write_item(self._items[index], read, write_at_offset)
             digests |= read.compute_digests()
         for file in touched:
-            os.fdatasync(self._open_file(file))
+            with explain_write_errors(self._partial_directory / file):
+                os.fdatasync(self._open_file(file))
         return digests
 
     def _open_file(self, file: str) -> int:
@@ -273,6 +277,7 @@ class _ConversionJournal:
         """
         self._digests_by_group = dict[int, Mapping[str, str]]()
         path = partial_directory / JOURNAL
+        self._path = path
         self._file = self._open_locked_file(path)
         lines = _read_whole_lines(self._file)
         if lines[:1] != [{"identity": identity}] or not _are_files_intact(
@@ -284,7 +289,10 @@ class _ConversionJournal:
             self._file = self._open_locked_file(path)
             for file, size in target.file_bytes.items():
                 (partial_directory / file).parent.mkdir(parents=True, exist_ok=True)
-                with open(partial_directory / file, "wb") as opened:
+                with (
+                    explain_write_errors(partial_directory / file),
+                    open(partial_directory / file, "wb") as opened,
+                ):
                     opened.write(target.file_headers.get(file, b""))
                     opened.truncate(size)
                 fsync_path(partial_directory / file)  # before the journal says that it is there
@@ -300,7 +308,8 @@ class _ConversionJournal:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.close()
+        with explain_write_errors(self._path):
+            self._file.close()
 
     @property
     def finished_groups(self) -> frozenset[int]:
@@ -345,9 +354,10 @@ class _ConversionJournal:
 
     def _append_line(self, line: Mapping[str, object]) -> None:
         """Append one line of JSON to the journal and flush it to disk."""
-        self._file.write(json.dumps(line).encode() + b"\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        with explain_write_errors(self._path):
+            self._file.write(json.dumps(line).encode() + b"\n")
+            self._file.flush()
+            os.fsync(self._file.fileno())
 
 
 def _are_files_intact(partial_directory: Path, target: ConversionTarget) -> bool:

@@ -9,7 +9,11 @@ import pytest
 from config_samples import VALID
 
 from rlhf_megatron.config.load import read_run_config
-from rlhf_megatron.config.rules.validate import list_file_problems, validate_config
+from rlhf_megatron.config.rules.validate import (
+    find_config_problems,
+    list_file_problems,
+    validate_config,
+)
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 Load = Callable[..., LoadedConfig]
@@ -194,6 +198,38 @@ def test_float32_engines_of_a_bfloat16_model_are_for_the_backend_fsdp(load: Load
     for backend, is_refused in (("megatron", True), ("fsdp", False)):
         found = validate_config(load(VALID, *given, f"actor.backend={backend}"))
         assert any("rollout.dtype" in str(problem) for problem in found) == is_refused, found
+
+
+@pytest.mark.parametrize(
+    ("overrides", "most"),
+    [
+        ([], "64 on one machine"),
+        (["trainer.runtime=ray"], "64 on one machine"),
+        (["rollout.engine_machines=[0,1]"], "128 on 2 machines"),
+        (
+            [
+                "rollout.engine=sglang",
+                "rollout.sglang.args={nnodes: 2, tp_size: 2}",
+                "rollout.weight_transport=disk",
+                "rollout.engine_machines=[0,1]",
+            ],
+            "64 on 2 machines",
+        ),
+    ],
+)
+def test_more_engines_than_a_machine_can_start(load: Load, overrides: list[str], most: str) -> None:
+    transport = "rollout.weight_transport=process_group"
+    problems = find_config_problems(load(VALID, transport, *overrides, "rollout.num_engines=4096"))
+    (text,) = (str(problem) for problem in problems if "num_engines (4096)" in str(problem))
+    assert f"rollout.num_engines (4096) must be at most {most}: each engine is a process" in text
+    fits = load(VALID, transport, *overrides, "rollout.num_engines=64")
+    assert not any("num_engines" in str(problem) for problem in find_config_problems(fits))
+
+
+def test_engines_of_a_cluster_of_ray_are_not_counted_by_machines(load: Load) -> None:
+    ray = ["trainer.runtime=ray", "ray.address=auto", "rollout.weight_transport=process_group"]
+    problems = find_config_problems(load(VALID, *ray, "rollout.num_engines=500"))
+    assert not any("num_engines" in str(problem) for problem in problems)
 
 
 def test_bundled_engines_take_parts_of_tensors_over_process_groups(load: Load) -> None:

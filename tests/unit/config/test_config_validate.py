@@ -284,6 +284,35 @@ def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path)
         ({"hidden_act": "gelu"}, [], "hidden_act ('gelu') is not supported; it must be 'silu'"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, [],
          "layer_types ['sliding_attention'] are not supported"),
+        ({"layer_types": ["full_attention"] * 3}, [],
+         (
+             "layer_types has 3 entries and must have one for each of the num_hidden_layers (4);"
+             " mend the file."
+         )),
+        ({"layer_types": "full_attention"}, [],
+         "layer_types ('full_attention') must be a list; mend the file."),
+        ({"eos_token_id": -1}, [],
+         (
+             "eos_token_id (-1) must be a token, 0 to 31, or a list of such: no response would end;"
+             " write the id of the token that ends one."
+         )),
+        ({"eos_token_id": 32}, [], "eos_token_id (32) must be a token, 0 to 31"),
+        ({"eos_token_id": [1, 32]}, [], "eos_token_id ([1, 32]) must be a token, 0 to 31"),
+        ({"eos_token_id": "2"}, [], "eos_token_id ('2') must be a token, 0 to 31"),
+        ({"eos_token_id": True}, [], "eos_token_id (True) must be a token, 0 to 31"),
+        ({"tie_word_embeddings": "yes"}, [],
+         "tie_word_embeddings ('yes') must be true or false; mend the file."),
+        ({"tie_word_embeddings": 1}, [], "tie_word_embeddings (1) must be true or false"),
+        ({"attention_bias": "no"}, [], "attention_bias ('no') must be true or false"),
+        ({"num_experts_per_tok": "2"}, [],
+         "num_experts_per_tok ('2') must be a whole number, 0 or more; mend the file."),
+        ({"sliding_window": 0.5}, [], "sliding_window (0.5) must be a whole number"),
+        ({"rope_theta": "1e6"}, [], "rope_theta ('1e6') must be a finite number"),
+        ({"rope_theta": 1e400}, [], "rope_theta (inf) must be a finite number"),
+        ({"rms_norm_eps": [1]}, [], "rms_norm_eps ([1]) must be a finite number"),
+        ({"torch_dtype": 16}, [], "torch_dtype (16) must be a text"),
+        ({"rope_scaling": "yarn"}, [], "rope_scaling ('yarn') must be an object"),
+        ({"architectures": "Qwen3"}, [], "architectures ('Qwen3') must be a list"),
     ],
 )  # fmt: skip
 def test_a_model_that_does_not_fit(
@@ -292,6 +321,27 @@ def test_a_model_that_does_not_fit(
     found = validate_model_config(read_run_config(run_file, overrides), {**HF_CONFIG, **changes})
     assert any(f"model/config.json: {expected}" in problem for problem in found), found
     assert len(found) <= 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"eos_token_id": None},
+        {"eos_token_id": [0, 31]},
+        {"layer_types": ["full_attention"] * 4},
+        {"layer_types": None, "tie_word_embeddings": None, "rope_scaling": None},
+        {"pad_token_id": -1},
+    ],
+)
+def test_what_published_models_have(run_file: Path, changes: dict[str, Any]) -> None:
+    assert not validate_model_config(read_run_config(run_file), {**HF_CONFIG, **changes})
+
+
+def test_an_entry_that_a_family_cannot_read_is_a_problem(run_file: Path) -> None:
+    """find_unsupported_settings of a family may raise ValueError itself."""
+    entries = {"model_type": "glm4_moe", "n_routed_experts": 4, "num_experts_per_tok": 0}
+    found = validate_model_config(read_run_config(run_file), {**HF_CONFIG, **entries})
+    assert any("num_experts_per_tok is 0; it must be a positive integer" in text for text in found)
 
 
 def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from full_disk import files_end_at
 from safetensors.torch import load_file, save_file
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
@@ -309,6 +310,15 @@ def test_a_link_is_no_place_for_a_directory(
     (tmp_path / "link").symlink_to(tmp_path / "there")
     assert main(["convert", str(hf), "--out", str(tmp_path / "link")]) == 1
     assert f"{tmp_path / 'link'} is a link; name the directory" in capsys.readouterr().err
+
+
+def test_the_file_for_which_the_disk_has_no_room_is_named(
+    tmp_path: Path, hf: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with files_end_at(100):
+        assert main(["convert", str(hf), "--out", str(tmp_path / "out")]) == 1
+    assert "model.safetensors cannot be written: File too large." in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
 
 
 def test_model_is_for_a_source_without_a_configuration(

@@ -141,3 +141,22 @@ def test_missing_and_malformed_files(tmp_path: Path, characters: Path) -> None:
     (characters / "tokenizer.json").write_text("{}")
     with pytest.raises(ValueError, match=r"tokenizer.json is not a tokenizer"):
         load_tokenizer(characters)
+
+
+@pytest.mark.parametrize("file_name", ["config.json", "generation_config.json"])
+@pytest.mark.parametrize(
+    ("value", "shown"), [("-1", "-1"), ("[1, 99]", "[1, 99]"), ('"1"', "'1'"), ("1.5", "1.5")]
+)
+def test_an_end_that_is_no_token_is_refused(
+    characters: Path, file_name: str, value: str, shown: str
+) -> None:
+    (characters / "config.json").write_text('{"vocab_size": 99, "pad_token_id": -1}')
+    assert load_tokenizer(characters).pad_token_id == 0
+    text = f'{{"vocab_size": 99, "eos_token_id": {value}}}'
+    (characters / file_name).write_text(text)
+    with pytest.raises(ValueError) as caught:
+        load_tokenizer(characters)
+    assert str(caught.value) == (
+        f"{characters / file_name}: eos_token_id ({shown}) must be a token, 0 to 98, or a list of"
+        " such: no response would end; write the id of the token that ends one."
+    )

@@ -10,12 +10,12 @@ import shutil
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from full_disk import files_end_at
 from scheduler_samples import train_batch
 
 from rlhf_megatron.controller.observe import line_file, loggers
@@ -31,19 +31,6 @@ from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.controller.recovery.run_journal import StepJournal
 
 SAID = {"actor/num_epochs": 1.0, "rollout/num_samples": 10.0}
-
-
-@contextmanager
-def files_end_at(num_bytes: int) -> Iterator[None]:
-    """No file of this process grows beyond: a write takes what fits and then fails, as on a
-    disk that is full.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def track(tracker: RunTracker, *steps: int) -> None:

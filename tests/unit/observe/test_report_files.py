@@ -17,13 +17,14 @@ from report_samples import (
     write_run_dir,
 )
 
+from rlhf_megatron.cli.main import main
 from rlhf_megatron.controller.observe.report.run_files import read_run_files
 from rlhf_megatron.controller.observe.report.run_overview import (
     describe_layouts,
     determine_run_status,
     list_changed_settings,
 )
-from rlhf_megatron.controller.observe.report.run_page import read_asset
+from rlhf_megatron.controller.observe.report.run_page import read_asset, render_run_page
 
 TRACE = """[
 {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "x"}},
@@ -143,6 +144,81 @@ def test_numbers_that_are_not_finite_are_kept_apart_from_missing_ones(tmp_path: 
         == run.mismatch_steps[0].worst[0].difference
         == float("inf")
     )
+
+
+@pytest.mark.parametrize("number", ["1e309", "-1e309", "1e308", "9" * 400, "9" * 5000, "Infinity"])
+@pytest.mark.parametrize(
+    "name", ["actor/grad_norm", "critic/rewards/mean", "seconds", "val/accuracy"]
+)
+def test_numbers_that_no_figure_can_be_are_left_out_and_counted(
+    tmp_path: Path, number: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [evaluation_row(0, 0.2, 0.1, 0.3), step_row(1, 0.25), step_row(2, 0.75)]
+    rows[0 if name.startswith("val/") else 2][name] = "@"
+    path = write_run_dir(tmp_path / "a", rows)
+    file = path / "metrics.jsonl"
+    file.write_text(file.read_text().replace('"@"', number))
+    line = 1 if name.startswith("val/") else 3
+    note = (
+        "metrics.jsonl: 1 number(s) left out that are not finite or beyond 1e+150"
+        f" ({name} in line {line})"
+    )
+    run = read_run_files(path)
+    assert run.notes == (note,) and len(run.steps) == 2
+    if name == "actor/grad_norm":
+        assert [str(row.metrics[name]) for row in run.steps] == ["2.0", "nan"]
+    assert main(["status", str(path)]) == 0
+    assert f"note: {note}" in capsys.readouterr().out
+    assert render_run_page(run, None)
+
+
+@pytest.mark.parametrize("file_name", ["metrics.jsonl", "samples.jsonl", "mismatch.jsonl"])
+@pytest.mark.parametrize("value", ["1e309", "9" * 400, "[" * 50_000 + "]" * 50_000])
+def test_a_line_whose_step_is_none_is_left_out_and_counted(
+    tmp_path: Path, file_name: str, value: str
+) -> None:
+    path = write_run_dir(
+        tmp_path / "a",
+        samples=[sample(1), sample(2)],
+        mismatch=[mismatch_line(step, {"stop": [1, 2, 3]}) for step in (1, 2)],
+    )
+    file = path / file_name
+    file.write_text(file.read_text().replace('"step": 2', f'"step": {value}'))
+    run = read_run_files(path)
+    line = 3 if file_name == "metrics.jsonl" else 2
+    assert run.notes == (f"{file_name}: 1 line(s) left out that cannot be read (line {line})",)
+    assert render_run_page(run, None)
+
+
+def test_files_beside_the_metrics_may_be_damaged(tmp_path: Path) -> None:
+    trace = TRACE.replace('"ts": 8500000', '"ts": 1e309') + '{"ph": "X", "ts": ' + "[" * 50_000
+    path = write_run_dir(
+        tmp_path / "a",
+        samples=[sample(1, response="half \ud800", reward=float("inf"))],
+        summary={"steps": 2, "seconds": 10**400, "layouts": {"actor": "tp2 \udfff"}},
+        trace=trace,
+    )
+    (path / "attempts.jsonl").write_text(
+        '{"kind": "start", "time": 1.0, "resumed_from_step": null}\n'
+        + f'{{"kind": "end", "time": 1e309}}\n{{"kind": "end", "time": {"9" * 400}}}\n'
+        + '{"kind": "end", "time": 5.0, "seconds": "x"}\n'
+        + f'{{"kind": {"[" * 50_000}\n'
+        + '{"kind": "end", "time": 9.0, "reason": "failed: \\ud800 \\ud83d\\ude00"}\n'
+    )
+    run = read_run_files(path)
+    assert [line["time"] for line in run.attempts] == [1.0, 9.0]
+    assert run.attempts[1]["reason"] == "failed: \ufffd \U0001f600"
+    assert run.summary == {"steps": 2, "seconds": None, "layouts": {"actor": "tp2 \ufffd"}}
+    assert run.samples[0].response == "half \ufffd" and run.samples[0].reward is None
+    assert run.notes == (
+        "summary.json: 1 number(s) left out that are not finite or beyond 1e+150 (seconds)",
+        "trace.json: 2 event(s) left out that are cut off or cannot be read",
+        "samples.jsonl: 1 number(s) left out that are not finite or beyond 1e+150"
+        " (reward in line 1)",
+    )
+    render_run_page(run, None).encode()
+    (path / "summary.json").write_text("[" * 50_000)
+    assert "summary.json: not a JSON object; left out" in read_run_files(path).notes
 
 
 def test_a_step_that_was_done_again_counts_once(tmp_path: Path) -> None:

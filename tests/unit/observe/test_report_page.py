@@ -202,7 +202,8 @@ def test_notes_and_log_errors_are_on_the_page(tmp_path: Path) -> None:
         f"2026-01-01 10:00:01,1 [actor dp0] ERROR x: {HOSTILE}\n"
     )
     page = page_of(path)
-    assert "Left out: metrics.jsonl: the last line is cut off and left out." in page.text
+    assert "Left out: metrics.jsonl: the last line is cut off and left out" in page.text
+    assert "1 number(s) left out that are not finite" in page.text
     assert "What its logs say" in page.text and "failed after step 2 of 4" in page.text
     assert "actor/grad_norm is not a finite number at 1 step(s) (1)." in page.text
     assert page.series("grad_norm")[0]["y"] == [None, 2.0]

@@ -29,6 +29,7 @@ PURE = (
     "parent_process",
     "import_folders",
     "http_guard",
+    "write_errors",
     "faults",
     "device",
     "mcore_patch",
@@ -137,7 +138,7 @@ PROCESSES = {
     "restarts": Process("cli.restarts", (*PURE, "runtime", "cli")),
 }
 SMALLER = {
-    "bundled engine server": 52,
+    "bundled engine server": 54,
     "SGLang's loader": 40,
     "route store": 20,
     "command line": 12,

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.config.errors import ConfigError
-from rlhf_megatron.controller.observe.line_file import DISK_FULL_ERRNOS, explain_write_error
 from rlhf_megatron.lazy import Tensor
 from rlhf_megatron.registry import Registry, import_package_modules
+from rlhf_megatron.write_errors import FULL_DISK_ERRNOS, explain_write_error, write_text_file
 
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.report.run_files import LoggedSample, MismatchStep
@@ -107,7 +107,7 @@ def load_or_draw_run_id(id_path: Path) -> str:
     goes on as the same.
     """
     if not id_path.is_file():
-        id_path.write_text(f"{secrets.token_hex(4)}\n")
+        write_text_file(id_path, f"{secrets.token_hex(4)}\n")
     return id_path.read_text().strip()
 
 
@@ -179,7 +179,7 @@ class LoggerSet:
         if error is None:
             return
         text = f"{type(error).__name__}: {error}"
-        if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+        if isinstance(error, OSError) and error.errno in FULL_DISK_ERRNOS:
             self._loggers_without_space.add(name)
             text = (
                 f"{explain_write_error(self._run_dir / name, error).strerror} It is tried again"

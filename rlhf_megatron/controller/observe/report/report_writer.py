@@ -35,6 +35,7 @@ from rlhf_megatron.controller.observe.report.run_differences import (
 from rlhf_megatron.controller.observe.report.run_files import RunFiles, read_run_files
 from rlhf_megatron.controller.observe.report.run_overview import determine_run_status
 from rlhf_megatron.controller.observe.report.run_page import render_run_page
+from rlhf_megatron.write_errors import explain_write_errors
 
 PAGE_FILE = "index.html"
 
@@ -117,7 +118,7 @@ def write_report(
         write_file_atomically(out_dir / PAGE_FILE, html.encode())
     except OSError as error:
         raise ValueError(
-            f"cannot write the report to {out_dir}: {error.strerror}; choose a directory by --out."
+            f"cannot write the report to {out_dir}: {error.strerror} Choose a directory by --out."
         ) from error
     notes = [note if is_single else f"{run.run_dir}: {note}" for run in runs for note in run.notes]
     states = tuple(f"{run.run_dir.resolve().name}: {each.text}" for run, each in zip(runs, found))
@@ -202,7 +203,8 @@ def _save_figure(path: Path, title: str, draw_panels: Sequence[DrawPanel]) -> No
     figure.suptitle(escape_matplotlib_text(title), fontsize=11, fontweight="bold", **place)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        figure.savefig(path, dpi=DPI)
+        with explain_write_errors(path):
+            figure.savefig(path, dpi=DPI)
 
 
 def escape_matplotlib_text(text: str) -> str:

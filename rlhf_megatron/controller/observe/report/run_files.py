@@ -6,7 +6,6 @@ Broken and cut-off lines are left out with a note; only metrics.jsonl must be th
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import time
@@ -21,7 +20,13 @@ import msgspec
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import LOCK, LOCK_FILE
 from rlhf_megatron.config.yaml_nodes import convert_to_plain, parse_yaml
-from rlhf_megatron.controller.observe.line_file import read_attempt_lines
+from rlhf_megatron.controller.observe.line_file import (
+    MAX_NUMBER,
+    drop_unusable_numbers,
+    is_usable_number,
+    parse_json_text,
+    read_attempt_lines,
+)
 
 Record = TypeVar("Record")
 METRICS_FILE = "metrics.jsonl"
@@ -33,6 +38,7 @@ MISMATCH_FILE = "mismatch.jsonl"
 ROW_KINDS = ("step", "evaluation", "warmup")
 STEP_THREAD = 0  # of trace.json: whole steps
 CALL_CATEGORY = "call"  # category of its events that are calls to hosts
+MAX_STEP = 1 << 53  # beyond it charts cannot tell steps apart
 MAX_LOGS = 4
 MAX_LOG_LINES = 24
 _LOG_ERROR_PATTERN = re.compile(r"^\S+ \S+ (?:\[[^\]]*\] )?(?:ERROR|CRITICAL) ")
@@ -244,32 +250,53 @@ class _RunDirReader:
     def read_json_lines(
         self, file_name: str, convert_line: Callable[[Mapping[str, Any]], Record]
     ) -> list[Record]:
-        """Convert each line of a file; note lines that cannot be read, and leave them out.
-        `convert_line` raises KeyError, TypeError or ValueError for lines of another form.
+        """Convert each line of a file; note lines that cannot be read, and leave them out. None
+        stands for numbers that no figure can be, which are noted too. `convert_line` raises
+        KeyError, TypeError, ValueError or OverflowError for lines of another form.
         """
         text = self.read_text(file_name)
         if text is None:
             return []
-        found: list[Record] = []
-        broken: list[int] = []
+        records: list[Record] = []
+        broken_lines: list[int] = []
+        unusable_places: list[str] = []
         lines = text.split("\n")
         for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            names: list[str] = []
             try:
-                if line.strip():
-                    found.append(convert_line(_require_mapping(json.loads(line))))
-            except (KeyError, TypeError, ValueError, RecursionError):
-                broken.append(number)
-        if broken and broken[-1] == len(lines):  # a complete line ends with a line break
-            broken.pop()
+                value = drop_unusable_numbers(parse_json_text(line), "", names)
+                records.append(convert_line(_require_mapping(value)))
+                unusable_places += [f"{name} in line {number}" for name in names]
+            except (KeyError, TypeError, ValueError, OverflowError):
+                broken_lines.append(number)
+        if broken_lines and broken_lines[-1] == len(lines):  # a complete line has a line break
+            broken_lines.pop()
             self.notes.append(f"{file_name}: the last line is cut off and left out")
-        if broken:
-            which = ", ".join(map(str, broken[:5])) + (" ..." if len(broken) > 5 else "")
-            self.notes.append(
-                f"{file_name}: {len(broken)} line(s) left out that cannot be read (line {which})"
+        if broken_lines:
+            listed = ", ".join(map(str, broken_lines[:5])) + (
+                " ..." if len(broken_lines) > 5 else ""
             )
-        if not found:
+            self.notes.append(
+                f"{file_name}: {len(broken_lines)} line(s) left out that cannot be read"
+                f" (line {listed})"
+            )
+        self.note_unusable_numbers(file_name, unusable_places)
+        if not records:
             self.absence_reasons[file_name] = f"{file_name} has no complete line"
-        return found
+        return records
+
+    def note_unusable_numbers(self, file_name: str, places: Sequence[str]) -> None:
+        """Note the count of the numbers of a file that are left out, and the places of the
+        first.
+        """
+        if places:
+            listed = ", ".join(places[:3]) + (" ..." if len(places) > 3 else "")
+            self.notes.append(
+                f"{file_name}: {len(places)} number(s) left out that are not finite or beyond"
+                f" {MAX_NUMBER:g} ({listed})"
+            )
 
     def select_last_row_of_each_step(
         self, row_kind: str, rows: Sequence[MetricRow]
@@ -291,8 +318,11 @@ class _RunDirReader:
         text = self.read_text(file_name)
         if text is None:
             return None
+        unusable_places: list[str] = []
         try:
-            return _require_mapping(json.loads(text))
+            value = drop_unusable_numbers(parse_json_text(text), "", unusable_places)
+            self.note_unusable_numbers(file_name, unusable_places)
+            return _require_mapping(value)
         except (TypeError, ValueError):
             self.notes.append(f"{file_name}: not a JSON object; left out")
             self.absence_reasons[file_name] = f"{file_name} cannot be read"
@@ -329,24 +359,25 @@ class _RunDirReader:
         text = self.read_text(TRACE_FILE)
         if text is None:
             return ()
-        found = []
+        spans: list[TraceSpan] = []
         num_broken = 0
         for line in text.splitlines():
             line = line.strip().removeprefix("[").removesuffix("]").strip().rstrip(",")
             try:
-                event = _require_mapping(json.loads(line)) if line else {}
-                found += [_parse_trace_span(event)] if event.get("ph") == "X" else []
-            except (KeyError, TypeError, ValueError, RecursionError):
+                event = _require_mapping(parse_json_text(line)) if line else {}
+                if event.get("ph") == "X":
+                    spans.append(_parse_trace_span(event))
+            except (KeyError, TypeError, ValueError):
                 num_broken += 1
         if num_broken:
             self.notes.append(
                 f"{TRACE_FILE}: {num_broken} event(s) left out that are cut off or cannot be read"
             )
-        if not found:
+        if not spans:
             self.absence_reasons[TRACE_FILE] = f"{TRACE_FILE} has no complete event"
             return ()
-        begin = min(span.start_s for span in found)
-        shifted = [replace(span, start_s=span.start_s - begin) for span in found]
+        begin = min(span.start_s for span in spans)
+        shifted = [replace(span, start_s=span.start_s - begin) for span in spans]
         return tuple(sorted(shifted, key=lambda span: span.start_s))
 
 
@@ -358,15 +389,23 @@ def _require_mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _require_number(value: Any) -> float:
-    """Return a value that is a number, as a float. Raise TypeError for another one."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError("not a number")
+    """Return a value that is a usable number, as a float. Raise TypeError for another one."""
+    if not is_usable_number(value):
+        raise TypeError("not a number, or not one that a figure can be")
     return float(value)
+
+
+def _require_step(value: Any) -> int:
+    """Return a value that is the number of a step. Raise TypeError for another one."""
+    step = int(_require_number(value))
+    if abs(step) > MAX_STEP:
+        raise TypeError("no step has such a number")
+    return step
 
 
 def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
     """Return a row of metrics.jsonl. Its metrics are the entries that are numbers; null means a
-    number that is not finite.
+    number that is not finite, or one that was left out.
     """
     if line["kind"] not in ROW_KINDS:
         raise ValueError("no kind of line that is known")
@@ -376,10 +415,11 @@ def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
         for key, value in others.items()
         if value is None or (isinstance(value, int | float) and not isinstance(value, bool))
     }
+    seconds = line.get("seconds")
     return MetricRow(
         line["kind"],
-        int(_require_number(line["step"])),
-        _require_number(line.get("seconds", 0.0)),
+        _require_step(line["step"]),
+        0.0 if seconds is None else _require_number(seconds),
         metrics,
     )
 

@@ -128,7 +128,9 @@ def estimate_seconds_left(step_seconds: Sequence[float], num_steps_left: int) ->
 
 
 def format_progress_lines(run: RunFiles) -> list[str]:
-    """Return the lines that `rlhf-megatron status` prints."""
+    """Return the lines that `rlhf-megatron status` prints. Notes of what could not be read stand at
+    the end.
+    """
     found = determine_run_status(run)
     total = read_setting(run, "trainer.total_training_steps")
     done = find_last_step(run)
@@ -161,7 +163,7 @@ def format_progress_lines(run: RunFiles) -> list[str]:
         lines.append(f"held-out accuracy {value.value:.3f} at step {run.evaluations[-1].step}")
     if run.log_errors and found.state == "running":
         lines.append(f"logged: {run.log_errors[-1]}")
-    return lines
+    return [*lines, *(f"note: {note}" for note in run.notes)]
 
 
 def read_held_out_accuracies(
