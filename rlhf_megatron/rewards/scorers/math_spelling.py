@@ -121,6 +121,13 @@ DEGREES_AND_MINUTES = re.compile(
 )
 LAST_DEGREE = re.compile(rf"(?<=[\d}}])\s*{DEGREE}\s*[CF]?\s*$")
 
+# as programs write them: 1_000, 0x1F
+UNDERSCORE_GROUPS = re.compile(r"(?<![\w.\\])[1-9]\d{0,2}(?:_\d{3})+(?!\w)")
+PREFIXED_NUMBER = re.compile(
+    r"(?<![\w.\\])0(?:[xX][0-9A-Fa-f]{1,16}|[oO][0-7]{1,21}|[bB][01]{1,64})(?!\w)"
+)
+# two numbers with nothing between them, which math-verify adds up
+NUMBERS_SIDE_BY_SIDE = re.compile(rf"(?<![\w.^_{{])(?<!frac )(?<!frac){NUMBER}\s+{NUMBER}(?![\w.])")
 BASE_WORDS = {word: value for word, value in NUMBER_WORDS.items() if value > 1}
 IN_BASE = re.compile(
     r"(?<![\w.\\^{])(\d[0-9A-F]*)\s*_\s*"
@@ -181,7 +188,7 @@ LETTER = re.compile(r"[A-Za-z]")
 WORDS_ONLY = re.compile(r"[A-Za-z](?:[A-Za-z' -]*[A-Za-z])?")
 WORD = re.compile(r"[A-Za-z]{2,}(?:'[a-z]+)?")
 FORMULA_SIGN = re.compile(r"[=+*^_<>\\|{}$]")
-LOOSE_WORD = re.compile(r"(?<![A-Za-z_{])[A-Za-z]{3,}(?![A-Za-z_(}])")
+LOOSE_WORD = re.compile(r"(?<![A-Za-z_{])[A-Za-z]{2,}(?![A-Za-z_(}])")
 ITEM_NUMBER = re.compile(r"^\s*\(?\d{1,3}[.)]\s+(?=[A-Za-z])")
 NUMBER_WORD = re.compile(rf"\b({'|'.join(NUMBER_WORDS)})\b", re.IGNORECASE)
 MATH_SEGMENT = re.compile(
@@ -305,7 +312,9 @@ def _respell_numbers(text: str) -> str:
         text = STACKED_POWER.sub(r"^{\1^\2}", text)
     if "/" in text:
         text = MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
+    text = PREFIXED_NUMBER.sub(lambda number: str(int(number.group(), 0)), text)
     if "_" in text:
+        text = UNDERSCORE_GROUPS.sub(lambda number: number.group().replace("_", ""), text)
         text = IN_BASE.sub(_write_number_in_base, text)
     if "°" in text or "\\circ" in text or "degree" in text:
         text = DEGREES_AND_MINUTES.sub(_write_degrees, text)
@@ -464,7 +473,15 @@ def find_loose_word(formula: str) -> str:
     """
     bare = TEXT_CONTENT.sub(" ", formula)
     words = LOOSE_WORD.findall(COMMAND.sub(" ", bare))
-    return next((word for word in words if word.lower() not in KNOWN_WORDS), "")
+    return next(
+        (
+            word
+            for word in words
+            # two letters are a product of variables, unless they are a unit
+            if word in UNIT_NAMES or (len(word) > 2 and word.lower() not in KNOWN_WORDS)
+        ),
+        "",
+    )
 
 
 def _number_the_words(sentence: str) -> str:

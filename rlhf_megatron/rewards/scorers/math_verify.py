@@ -25,6 +25,7 @@ from rlhf_megatron.rewards.scorers.answer_params import (
     find_last_box,
 )
 from rlhf_megatron.rewards.scorers.math_spelling import (
+    NUMBERS_SIDE_BY_SIDE,
     PLAIN_NUMBER,
     find_loose_word,
     read_formula_spelling,
@@ -343,6 +344,8 @@ def _describe_partial_reading(label: str) -> str:
         return "cannot be read as mathematics: only the same text is right"
     if spelling.alternatives:
         return ""
+    if numbers := NUMBERS_SIDE_BY_SIDE.search(spelling.main):
+        return f"counts {numbers.group()!r} as the sum of two numbers"
     word = find_loose_word(spelling.main)
     return f"counts {word!r} as a product of its letters" if word else ""
 

@@ -111,6 +111,13 @@ def test_every_spelling_has_its_score_in_the_label_and_in_the_answer() -> None:
         ("(7–8)", "7", 0),
         ("7–8", "7 – 8 km", 1),
         ("9**9**9**9", "1", "masked:bad_label"),
+        ("1_000_000", "10^6", 1),
+        ("1_000", "1", 0),
+        ("12_34", "12", 0),
+        ("0x1F", "31", 1),
+        ("0x1F", "0", 0),
+        ("0b101", "5", 1),
+        ("31", "0o37", 1),
     ],
 )
 def test_other_spellings(label: str, answer: str, expected: float | str) -> None:
@@ -247,6 +254,12 @@ def test_hostile_responses_take_no_time() -> None:
         ("x=3 where y", "counts 'where' as a product of its letters"),
         ("9^{9^{9}}", "is too large to work out and is masked"),
         ("¢25", "cannot be read as mathematics: only the same text is right"),
+        ("5 4", "counts '5 4' as the sum of two numbers"),
+        (r"\frac 5 4", ""),
+        ("1 1/2", ""),
+        ("12 cm × 5 cm", "counts 'cm' as a product of its letters"),
+        ("5 cm and 3 cm", "counts 'cm' as a product of its letters"),
+        ("3 hours 30 minutes", "counts as 30 only"),
     ],
 )
 def test_how_a_label_counts(label: str, reading: str) -> None:
