@@ -154,26 +154,6 @@ class LocalEngineKind(EngineKind):
     weight_transports = ("tensor", "process_group", "disk")
     quantizations = ("fp8",)
 
-    def check_setup(self, setup: EngineSetup) -> None:
-        """Raise ValueError for more bundled servers on a machine than it has GPUs. Nothing is
-        checked on the CPU, nor under Ray, which knows the devices of its machines.
-        """
-        from rlhf_megatron.device import count_devices
-
-        rollout = setup.rollout
-        trainer = setup.trainer
-        num_devices = 0 if trainer.device == "cpu" or trainer.runtime == "ray" else count_devices()
-        num_machines = 1
-        if trainer.runtime == "torchrun":
-            num_machines = len(rollout.engine_machines) or trainer.nnodes
-        num_here = -(-rollout.num_engines // num_machines)
-        if num_devices and num_here > num_devices:
-            raise ValueError(
-                f"rollout.num_engines ({rollout.num_engines}) puts {num_here} engines on a machine"
-                f" with {num_devices} GPUs, and each holds a model of its own; use"
-                f" {num_devices * num_machines} at most, or more machines."
-            )
-
     def start_servers(
         self,
         setup: EngineSetup,

@@ -157,7 +157,8 @@ def observe_run(directory: Path, settings_of_launcher: dict[str, Any]) -> Observ
                     commands.add(
                         Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode()
                     )
-                    if addresses := listening(pid):
+                    # a process without a command line is just ending
+                    if (addresses := listening(pid)) and role(pid) != "other: ":
                         listening_at.setdefault(role(pid), set()).update(addresses)
             time.sleep(0.2)
     finally:

@@ -179,9 +179,9 @@ MODELS: dict[str, tuple[Tree | str, str]] = {
         {"rms_norm_eps": None},
         "rms_norm_eps (None) must be a number above 0 and below 1; mend the file.",
     ),
-    "NaN": ({"rms_norm_eps": float("nan")}, "rms_norm_eps (nan) must be a number above 0"),
+    "NaN": ({"rms_norm_eps": float("nan")}, "rms_norm_eps (nan) must be a finite number; mend"),
     "negative": ({"rms_norm_eps": -1e-6}, "rms_norm_eps (-1e-06) must be a number above 0"),
-    "list": ({"rms_norm_eps": [1e-6]}, "rms_norm_eps ([1e-06]) must be a number above 0"),
+    "list": ({"rms_norm_eps": [1e-6]}, "rms_norm_eps ([1e-06]) must be a finite number"),
     "layers": (
         {"num_hidden_layers": 10**12},
         "num_hidden_layers (1000000000000) must be a positive integer that some",
@@ -192,7 +192,7 @@ MODELS: dict[str, tuple[Tree | str, str]] = {
     ),
     "theta": (
         {"rope_theta": 10**400, "rope_parameters": None},
-        "must be a positive number; mend the file.",
+        "must be a finite number; mend the file.",
     ),
     "kinds": ({"layer_types": [["full_attention"]]}, "are not supported; only full_attention is"),
     "deep": ("[" * 100_000, "config.json cannot be read as JSON"),

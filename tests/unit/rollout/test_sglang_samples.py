@@ -340,7 +340,7 @@ def test_each_verb_takes_its_key(recorder: tuple[str, dict[str, str]], tmp_path:
     engine.check_health(10)
     engine.release_memory(["kv_cache"])
     engine.close()
-    of_api = {"/generate", "/server_info", "/health_generate"}
+    of_api = {"/generate", "/server_info", "/health_generate", "/model_info"}
     assert {path: key for path, key in keys.items() if path in of_api} == dict.fromkeys(
         of_api, "Bearer api"
     )
