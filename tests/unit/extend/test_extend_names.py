@@ -43,6 +43,7 @@ INTERNAL_IMPORTS = {
     "find_last_box": "find_last_boxed returns its content",
     **dict.fromkeys(
         (
+            "NUMBERS_SIDE_BY_SIDE",
             "PLAIN_NUMBER",
             "find_loose_word",
             "read_formula_spelling",
