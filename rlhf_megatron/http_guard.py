@@ -60,6 +60,13 @@ class Refusal:
     code: str | None = None
 
 
+def make_plain_error_response(status: int, message: str, code: str | None = None) -> web.Response:
+    """Return an error as JSON, {"error": message}: the form of servers that speak no dialect, which
+    has no place for `code`.
+    """
+    return web.json_response({"error": message}, status=status)
+
+
 def is_from_web_page(host_header: str, has_origin: bool, is_loopback: bool) -> bool:
     """Return whether a browser may have sent a request for a web page of another site: the request
     names an origin, or reaches a loopback server by another host name.

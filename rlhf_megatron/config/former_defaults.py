@@ -24,7 +24,7 @@ from rlhf_megatron.config.yaml_nodes import (
 
 @dataclass(frozen=True)
 class FormerDefault:
-    """What a configuration means that an earlier version wrote."""
+    """The value of one setting that a configuration of an earlier version means."""
 
     key: str
     value: bool | int | float | str | None

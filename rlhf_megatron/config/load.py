@@ -279,8 +279,8 @@ class _ConfigFiles:
             if key not in (EXTENDS, LOCK)
         }
         self.lock = convert_to_plain(node.items[LOCK]) if LOCK in node.items else self.lock
-        # What a run has written holds paths in full; those of older versions counted from the
-        # working directory.
+        # The file of a run holds full paths; runs of older versions wrote paths that count from
+        # the working directory.
         is_of_run = path.name == "config.yaml" and (path.parent / "run.lock").exists()
         folder = Path() if is_of_run else path.parent
         items = {key: _resolve_paths(item, key, folder) for key, item in items.items()}

@@ -23,6 +23,7 @@ from rlhf_megatron.http_guard import (
     GuardRules,
     Refusal,
     RequestGuard,
+    make_plain_error_response,
 )
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
 from rlhf_megatron.rewards.service.response_reading import ReadingReporter
@@ -88,12 +89,6 @@ class RewardHttpServer:
         shown_host = f"[{host}]" if ":" in host else host
         return f"http://{shown_host}:{port}{PATH}"
 
-    def score_sample(self, sample: RewardSample) -> RewardResult:
-        """Queue the sample, wait until `score_until_over` has scored it, and return the result.
-        Raise ScoringEndedError where the server ends, ValueError as the scorer does.
-        """
-        return self._queue_sample(sample).result()
-
     def score_until_over(
         self,
         scorer: RewardScorer,
@@ -125,7 +120,7 @@ class RewardHttpServer:
             self._run_in_event_loop(self._server.close())
             self._event_loop.call_soon_threadsafe(self._event_loop.stop)
 
-    def _queue_sample(self, sample: RewardSample) -> Future[RewardResult]:
+    def queue_sample(self, sample: RewardSample) -> Future[RewardResult]:
         """Queue a sample and return the future of its result. Raise ScoringEndedError where the
         server ends.
         """
@@ -145,7 +140,7 @@ class RewardHttpServer:
         except (msgspec.DecodeError, RecursionError) as error:
             raise ValueError(f"the body is no sample: {error}") from None
         try:
-            result = await asyncio.wrap_future(self._queue_sample(sample))
+            result = await asyncio.wrap_future(self.queue_sample(sample))
         except ValueError as error:  # the processes of the rewards are gone for good
             raise ScoringEndedError(str(error)) from error
         return web.json_response(asdict(result))
@@ -161,10 +156,8 @@ def _describe_error(error: Exception) -> Refusal | None:
 
 
 def _make_error_response(status: int, message: str, code: str | None) -> web.Response:
-    """Return a JSON error response."""
-    if status == 404:
-        message = f"the path is {PATH}"
-    return web.json_response({"error": message}, status=status)
+    """Return a JSON error response, with the right path for a wrong one."""
+    return make_plain_error_response(status, f"the path is {PATH}" if status == 404 else message)
 
 
 def _score_waiting_batch(

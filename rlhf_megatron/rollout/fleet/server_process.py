@@ -546,9 +546,9 @@ def _make_exit_error(server_process: ServerProcess) -> EngineError:
 
 
 @contextlib.contextmanager
-def tell_killed_server(server_process: ServerProcess) -> Iterator[None]:
-    """Raise EngineKilledError in place of an EngineError of the block where the server's process
-    was killed meanwhile: a question to it fails then for that reason alone.
+def translate_error_of_killed_server(server_process: ServerProcess) -> Iterator[None]:
+    """Raise EngineKilledError in place of an EngineError of the block, where the server's process
+    was killed meanwhile: a request to the server then fails for that reason alone.
     """
     try:
         yield

@@ -23,7 +23,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     StartProgress,
     await_server_ready,
     launch_here,
-    tell_killed_server,
+    translate_error_of_killed_server,
     write_token_file,
 )
 from rlhf_megatron.rollout.local.local_client import LocalEngine
@@ -172,7 +172,7 @@ class _LocalServerLaunch:
         port = json.loads(self._ready_file.read_text())["port"]
         url = f"http://{self.host}:{port}"
         address = EngineAddress(self.name, "local", url, self.token, quantization=self.quantization)
-        with tell_killed_server(self.process):
+        with translate_error_of_killed_server(self.process):
             LocalEngine(address).check_health(max(1.0, deadline - time.monotonic()))
         return address
 

@@ -4,8 +4,9 @@
         --token-file T --transfer-dir D
 
 Every verb but GET /health needs the bearer token of --token-file. Answers are JSON; an error is
-{"error": "..."} with 400 (the request is wrong), 401 (token), 403 (a web page sent it), 413 (too
-large), 503 (STALE, memory released, shutting down) or 500.
+{"error": "..."} with 400 (the request is wrong), 401 (token), 403 (a web page sent it), 408 (the
+body did not arrive in time), 413 (too large), 415 (packed), 503 (STALE, memory released, shutting
+down) or 500.
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from rlhf_megatron.http_guard import (
     GuardRules,
     Refusal,
     RequestGuard,
+    make_plain_error_response,
 )
 from rlhf_megatron.parent_process import exit_if_orphaned_on_signal
 from rlhf_megatron.rollout.engine_interface import MEMORY_PARTS, PauseMode
@@ -66,11 +68,6 @@ def read_token_file(path: Path) -> str:
     if len(token) < 16:
         raise ValueError(f"token file {path} must hold a token of at least 16 characters.")
     return token
-
-
-def _make_error_response(status: int, message: str, code: str | None) -> web.Response:
-    """Return a JSON error response."""
-    return web.json_response({"error": message}, status=status)
 
 
 def _describe_engine_error(error: Exception) -> Refusal | None:
@@ -330,7 +327,7 @@ async def _serve_until_stopped(
         max_held_bytes=_MAX_HELD_BYTES,
         key_hint="the engine's token file has it",
     )
-    guard = RequestGuard(rules, _make_error_response, _describe_engine_error)
+    guard = RequestGuard(rules, make_plain_error_response, _describe_engine_error)
     application = guard.make_application()
     application.add_routes(EngineVerbHandlers(service, description).make_route_table())
     server = GuardedServer(application, guard, shutdown_timeout_s=0.2)

@@ -29,7 +29,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     StartProgress,
     await_server_ready,
     launch_here,
-    tell_killed_server,
+    translate_error_of_killed_server,
     write_private_file,
     write_token_file,
 )
@@ -416,7 +416,7 @@ class SGLangServerLaunch:
             self.start()
         if self.is_engine and self.part_index == 0:
             assert self.process is not None, "wait comes after start"
-            with tell_killed_server(self.process):
+            with translate_error_of_killed_server(self.process):
                 SGLangEngine(self.address, self.transfer_dir).require_endpoints()
         return self.address
 

@@ -30,6 +30,7 @@ from rlhf_megatron.http_guard import (
     SharedBudget,
     has_bearer_key,
     is_from_web_page,
+    make_plain_error_response,
 )
 from rlhf_megatron.jobs.serving.http_front import ServingFront, ServingLimits
 from rlhf_megatron.jobs.serving.openai_requests import ServedModel
@@ -102,10 +103,6 @@ def run_in_thread(server: GuardedServer) -> Iterator[tuple[str, int]]:
         thread.join()
 
 
-def make_plain_error(status: int, message: str, code: str | None) -> web.Response:
-    return web.json_response({"error": message}, status=status)
-
-
 class NoEngines:
     """A backend of `serve` whose engines are away: what passes the guard gets 503 or 400."""
 
@@ -131,9 +128,7 @@ def serve_model(directory: Path) -> Iterator[ListeningServer]:
 @contextmanager
 def serve_engine(directory: Path) -> Iterator[ListeningServer]:
     rules = GuardRules(KEY, True, local_server._MAX_BODY_BYTES, 1 << 27, "the token file has it")
-    guard = RequestGuard(
-        rules, local_server._make_error_response, local_server._describe_engine_error
-    )
+    guard = RequestGuard(rules, make_plain_error_response, local_server._describe_engine_error)
     application = guard.make_application()
     handlers = local_server.EngineVerbHandlers(None, {})  # type: ignore[arg-type]
     application.add_routes(handlers.make_route_table())
@@ -258,7 +253,7 @@ async def answer_slowly(request: web.Request) -> web.Response:
 
 @contextmanager
 def serve_slowly(rules: GuardRules, describe_error: Any = None) -> Iterator[ListeningServer]:
-    guard = RequestGuard(rules, make_plain_error, describe_error or (lambda error: None))
+    guard = RequestGuard(rules, make_plain_error_response, describe_error or (lambda error: None))
     application = guard.make_application()
     application.add_routes([web.post("/slow", answer_slowly), web.get("/health", answer_slowly)])
     with run_in_thread(GuardedServer(application, guard)) as (host, port):
@@ -306,7 +301,7 @@ def test_bodies_that_are_held_are_bounded_over_all_requests() -> None:
         await asyncio.to_thread(may_answer[name].wait, 60.0)
         return web.Response(text=name)
 
-    guard = RequestGuard(rules, make_plain_error)
+    guard = RequestGuard(rules, make_plain_error_response)
     application = guard.make_application()
     application.add_routes([web.post("/held", answer_when_told)])
 
@@ -343,7 +338,7 @@ def test_errors_of_handlers_become_answers() -> None:
     def describe_error(error: Exception) -> Refusal | None:
         return Refusal(503, "away") if isinstance(error, OSError) else None
 
-    guard = RequestGuard(RULES, make_plain_error, describe_error)
+    guard = RequestGuard(RULES, make_plain_error_response, describe_error)
     application = guard.make_application()
     application.add_routes([web.post("/fail", fail)])
     with run_in_thread(GuardedServer(application, guard)) as (host, port):

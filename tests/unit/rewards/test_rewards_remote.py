@@ -121,7 +121,7 @@ def test_a_server_that_ends_tells_those_that_wait(served: Served) -> None:
 
 def _error_of(server: RewardHttpServer) -> str:
     with pytest.raises(ScoringEndedError) as error:
-        server.score_sample(sample("4"))
+        server.queue_sample(sample("4")).result()
     return str(error.value)
 
 

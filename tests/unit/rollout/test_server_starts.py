@@ -24,7 +24,7 @@ from rlhf_megatron.rollout.fleet.server_process import (
     ServerSeat,
     StartProgress,
     await_server_ready,
-    tell_killed_server,
+    translate_error_of_killed_server,
 )
 from rlhf_megatron.rollout.local.local_client import LocalEngine
 from rlhf_megatron.rollout.local.local_launch import start_local_engines
@@ -166,11 +166,11 @@ def test_a_question_that_fails_because_the_server_is_killed(tmp_path: Path) -> N
     assert launch.process is not None
     launch.wait_until_healthy(time.monotonic() + 60, None)
     refuses = pytest.raises(EngineError, match="it refuses")
-    with refuses as refused, tell_killed_server(launch.process):
+    with refuses as refused, translate_error_of_killed_server(launch.process):
         raise EngineError("it refuses")
     assert not isinstance(refused.value, EngineKilledError)
     is_killed = pytest.raises(EngineKilledError, match="code -9")
-    with is_killed, tell_killed_server(launch.process):
+    with is_killed, translate_error_of_killed_server(launch.process):
         os.killpg(launch.process.pid, signal.SIGKILL)
         raise EngineError("the connection broke")
     launch.process.kill()
