@@ -29,6 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 pytestmark = [pytest.mark.dist, pytest.mark.long]
 KEY = "a-secret-key-of-clients"
+ENGINE_MODULE = "rlhf_megatron.rollout.local.local_server"
 MOST_GROWTH_KIB = 1 << 20
 CONTEXT = 131072
 
@@ -117,13 +118,15 @@ def write_long_model(directory: Path) -> Path:
 
 
 @contextmanager
-def start_server(folder: Path, words: list[str], path: str, ready: str) -> Iterator[HostileTarget]:
+def start_server(
+    folder: Path, words: list[str], path: str, ready: str, module: str = "rlhf_megatron"
+) -> Iterator[HostileTarget]:
     log = folder / "log"
     (folder / "key").write_text(KEY)
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     with log.open("wb") as out:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlhf_megatron", *words],
+            [sys.executable, "-m", module, *words],
             cwd=folder,
             env=environment,
             stdout=out,
@@ -136,7 +139,7 @@ def start_server(folder: Path, words: list[str], path: str, ready: str) -> Itera
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
         line = next(line for line in log.read_text().splitlines() if ready in line)
-        port = int(line.split("http://127.0.0.1:")[1].split("/")[0])
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
         yield HostileTarget(process, port, path, log)
         assert process.poll() is None, "it still serves"
     finally:
@@ -166,7 +169,18 @@ def start_serve_rewards(folder: Path) -> Iterator[HostileTarget]:
         yield target
 
 
-STARTS = {"serve": start_serve, "serve-rewards": start_serve_rewards}
+@contextmanager
+def start_engine(folder: Path) -> Iterator[HostileTarget]:
+    """The bundled engine, as a run starts it: by its module, with a file of its token."""
+    model = write_long_model(folder / "model")
+    (folder / "token").write_text(KEY)
+    (folder / "token").chmod(0o600)
+    words = ["--model", str(model), "--token-file", "token"]
+    with start_server(folder, words, "/generate", "listening on", ENGINE_MODULE) as target:
+        yield target
+
+
+STARTS = {"serve": start_serve, "serve-rewards": start_serve_rewards, "engine": start_engine}
 
 
 @pytest.fixture(scope="module", params=STARTS)
