@@ -45,9 +45,14 @@ def _read_deepseek_v3_dimensions(hf_config: HFConfig) -> decoder_family.DecoderD
 
 def _read_deepseek_v3_experts(hf_config: HFConfig) -> ExpertLayers:
     """Return the experts of a DeepSeek-V3 config.json: the first `first_k_dense_replace` layers
-    have none.
+    have none. Raise ValueError for a missing or negative `first_k_dense_replace`.
     """
-    num_dense = int(hf_config["first_k_dense_replace"])
+    num_dense = hf_config.get("first_k_dense_replace")
+    if type(num_dense) is not int or num_dense < 0:
+        raise ValueError(
+            f"config.json: first_k_dense_replace is {num_dense!r}; it must be the number of leading"
+            " layers without experts, 0 or more."
+        )
     width = read_positive_int(hf_config, "moe_intermediate_size")
     return read_expert_layers(
         hf_config,

@@ -89,7 +89,8 @@ def make_family_table(
     """Return the weight table of a model of `family`; the other arguments are those of
     `make_weight_table`.
     """
-    table = family.make_table(hf_config, pad_vocab_size(int(hf_config["vocab_size"]), tp_size))
+    vocab_size = read_positive_int(hf_config, "vocab_size")
+    table = family.make_table(hf_config, pad_vocab_size(vocab_size, tp_size))
     if head in VALUE_HEADS:
         body = [rule for rule in table if not rule.megatron_name.startswith(f"{OUTPUT_LAYER}.")]
         head_rules = _make_value_head_rules(read_positive_int(hf_config, "hidden_size"))

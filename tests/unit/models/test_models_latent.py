@@ -204,6 +204,9 @@ def test_rope_of_latent_attention() -> None:
         ({"head_dim": 16}, r"head_dim \(16\) must be qk_rope_head_dim \(8\)"),
         ({"index_topk": 64}, "index_topk: this family does not know"),
         ({"kv_lora_rank": None}, "kv_lora_rank is None; it must be a positive integer"),
+        ({"vocab_size": None}, "vocab_size is None; it must be a positive integer"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace is None; it must be the number"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be the number"),
         ({"rope_parameters": {**YARN, "mscale": None}}, "mscale_all_dim without the other"),
         (
             {"rope_parameters": {"rope_type": "linear", "factor": 2.0}},
