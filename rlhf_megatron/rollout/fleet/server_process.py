@@ -28,6 +28,7 @@ from rlhf_megatron.rollout.engine_interface import (
     EngineKilledError,
     EngineTimeoutError,
 )
+from rlhf_megatron.write_errors import explain_write_errors
 
 # Reads until this process says that all is well, or has ended and with it the other
 # end of the pipe.
@@ -571,10 +572,11 @@ def write_token_file(path: Path) -> str:
 
 def write_private_file(path: Path, text: str) -> Path:
     """Write the text to a new file that only this user can read, in place of any old one, and
-    return its path.
+    return its path. Raise OSError that names the file.
     """
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w") as out:
-        out.write(text)
+    with explain_write_errors(path):
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(descriptor, "w") as out:
+            out.write(text)
     return path

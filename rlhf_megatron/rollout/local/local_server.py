@@ -49,6 +49,7 @@ from rlhf_megatron.rollout.local.decode_service import (
 )
 from rlhf_megatron.rollout.socket_limits import raise_open_file_limit
 from rlhf_megatron.weights.bucket_manifest import BucketManifest
+from rlhf_megatron.write_errors import write_text_file
 
 logger = logging.getLogger("rlhf_megatron.local_engine")
 _MAX_BODY_BYTES = 64 << 20
@@ -335,7 +336,7 @@ async def _serve_until_stopped(
     logger.info("listening on %s:%d", args.host, port)
     if args.ready_file:
         draft = args.ready_file.with_suffix(".draft")
-        draft.write_text(json.dumps({"port": port, "pid": os.getpid()}))
+        write_text_file(draft, json.dumps({"port": port, "pid": os.getpid()}))
         draft.rename(args.ready_file)
     stopped = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

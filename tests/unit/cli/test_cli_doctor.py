@@ -33,6 +33,7 @@ from rlhf_megatron.cli.doctor.machine_rows import (
     make_device_rows,
     make_host_rows,
 )
+from rlhf_megatron.cli.doctor.node_probe import leave_marker_file
 from rlhf_megatron.cli.doctor.trainer_rows import (
     DoctorRow,
     TrainerPathSettings,
@@ -433,3 +434,13 @@ def test_limits_of_the_machine(facts: MachineFacts) -> None:
         )
     )
     assert [row.state for row in rows] == ["live"] * 3
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
+    folder = tmp_path / "a file"
+    folder.write_text("")
+    with leave_marker_file(folder, "marker") as why_not:
+        assert f"{folder / 'marker'} cannot be written: Not a directory" in why_not
+    with leave_marker_file(tmp_path, "marker") as why_not:
+        assert why_not == "" and (tmp_path / "marker").exists()
+    assert not (tmp_path / "marker").exists()

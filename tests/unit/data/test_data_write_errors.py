@@ -19,6 +19,7 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.data.atomic_directory import write_directory_atomically
 from rlhf_megatron.data.direct_file_io import write_large_file_atomically
 from rlhf_megatron.jobs.generation.answer_file import AnswerFile
+from rlhf_megatron.rollout.fleet.server_process import write_private_file
 from rlhf_megatron.weights.hf_writer import (
     SafetensorsWriter,
     TensorSpec,
@@ -61,6 +62,7 @@ def write_in_directory(path: Path) -> None:
         ("b.safetensors", save_with_safetensors),
         ("a.pt", save_with_torch),
         ("model.safetensors.index.json", write_in_directory),
+        ("token", lambda path: write_private_file(path, "x" * 100)),
         (
             "config.json",
             lambda path: write_config_and_tokenizer(path.parent, {"a": 1}, {"float32"}, None),

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from full_disk import files_end_at
 from rollout_tools import digests_of, write_buckets
 from sglang_standins import (
     FusedMoE,
@@ -842,7 +843,7 @@ def test_an_order_that_cannot_be_answered_does_not_end_the_server(
     assert "an order cannot be carried out: RLHF_MEGATRON_TRANSFER_DIR" in caplog.text
     monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(tmp_path))
     loader.load(model, [("order", order)])
-    assert "a receipt cannot be written" in caplog.text
+    assert f"a receipt is missing: [Errno 2] {tmp_path}/gone/r.0 cannot be" in caplog.text
     (tmp_path / "gone").mkdir()
     loader.load(model, [("order", order)])
     found = json.loads((tmp_path / "gone" / "r.0").read_text())
@@ -893,3 +894,20 @@ def test_a_head_that_only_the_engine_has_becomes_the_embedding(tmp_path: Path) -
     ).digest_by_key == digests_of(weights)
     models[0].config = SimpleNamespace(tie_word_embeddings=False)
     assert "lm_head.weight" in str(loader.describe_missing_parameters(models[0], set(weights)))
+
+
+def test_a_receipt_for_which_the_disk_has_no_room_is_named_in_the_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No part of a receipt is left behind."""
+    monkeypatch.setattr(sglang_runtime, "get_tp_rank_and_size", lambda: (0, 1))
+    monkeypatch.setattr(sglang_runtime, "get_attention_dp_rank", lambda: 0)
+    monkeypatch.setenv(loader.TRANSFER_DIR_VARIABLE, str(tmp_path))
+    order = torch.frombuffer(bytearray(b'{"describe": true, "receipt": "r"}'), dtype=torch.uint8)
+    model = rank_of(weights_of(), 0, 1)
+    with files_end_at(10):
+        loader.load(model, [("order", order)])
+    assert f"{tmp_path}/r.0 cannot be written: File too large." in caplog.text
+    assert not list(tmp_path.iterdir())
+    loader.load(model, [("order", order)])
+    assert json.loads((tmp_path / "r.0").read_text())["error"] is None

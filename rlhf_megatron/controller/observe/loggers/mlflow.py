@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger
+from rlhf_megatron.write_errors import write_text_file
 
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.run_facts import RunFacts
@@ -43,7 +44,7 @@ class MlflowLogger(RunLogger):
                 else found.experiment_id
             )
             self._run_id = self._client.create_run(experiment, run_name=facts.run_name).info.run_id
-            path.write_text(f"{self._run_id}\n")
+            write_text_file(path, f"{self._run_id}\n")
         self._client.log_dict(self._run_id, dict(facts.config), "config.yaml")
 
     @classmethod

@@ -24,6 +24,7 @@ for some kernels; else it changes nothing.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -68,6 +69,7 @@ from rlhf_megatron.weights.engine_links import LinkInvitation
 from rlhf_megatron.weights.shard_plan import intersect_spans
 from rlhf_megatron.weights.tensor_digest import digest_tensor_part, format_digest
 from rlhf_megatron.weights.weight_table import TensorSpan
+from rlhf_megatron.write_errors import explain_write_errors
 
 logger = logging.getLogger(__name__)
 
@@ -108,15 +110,24 @@ def load(model: Any, named_tensors: list[tuple[str, Tensor]]) -> None:
     try:
         offset_random_seed()
         text = json.dumps({**head, **_carry_out_order(order, model, directory, rank)})
-    except Exception as error:  # told by the client
+    except Exception as error:  # the client reads the error in the receipt
         text = json.dumps({**head, "error": f"{type(error).__name__}: {error}"})
-    path = directory / f"{order['receipt']}.{rank}"
-    aside = path.with_suffix(f".{rank}.tmp")
+    _write_receipt(directory / f"{order['receipt']}.{rank}", text)
+
+
+def _write_receipt(path: Path, text: str) -> None:
+    """Write the receipt under another name and rename it, so that the client never reads a part of
+    it. An error goes to the server's log: the client reports that this rank wrote no receipt.
+    """
+    aside = path.with_name(f"{path.name}.tmp")
     try:
-        aside.write_text(text)
-        aside.rename(path)
-    except OSError as error:  # the client sees that there is no receipt
-        logger.error("a receipt cannot be written: %s", error)
+        with explain_write_errors(path):
+            aside.write_text(text)
+            aside.rename(path)
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            aside.unlink(missing_ok=True)
+        logger.error("a receipt is missing: %s", error)
 
 
 @cache

@@ -1,0 +1,97 @@
+"""`rlhf-megatron load-test` against servers that are gone or that are no model servers: one line
+names the address and the fix, and no traceback reaches the user.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from rlhf_megatron.cli.main import main
+
+
+@contextmanager
+def serve_bytes(status: int, body: bytes) -> Iterator[str]:
+    """Answer each request with the status and the body; yield the address."""
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            length = int(self.headers.get("Content-Length", 0))
+            self.rfile.read(length)
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        do_POST = do_GET
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def find_closed_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_a_server_that_is_gone(capsys: pytest.CaptureFixture[str]) -> None:
+    address = f"http://127.0.0.1:{find_closed_port()}"
+    assert main(["load-test", address, "--clients", "1", "--requests", "2"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: {address}/v1/models names no model" in error
+    assert "correct the address" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [
+        (200, b"<html>a web page</html>"),
+        (200, b"[]"),
+        (200, b'{"data": []}'),
+        (200, b'{"data": [{"name": "no id"}]}'),
+        (200, b"\xff\xfe\x00"),
+        (404, b"not found"),
+        (500, b""),
+    ],
+)
+def test_a_server_that_lists_no_model(
+    capsys: pytest.CaptureFixture[str], status: int, body: bytes
+) -> None:
+    with serve_bytes(status, body) as address:
+        assert main(["load-test", address, "--clients", "1", "--requests", "2"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: {address}/v1/models names no model" in error and "Traceback" not in error
+
+
+@pytest.mark.parametrize(
+    ("status", "body"),
+    [(200, b"<html>a web page</html>"), (200, b"{}"), (404, b"no such path"), (503, b"busy")],
+)
+@pytest.mark.parametrize("flags", [[], ["--no-stream"], ["--completions"]])
+def test_a_server_that_answers_no_request(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, status: int, body: bytes, flags: list[str]
+) -> None:
+    with serve_bytes(status, body) as address:
+        words = ["load-test", address, "--model", "m", "--clients", "2", "--requests", "4", *flags]
+        assert main([*words, "--json", str(tmp_path / "figures.json")]) == 1
+    output = capsys.readouterr()
+    assert "failed with 2 clients: " in output.out
+    assert "Traceback" not in output.out + output.err
+    assert (tmp_path / "figures.json").is_file()
