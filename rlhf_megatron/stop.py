@@ -1,5 +1,5 @@
-"""Being asked to stop: a run ends at the next place where its state can be saved, and can be
-resumed from there.
+"""The request that a run stops: the run ends at the next place where its state can be saved, and
+can be resumed from there.
 """
 
 from __future__ import annotations
@@ -8,31 +8,37 @@ import signal
 import threading
 import time
 
-# of a run that stopped when asked to and can go on (sysexits' EX_TEMPFAIL: start it again)
+# The exit code of a run that stopped on request and can go on (EX_TEMPFAIL of sysexits: start it
+# again).
 STOPPED_EXIT_CODE = 75
 
 
 def get_startup_exit_code(signal_number: int) -> int:
-    """Return the exit code of a run that signal `signal_number` ended before its first step:
-    nothing is lost, and the same command begins it again.
+    """Return the exit code of a run that signal `signal_number` ended before the first step:
+    nothing is lost, and the same command starts the run again.
     """
     return 128 + signal_number if signal_number == signal.SIGINT else STOPPED_EXIT_CODE
 
 
 class RunStopped(Exception):
-    """The run ends here because somebody asked for it. The message says who."""
+    """The run ends on request. The message says which signal to which process requested it."""
 
 
 class StopRequest:
-    """Set by a signal or a host, read by the loop. Threads may share it."""
+    """The request that a run stops: a signal or a host sets it, and the loop reads it. Threads may
+    share it.
 
-    def __init__(self) -> None:
+    `answer` is what the user reads after Ctrl-C: what the run does before it ends.
+    """
+
+    def __init__(self, answer: str = "stopping") -> None:
+        self.answer = answer
         self._event = threading.Event()
         self.reason = ""
         self._requested_at = 0.0
 
     def request(self, reason: str) -> None:
-        """Ask the run to stop. Only the first reason is kept."""
+        """Request the stop. Only the first reason is kept."""
         if not self._event.is_set():
             self.reason = reason
             self._requested_at = time.monotonic()

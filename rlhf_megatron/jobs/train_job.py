@@ -375,11 +375,19 @@ class TrainJob:
                 partial(_build_roles, self.config), backend=self._choose_distributed_backend()
             )
 
-        stop = StopRequest()
+        stop = self._make_stop_request()
         with ControllerStopHandler(stop, self.config.trainer.stop_grace_s).install_handlers():
             return self._run_controller(
                 opened_run_dir.path, opened_run_dir.lock, stop, connect_inline_group
             )
+
+    def _make_stop_request(self) -> StopRequest:
+        """Return a StopRequest whose answer says whether the run saves its state first."""
+        from rlhf_megatron.controller.recovery.save_policy import is_run_state_saved
+
+        if self.replay is None and is_run_state_saved(self.config.trainer):
+            return StopRequest("saving, then stopping")
+        return StopRequest("stopping; this run saves no state (trainer.save_freq)")
 
     def _run_on_ray(self) -> int:
         """Run the job as the driver of a Ray cluster, and return the exit code. Check Ray and its
@@ -398,7 +406,7 @@ class TrainJob:
         if self._finish_if_complete():
             return 0
         opened = self._open_run_dir()
-        stop = StopRequest()
+        stop = self._make_stop_request()
 
         def run_with_ray_group(group: RoutedWorkerGroup, server_places: RunPlacement) -> int:
             """Run the controller with the ranks and places that Ray has provided, and return the
@@ -511,7 +519,7 @@ class TrainJob:
         lock = RunLock.take_over_inherited(
             run_dir, [int(number) for number in os.environ.pop(LOCK_ENV).split(",")]
         )
-        stop = StopRequest()
+        stop = self._make_stop_request()
 
         keepers = self._find_keeper_pool()
 

@@ -33,7 +33,9 @@ REPEAT_S = 3.0
 CONTROLLER_REPEAT_S = 0.5  # the controller gets no signal from a host that can send a message
 CLEANUP_S = 12.0  # for the controller to end engines and hosts once it does not go on
 HOST_SLACK_S = 5.0  # beyond it, for the controller to end this host
-NOTICE_S = 1.0  # until a person is told that the run stops, when it has not by then
+# Seconds until the console shows that the run stops; a run that has ended by then needs no notice.
+# Whoever presses Ctrl-C sits at the console, and gets the answer at once.
+NOTICE_S = 1.0
 LOSS_S = 2.0  # for the group to say which host was lost
 
 
@@ -132,8 +134,9 @@ class ControllerStopHandler:
             return
         self._stop_requested_at = time.monotonic()
         self._stop_request.request(reason)
+        notice_s = 0.0 if signal_number == signal.SIGINT else NOTICE_S
         self._timers = [
-            threading.Timer(NOTICE_S, self._announce_stop, (reason,)),
+            threading.Timer(notice_s, self._announce_stop, (reason,)),
             threading.Timer(self._grace_s, self._interrupt_main_thread, (signal_number,)),
         ]
         for timer in self._timers:
@@ -145,8 +148,8 @@ class ControllerStopHandler:
         # else torchrun tells the ranks that are left, and the controller with rank 0, to end
         if self._get_failure() is None:
             sys.stderr.write(
-                f"\n{reason}: the run stops, within {self._grace_s:g} s; a second signal ends"
-                " it at once\n"
+                f"\n{reason}: {self._stop_request.answer}, within {self._grace_s:g} s"
+                " (trainer.stop_grace_s); a second signal ends the run at once, without saving\n"
             )
 
     def _interrupt_main_thread(self, signal_number: int) -> None:

@@ -69,7 +69,7 @@ def test_a_run_that_does_not_stop_in_time_is_ended(start: Start) -> None:
     os.kill(run.pids()["host1"], signal.SIGTERM)
     assert run.wait() == 128 + signal.SIGTERM, run.console()
     assert 1.5 <= time.monotonic() - began < 1.5 + CLEANUP_S
-    assert "SIGTERM to [actor dp1 pp0 tp0]: the run stops, within 1.5 s" in run.console()
+    assert "SIGTERM to [actor dp1 pp0 tp0]: stopping, within 1.5 s" in run.console()
     run.assert_no_orphans(3)
 
 

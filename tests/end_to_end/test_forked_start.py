@@ -63,6 +63,7 @@ class Command:
                 stdout=console,
                 stderr=console,
                 stdin=subprocess.DEVNULL,
+                start_new_session=True,  # a foreground group of its own, for Ctrl-C
             )
 
     def console(self) -> str:
@@ -107,8 +108,11 @@ def test_the_command_forks_its_ranks_and_stops_with_its_state_saved(command: Com
         "rank 1": command.process.pid,
         "controller": forks["rank 0"],
     }
-    command.process.send_signal(signal.SIGTERM)
+    # a terminal sends Ctrl-C to every process of the command
+    os.killpg(command.process.pid, signal.SIGINT)
     assert command.process.wait(TIMEOUT_S) == STOPPED_EXIT_CODE, command.console()
+    assert command.console().count(": saving, then stopping, within 60 s") == 1
+    assert "Traceback" not in command.console()
     assert not wait_for_the_end(command.marker, 20.0)
     assert list((command.directory / "runs" / "tiny" / "checkpoints").glob("step_*/manifest.json"))
 
