@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rlhf_megatron.config.schema import LoRAConfig
@@ -22,9 +22,10 @@ from rlhf_megatron.weights.lora import (
     is_lora_matrix,
     merge_lora_weight,
 )
+from rlhf_megatron.weights.tensor_file import write_tensor_file
 from rlhf_megatron.weights.torch_dist_source import TorchDistSource
 from rlhf_megatron.weights.weight_table import HFTensor, WeightRule, make_plain_rule
-from rlhf_megatron.write_errors import explain_write_errors, write_text_file
+from rlhf_megatron.write_errors import write_text_file
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -132,8 +133,7 @@ def write_peft_adapter(
     """
     tensors = {_PREFIX + name: tensor.float().contiguous() for name, tensor in matrices}
     directory.mkdir(parents=True)
-    with explain_write_errors(directory / WEIGHTS):
-        save_file(tensors, directory / WEIGHTS, metadata={"format": "pt"})
+    write_tensor_file(directory / WEIGHTS, tensors, {"format": "pt"})
     modules = sorted({get_last_name_part(name.rpartition(".lora_")[0]) for name in tensors})
     config: dict[str, Any] = {
         "peft_type": "LORA",

@@ -13,11 +13,10 @@ import numpy as np
 import torch
 from megatron.core import tensor_parallel
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from rlhf_megatron.data.direct_file_io import fsync_path
-from rlhf_megatron.write_errors import explain_write_errors
+from rlhf_megatron.weights.tensor_file import write_tensor_file
 
 _TRACKER = "tracker."
 _PLAIN = "state"  # key of the metadata: what is no tensor, as JSON
@@ -45,8 +44,7 @@ def save_rng_states(path: Path, device: torch.device) -> None:
         "python": [version, gauss],
         "numpy": [numpy_state["state"]["pos"], numpy_state["has_gauss"], numpy_state["gauss"]],
     }
-    with explain_write_errors(path):
-        save_file(tensors, path, metadata={_PLAIN: json.dumps(plain)})
+    write_tensor_file(path, tensors, {_PLAIN: json.dumps(plain)})
     fsync_path(path)
 
 

@@ -24,7 +24,6 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch
-from safetensors.torch import save_file
 
 from rlhf_megatron.config.schema import RewardModelConfig, RewardTermConfig
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -68,6 +67,7 @@ from rlhf_megatron.rollout.sglang.sglang_launch import SGLangServerLaunch
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config, read_json_object
 from rlhf_megatron.weights.shard_plan import EngineLayout
+from rlhf_megatron.weights.tensor_file import write_tensor_file
 from rlhf_megatron.weights.value_model import (
     BIAS,
     SEQUENCE_CLASSIFIER,
@@ -387,7 +387,7 @@ def make_served_model_dir(model_dir: Path, target_dir: Path, may_exist: bool = F
     if lacks_bias:
         weight_map[BIAS] = BIAS_FILE
         num_labels = reader.read_shape(WEIGHT)[0]
-        save_file({BIAS: torch.zeros(num_labels)}, target_dir / BIAS_FILE, {"format": "pt"})
+        write_tensor_file(target_dir / BIAS_FILE, {BIAS: torch.zeros(num_labels)}, {"format": "pt"})
     write_text_file(target_dir / INDEX, json.dumps({"metadata": {}, "weight_map": weight_map}))
     return target_dir
 

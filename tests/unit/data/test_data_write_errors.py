@@ -13,7 +13,6 @@ import pytest
 import torch
 from full_disk import files_end_at
 from report_samples import sample, step_row, write_run_dir
-from safetensors.torch import save_file
 
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.data.atomic_directory import write_directory_atomically
@@ -26,6 +25,7 @@ from rlhf_megatron.weights.hf_writer import (
     write_config_and_tokenizer,
     write_weight_index,
 )
+from rlhf_megatron.weights.tensor_file import write_tensor_file
 from rlhf_megatron.write_errors import explain_write_error, explain_write_errors, write_text_file
 
 SPEC = TensorSpec("w", "float32", (4,))
@@ -39,8 +39,7 @@ def write_safetensors(path: Path) -> None:
 
 
 def save_with_safetensors(path: Path) -> None:
-    with explain_write_errors(path):
-        save_file({"w": torch.ones(4)}, path)
+    write_tensor_file(path, {"w": torch.ones(4)}, {})
 
 
 def save_with_torch(path: Path) -> None:
