@@ -397,6 +397,8 @@ def _add_from_verl_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--response-length", metavar="N", type=_parse_count, help=text)
     text = "exit code 0 also where what is learnt could not be taken over whole"
     parser.add_argument("--lenient", action="store_true", help=text)
+    text = "also list the settings that were left out because they ask for nothing"
+    parser.add_argument("--show-dropped", action="store_true", help=text)
 
 
 def _add_export_arguments(parser: argparse.ArgumentParser) -> None:
@@ -523,9 +525,15 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--json", action="store_true", dest="is_json", help="one JSON object instead of a table"
     )
+    parser.add_argument(
+        "--all",
+        action="store_true",
+        dest="shows_all",
+        help="show each path that only GPUs have, also on a machine without a GPU",
+    )
     text = (
-        "look at all nodes of a job, from each of its ranks: started by"
-        " launch/torchrun.sh, see there"
+        "examine all nodes of a job: every rank runs this command, started by"
+        " launch/torchrun.sh (JOB=doctor)"
     )
     parser.add_argument("--cluster", action="store_true", help=text)
 

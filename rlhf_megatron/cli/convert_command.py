@@ -25,6 +25,7 @@ from rlhf_megatron.config import hub_data
 from rlhf_megatron.config.hub import download_from_hub, is_hub_name
 from rlhf_megatron.config.hub_data import DatasetSplit
 from rlhf_megatron.controller.recovery.checkpoint_export import find_exportable_weights
+from rlhf_megatron.data.atomic_directory import refuse_nonempty_directory
 from rlhf_megatron.jobs import smollm2
 from rlhf_megatron.weights.conversion import conversion_dry_run, conversion_writer
 from rlhf_megatron.weights.conversion.conversion_targets import (
@@ -55,8 +56,10 @@ _OPTIONS_BY_TARGET = {
 
 def run_export_command(args: argparse.Namespace) -> None:
     """Write the weights of a run's checkpoint as a Hugging Face directory, or its adapter, and
-    print what was written and how to use it. Raise ValueError where the run has no such weights.
+    print what was written and how to use it. Raise ValueError where the run has no such weights,
+    and before the checkpoint is read where --out is a directory with files.
     """
+    refuse_nonempty_directory(args.out)
     role: Literal["actor", "critic"] = "critic" if args.critic else "actor"
     weights = find_exportable_weights(args.run_dir, args.step, args.best, args.model, role)
     if args.adapter:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Sequence
 
 from rlhf_megatron import __version__
+from rlhf_megatron.cli.command_parser import CommandParser
 from rlhf_megatron.cli.commands import COMMANDS, add_traceback_option
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.import_folders import protect_imports
@@ -30,8 +31,10 @@ def build_parser() -> argparse.ArgumentParser:
     """Return the parser with all subcommands of `COMMANDS`. After parsing, `args.run` is the
     "module:function" to call.
     """
-    parser = argparse.ArgumentParser(
-        prog="rlhf-megatron", description="Megatron-centric reinforcement learning."
+    parser = CommandParser(
+        prog="rlhf-megatron",
+        description="Train large language models with reinforcement learning on Megatron-Core.",
+        epilog="`rlhf-megatron COMMAND -h` explains a command; docs/commands.md lists all.",
     )
     parser.add_argument("--version", action="version", version=__version__)
     add_traceback_option(parser)

@@ -82,3 +82,19 @@ def test_a_damaged_checkpoint_is_named(
     assert path.name in error or step.name in error, error
     assert "Traceback" not in error and not (tmp_path / "out").exists()
     assert sorted(item.name for item in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_folder_with_files_is_refused_before_the_checkpoint_is_read(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Reading it takes minutes for a large model; here it would fail."""
+    run_dir = tmp_path / "run"
+    shutil.copytree(trained, run_dir)
+    [step] = (run_dir / "checkpoints").glob("step_*")
+    truncate_file(find_largest_file(step))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "notes.txt").write_text("mine")
+    for words in ([], ["--adapter"], ["--critic"]):
+        assert main(["export", str(run_dir), "--out", str(tmp_path / "out"), *words]) == 1
+        assert capsys.readouterr().err.startswith(f"error: {tmp_path / 'out'} exists already")
+    assert (tmp_path / "out" / "notes.txt").read_text() == "mine"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import os
 import sys
@@ -120,21 +121,37 @@ def _print_table(
     """Print the rows under the titles of their areas, with reasons and fixes, and the unmet
     settings of the run.
     """
-    width = max(len(row.path) for row in rows)
-    area = ""
-    for row in rows:
-        if row.area != area:
-            print(f"{AREA_TITLES[row.area]}" if not area else f"\n{AREA_TITLES[row.area]}")
-            area = row.area
-        print(f"  {row.state:8}  {row.path:{width}}  {row.taken}".rstrip())
-        for word, text in (("note" if row.state == "live" else "why", row.why), ("fix", row.fix)):
-            if text:
-                print(f"{'':{width + 14}}{word}: {text}")
+    shown = list(rows) if args.shows_all else fold_gpu_rows(rows)
+    width = max(len(row.path) for row in shown)
+    for area, area_rows in itertools.groupby(shown, key=lambda row: row.area):
+        print(AREA_TITLES[area] if area == shown[0].area else f"\n{AREA_TITLES[area]}")
+        for row in area_rows:
+            print(f"  {row.state:8}  {row.path:{width}}  {row.taken}".rstrip())
+            why_word = "note" if row.state == "live" else "why"
+            for word, text in ((why_word, row.why), ("fix", row.fix)):
+                if text:
+                    print(f"{'':{width + 14}}{word}: {text}")
     if args.config is not None and not args.cluster:
         print(f"\n{args.config}: {len(problems)} setting(s) ask for what is not here")
         for problem in problems:
             print(f"  {problem}")
     sys.stdout.flush()
+
+
+def fold_gpu_rows(rows: Sequence[DoctorRow]) -> list[DoctorRow]:
+    """Return the rows, of each area those that are for GPUs only as one row that names them."""
+    shown: list[DoctorRow] = []
+    for area, area_rows in itertools.groupby(rows, key=lambda row: row.area):
+        folded: list[str] = []
+        for row in area_rows:
+            if row.is_for_gpus:
+                folded.append(row.path)
+            else:
+                shown.append(row)
+        if folded:
+            why = "this machine has no GPU; --all shows each with the reason and the fix"
+            shown.append(DoctorRow(area, "for GPUs only", "not live", ", ".join(folded), why))
+    return shown
 
 
 @dataclass(frozen=True)

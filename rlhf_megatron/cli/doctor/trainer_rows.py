@@ -75,6 +75,7 @@ SETTING_BY_PATH = {
 class DoctorRow:
     """A path or part of the machine in the doctor's table. `taken` is the variant in use, `why`
     says why the path is not live or nothing faster is used, and `fix` is a command or a setting.
+    `is_for_gpus`: the path is not live because only GPUs have it and this machine has none.
     """
 
     area: str
@@ -83,6 +84,7 @@ class DoctorRow:
     taken: str
     why: str = ""
     fix: str = ""
+    is_for_gpus: bool = False
 
 
 @dataclass(frozen=True)
@@ -230,7 +232,9 @@ def make_attention_row(facts: MachineFacts, path_settings: TrainerPathSettings) 
     )
     # flash attention 2 on a Hopper GPU is not
     is_fastest = choice.name != "by_length" and not choice.fix
-    return _make_choice_row("attention", choice, ATTENTION_NAMES[choice.name], is_fastest)
+    return _make_choice_row(
+        "attention", choice, ATTENTION_NAMES[choice.name], is_fastest, not facts.has_cuda
+    )
 
 
 def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
@@ -244,9 +248,8 @@ def make_norm_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
         apex.why_not,
         apex.is_usable,
     )
-    return _make_choice_row(
-        "norm", choice, NORM_NAMES.get(choice.name, "plain torch"), choice.name != "plain"
-    )
+    taken = NORM_NAMES.get(choice.name, "plain torch")
+    return _make_choice_row("norm", choice, taken, choice.name != "plain", not facts.has_cuda)
 
 
 def make_gradient_fusion_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> DoctorRow:
@@ -335,10 +338,17 @@ def _make_package_row(
 ) -> DoctorRow:
     """Return the row on whether a package for GPUs is installed and can be imported."""
     package = facts.packages[module]
+    is_for_gpus = device == "cpu" and not facts.has_cuda
     if not package.is_present:
         why = package.why_not if device == "cuda" else f"{package.why_not}; it is for GPUs"
         return DoctorRow(
-            "packages", package_name, "not live", "not installed", why, INSTALL[module]
+            "packages",
+            package_name,
+            "not live",
+            "not installed",
+            why,
+            INSTALL[module],
+            is_for_gpus=is_for_gpus,
         )
     taken = package.version or "of an unknown version"
     if not package.is_usable:
@@ -347,7 +357,14 @@ def _make_package_row(
             "packages", package_name, "broken", taken, package.why_not, f"{clean}{INSTALL[module]}"
         )
     if device == "cpu":
-        return DoctorRow("packages", package_name, "not live", taken, "it is for GPUs")
+        return DoctorRow(
+            "packages",
+            package_name,
+            "not live",
+            taken,
+            "it is for GPUs",
+            is_for_gpus=is_for_gpus,
+        )
     return DoctorRow("packages", package_name, "live", taken)
 
 
@@ -388,7 +405,9 @@ def _make_activation_row(facts: MachineFacts, path_settings: TrainerPathSettings
         if choice.name == "compiled"
         else "plain torch"
     )
-    return _make_choice_row("activation fusion", choice, taken, choice.name == "compiled")
+    return _make_choice_row(
+        "activation fusion", choice, taken, choice.name == "compiled", not facts.has_cuda
+    )
 
 
 def make_expert_rows(facts: MachineFacts, path_settings: TrainerPathSettings) -> list[DoctorRow]:
@@ -492,13 +511,26 @@ def _make_deterministic_row(path_settings: TrainerPathSettings) -> DoctorRow:
 
 
 def _make_choice_row(
-    path_name: str, choice: KernelChoice, taken_text: str, is_live: bool
+    path_name: str,
+    choice: KernelChoice,
+    taken_text: str,
+    is_live: bool,
+    is_for_gpus: bool = False,
 ) -> DoctorRow:
     """Return the row on a choice of kernel, with the choice's reason and fix. `is_live`: the fast
-    kernel is the one that is taken; the state of the row is live or not live.
+    kernel is the one that is taken; the state of the row is live or not live. `is_for_gpus`: only
+    GPUs have the fast kernel, and this machine has none.
     """
     state: PathState = "live" if is_live else "not live"
-    return DoctorRow("trainer", path_name, state, taken_text, choice.why_not, choice.fix)
+    return DoctorRow(
+        "trainer",
+        path_name,
+        state,
+        taken_text,
+        choice.why_not,
+        choice.fix,
+        is_for_gpus=is_for_gpus and not is_live and not choice.fix,
+    )
 
 
 def _resolve_layer_implementation(

@@ -18,6 +18,7 @@ from places import ROOT
 
 from rlhf_megatron.cli.doctor.doctor_command import (
     find_unmet_settings,
+    fold_gpu_rows,
     limit_to_this_machine,
     read_path_settings,
 )
@@ -444,3 +445,32 @@ def test_a_folder_that_takes_no_file_is_named(tmp_path: Path) -> None:
     with leave_marker_file(tmp_path, "marker") as why_not:
         assert why_not == "" and (tmp_path / "marker").exists()
     assert not (tmp_path / "marker").exists()
+
+
+def on_cpus(facts: MachineFacts) -> MachineFacts:
+    assert facts.torch is not None
+    return replace(facts, torch=replace(facts.torch, why_no_cuda="torch has no CUDA"))
+
+
+def test_paths_for_gpus_are_one_row_on_a_machine_without_a_gpu(facts: MachineFacts) -> None:
+    machine = on_cpus(facts)
+    settings = TrainerPathSettings("cpu")
+    rows = [*make_package_rows(machine, "cpu"), *make_trainer_rows(machine, settings)]
+    shown = fold_gpu_rows(rows)
+    [packages] = [row for row in shown if row.area == "packages"]
+    assert packages.path == "for GPUs only" and packages.state == "not live"
+    assert packages.taken == ", ".join(row.path for row in rows if row.area == "packages")
+    [trainer] = [row for row in shown if row.area == "trainer" and row.path == "for GPUs only"]
+    assert trainer.taken == "attention, norm, activation fusion"
+    # the rest is as it was, and nothing is lost
+    assert [row for row in shown if row.path != "for GPUs only"] == [
+        row for row in rows if not row.is_for_gpus
+    ]
+
+
+def test_a_machine_with_a_gpu_folds_nothing(facts: MachineFacts) -> None:
+    machine = on_gpu(facts)
+    for device in ("cpu", "cuda"):
+        settings = TrainerPathSettings(device)
+        rows = [*make_package_rows(machine, device), *make_trainer_rows(machine, settings)]
+        assert fold_gpu_rows(rows) == rows

@@ -1,0 +1,159 @@
+"""launch/torchrun.sh and launch/slurm.sbatch start as many machines and ranks as the settings say,
+however many devices a machine has. Nothing trains: the interpreter of the scripts runs the module
+that reads the settings, and writes down the words of all else.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from end_to_end_tools import write_config
+from places import ROOT, SUPPORT
+
+TORCHRUN = ROOT / "launch" / "torchrun.sh"
+SLURM = ROOT / "launch" / "slurm.sbatch"
+DEVICES = (0, 1, 2, 8)
+FIRST_HOUR = re.search(
+    r"^    (sbatch .*configs/quickstart_warm.yaml(?:.*\\\n)*.*)$",
+    (ROOT / "docs" / "first_hour.md").read_text(),
+    re.MULTILINE,
+)
+INTERPRETER = """#!/bin/sh
+case "$2" in
+    rlhf_megatron.cli.launch_size) exec {python} "$@" ;;
+    "import torch"*) echo {num_devices} ;;
+    *) echo "$*" >>"{directory}/words$NODE_RANK" ;;
+esac
+"""
+
+
+def make_interpreter(directory: Path, num_devices: int) -> Path:
+    """A Python that sees so many devices, as far as the scripts ask it."""
+    interpreter = directory / "python"
+    interpreter.write_text(
+        INTERPRETER.format(python=sys.executable, num_devices=num_devices or 1, directory=directory)
+    )
+    interpreter.chmod(0o700)
+    return interpreter
+
+
+def start(
+    directory: Path, *words: str, num_devices: int = 8, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """The script, or sbatch with its options, to its end, from the root of the repository."""
+    own = {
+        "PATH": f"{SUPPORT / 'fake_slurm'}:{os.environ['PATH']}",
+        "HOME": str(directory),
+        "PYTHON": str(make_interpreter(directory, num_devices)),
+        "PYTHONPATH": str(ROOT),
+        "FAKE_SLURM_LOG": str(directory / "slurm.log"),
+    }
+    if words[0] == "sbatch":
+        options = [word for word in words[1:] if word.startswith("--")]
+        num_nodes = int(next(o for o in options if o.startswith("--nodes=")).partition("=")[2])
+        own |= {
+            "SLURM_JOB_ID": "4711",
+            "SLURM_JOB_NODELIST": ",".join(f"127.0.0.{2 + node}" for node in range(num_nodes)),
+            "SLURM_JOB_NUM_NODES": str(num_nodes),
+            "SLURM_SUBMIT_DIR": str(ROOT),
+        }
+        words = ("bash", *words[1 + len(options) :])
+    return subprocess.run(
+        words, cwd=ROOT, env=own | variables, capture_output=True, text=True, timeout=120
+    )
+
+
+def read_numbers(directory: Path, node: int | str = "") -> dict[str, str]:
+    """The options with which a machine started its ranks; "" stands for a machine without
+    NODE_RANK in its environment.
+    """
+    words = (directory / f"words{node}").read_text().split()
+    return {
+        name: words[words.index(name) + 1]
+        for name in ("--nnodes", "--node-rank", "--nproc-per-node")
+        if name in words
+    }
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_ranks_are_those_of_the_settings(num_devices: int, tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    words = (config, "trainer.n_gpus_per_node=4", "--fresh")
+    ended = start(tmp_path, str(TORCHRUN), *words, num_devices=num_devices)
+    assert ended.returncode == 0, ended.stderr
+    assert read_numbers(tmp_path) == {"--nproc-per-node": "4"}
+    explicit = start(tmp_path, str(TORCHRUN), *words, NPROC_PER_NODE="3", num_devices=num_devices)
+    assert explicit.returncode == 0
+    assert "--nproc-per-node 3" in (tmp_path / "words").read_text()
+
+
+@pytest.mark.parametrize("num_devices", DEVICES)
+def test_the_first_hour_starts_two_ranks_on_each_of_two_nodes(
+    num_devices: int, tmp_path: Path
+) -> None:
+    assert FIRST_HOUR is not None
+    words = shlex.split(FIRST_HOUR[1].replace("\\\n", " "))
+    ended = start(tmp_path, *words, num_devices=num_devices)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for node in range(2):
+        assert read_numbers(tmp_path, node) == {
+            "--nnodes": "2",
+            "--node-rank": str(node),
+            "--nproc-per-node": "2",
+        }
+
+
+def test_doctor_looks_at_all_nodes_with_all_their_devices(tmp_path: Path) -> None:
+    """Whatever the settings of the run say that it also looks at."""
+    config = str(write_config(tmp_path))
+    words = ("sbatch", "--nodes=3", "launch/slurm.sbatch", "--cluster", config)
+    ended = start(tmp_path, *words, num_devices=8, JOB="doctor")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert [read_numbers(tmp_path, node)["--nnodes"] for node in range(3)] == ["3"] * 3
+    assert read_numbers(tmp_path, 2)["--nproc-per-node"] == "8"
+
+
+ENGINES_ALONE = ("trainer.nnodes=1", "trainer.n_gpus_per_node=2", "rollout.engine_machines=[1,2]")
+
+
+def test_machines_with_engines_alone_are_those_of_the_settings(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    settings = (*ENGINES_ALONE, "rollout.num_engines=2", "rollout.weight_transport=disk")
+    ended = start(tmp_path, "sbatch", "--nodes=3", "launch/slurm.sbatch", config, *settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    # Machine 0 listens to the others, although it has all ranks.
+    assert read_numbers(tmp_path, 0) == {
+        "--nnodes": "1",
+        "--node-rank": "0",
+        "--nproc-per-node": "2",
+    }
+    for node in (1, 2):
+        words = (tmp_path / f"words{node}").read_text()
+        assert words.startswith("-m rlhf_megatron train "), "no ranks, and no agent"
+
+
+def test_a_job_of_another_size_is_refused(tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    words = ("sbatch", "--nodes=3", "launch/slurm.sbatch", config, "trainer.nnodes=2")
+    ended = start(tmp_path, *words)
+    assert ended.returncode == 2
+    assert ended.stderr.splitlines() == [
+        "This script was started on 3 machine(s), but the run needs 2: 2 with ranks"
+        " (trainer.nnodes) and 0 with engines alone (rollout.engine_machines); start it on 2"
+        " (sbatch --nodes=2), or change the settings."
+    ]
+    assert not list(tmp_path.glob("words*"))
+
+
+def test_a_wrong_configuration_is_left_to_the_run_to_explain(tmp_path: Path) -> None:
+    """Which says what is wrong with it; the script starts one rank for that."""
+    config = str(write_config(tmp_path))
+    ended = start(tmp_path, str(TORCHRUN), config, "trainer.nodes=2")
+    assert ended.returncode == 0 and ended.stderr == ""
+    assert read_numbers(tmp_path) == {"--nproc-per-node": "1"}
