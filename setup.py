@@ -69,14 +69,14 @@ EXTRAS = {
 
 
 class WithExamples(build_py):
-    """Puts configs/ and examples/ into the wheel, at rlhf_megatron/shipped; a working tree has
-    them at its top.
+    """Puts configs/, examples/ and launch/ into the wheel, at rlhf_megatron/shipped; a working tree
+    has them at its top.
     """
 
     def run(self) -> None:
         super().run()
         if not self.editable_mode:
-            for folder in ("configs", "examples"):
+            for folder in ("configs", "examples", "launch"):
                 place = Path(self.build_lib, "rlhf_megatron", "shipped", folder)
                 shutil.copytree(Path(__file__).parent / folder, place, dirs_exist_ok=True)
 

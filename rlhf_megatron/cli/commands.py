@@ -57,6 +57,13 @@ def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_launch_scripts_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of `launch-scripts`."""
+    parser.add_argument(
+        "directory", metavar="DIR", type=Path, help="made if need be; launch: as the documents say"
+    )
+
+
 def _add_train_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `train`: configuration, start options, and recording and replay."""
     add_run_config_arguments(parser)
@@ -765,6 +772,12 @@ COMMANDS = (
         "write a configuration to start from",
         _add_init_arguments,
         ".init_command:run_init_command",
+    ),
+    CliCommand(
+        "launch-scripts",
+        "write the scripts for several machines, Slurm and Ray",
+        _add_launch_scripts_arguments,
+        ".launch_scripts_command:run_launch_scripts_command",
     ),
     CliCommand(
         "train", "train a policy", _add_train_arguments, ".train_command:run_train_job_command"

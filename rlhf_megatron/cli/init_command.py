@@ -102,8 +102,8 @@ def run_init_command(args: argparse.Namespace) -> None:
 
 
 def find_shipped_dir() -> Path:
-    """Return the folder that holds configs/ and examples/: in the installed package, or in the
-    working tree around it.
+    """Return the folder that holds configs/, examples/ and launch/: in the installed package, or in
+    the working tree around it.
     """
     package = Path(str(files("rlhf_megatron")))
     return package / "shipped" if (package / "shipped").is_dir() else package.parent

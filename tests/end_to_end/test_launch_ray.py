@@ -351,6 +351,7 @@ def test_the_job_explains_how_it_is_started(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_ID": JOB, "SLURM_SUBMIT_DIR": str(tmp_path)}
     assert run(**slurm) == (2, "usage: sbatch launch/slurm_ray.sbatch CONFIG [key=value ...]\n")
     code, message = run("x.yaml", **slurm)
-    assert (
-        code == 2 and "submit the job from the root of the repository, or set CLUSTER." in message
+    assert code == 2 and message == (
+        f"{tmp_path}/launch/ray_cluster.sh is not there: submit the job from the folder in which"
+        " launch/ lies, or set CLUSTER; `rlhf-megatron launch-scripts launch` writes that folder.\n"
     )

@@ -54,7 +54,7 @@ def submit(launch: Any, tmp_path: Path) -> Iterator[Any]:
     jobs: list[Job] = []
 
     def start(settings: dict[str, Any], **more: str) -> Job:
-        variables = slurm_variables(tmp_path) | {"NPROC_PER_NODE": "1"} | more
+        variables = slurm_variables(tmp_path) | more
         jobs.append(launch(Job, ["bash", str(SCRIPT)], TWO_NODES | settings, **variables))
         return jobs[-1]
 
@@ -179,7 +179,10 @@ def test_it_explains_how_it_is_started(tmp_path: Path) -> None:
     slurm = {"SLURM_JOB_ID": JOB, "SLURM_SUBMIT_DIR": str(tmp_path)}
     assert run(**slurm) == (2, "usage: sbatch launch/slurm.sbatch CONFIG [key=value ...]\n")
     code, message = run("x.yaml", **slurm)
-    assert code == 2 and "submit the job from the root of the repository, or set LAUNCH." in message
+    assert code == 2 and message == (
+        f"{tmp_path}/launch/torchrun.sh is not there: submit the job from the folder in which"
+        " launch/ lies, or set LAUNCH; `rlhf-megatron launch-scripts launch` writes that folder.\n"
+    )
 
 
 @pytest.mark.parametrize("name", ["slurm.sbatch", "torchrun.sh"])

@@ -5,6 +5,7 @@ that reads the settings, and writes down the words of all else.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -17,7 +18,6 @@ from end_to_end_tools import write_config
 from places import ROOT, SUPPORT
 
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
-SLURM = ROOT / "launch" / "slurm.sbatch"
 DEVICES = (0, 1, 2, 8)
 FIRST_HOUR = re.search(
     r"^    (sbatch .*configs/quickstart_warm.yaml(?:.*\\\n)*.*)$",
@@ -55,7 +55,8 @@ def start(
         "FAKE_SLURM_LOG": str(directory / "slurm.log"),
     }
     if words[0] == "sbatch":
-        options = [word for word in words[1:] if word.startswith("--")]
+        script = next(i for i, word in enumerate(words) if word.endswith(".sbatch"))
+        options = words[1:script]
         num_nodes = int(next(o for o in options if o.startswith("--nodes=")).partition("=")[2])
         own |= {
             "SLURM_JOB_ID": "4711",
@@ -63,7 +64,7 @@ def start(
             "SLURM_JOB_NUM_NODES": str(num_nodes),
             "SLURM_SUBMIT_DIR": str(ROOT),
         }
-        words = ("bash", *words[1 + len(options) :])
+        words = ("bash", *words[script:])
     return subprocess.run(
         words, cwd=ROOT, env=own | variables, capture_output=True, text=True, timeout=120
     )
@@ -157,3 +158,24 @@ def test_a_wrong_configuration_is_left_to_the_run_to_explain(tmp_path: Path) -> 
     ended = start(tmp_path, str(TORCHRUN), config, "trainer.nodes=2")
     assert ended.returncode == 0 and ended.stderr == ""
     assert read_numbers(tmp_path) == {"--nproc-per-node": "1"}
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_ray.sbatch"])
+def test_further_arguments_reach_srun(script: str, tmp_path: Path) -> None:
+    config = str(write_config(tmp_path))
+    words = ("sbatch", "--nodes=1", f"launch/{script}", config, "trainer.n_gpus_per_node=2")
+    container = ["--container-image=/shared/rlhf.sqsh", "--container-mounts=/shared"]
+    # Servers of Ray are not what this is about.
+    ended = start(tmp_path, *words, SRUN_ARGS=" ".join(container), CLUSTER="/bin/true")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    calls = [json.loads(line) for line in (tmp_path / "slurm.log").read_text().splitlines()]
+    assert [call["srun"]["options"][-2:] for call in calls] == [container]
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_ray.sbatch"])
+def test_a_job_asks_for_all_memory_and_has_lines_for_what_clusters_want(script: str) -> None:
+    lines = (ROOT / "launch" / script).read_text().splitlines()
+    last = next(number for number, line in enumerate(lines) if not line.startswith("#"))
+    assert "#SBATCH --mem=0" in lines[:last]
+    for option in ("--partition=", "--account=", "--propagate=NONE"):
+        assert any(line.startswith(f"##SBATCH {option}") for line in lines[:last]), option

@@ -136,6 +136,7 @@ PROCESSES = {
     "route store": Process("runtime.route_store", (*PURE, "rollout", "runtime")),
     "command line": Process("cli.main", ("config", "mcore_patch", "import_folders", "cli")),
     "restarts": Process("cli.restarts", (*PURE, "runtime", "cli")),
+    "launch size": Process("cli.launch_size", (*PURE, "cli")),
 }
 SMALLER = {
     "bundled engine server": 54,
