@@ -8,11 +8,12 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_megatron.config.rules.run_rules import learns_from_pairs
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.yaml_nodes import DEFAULT
 from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
 from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
@@ -26,7 +27,7 @@ from rlhf_megatron.jobs.generation.loss_job import LossJob
 from rlhf_megatron.jobs.generation.model_source import (
     ServedWeights,
     find_served_weights,
-    load_job_config,
+    load_job_settings,
 )
 from rlhf_megatron.rollout.engine_interface import EngineError
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
@@ -47,11 +48,20 @@ def run_generate_command(args: argparse.Namespace) -> int:
     return code
 
 
-def resolve_job_config(
+@dataclass(frozen=True)
+class AnswerJobSettings:
+    """The configuration of a job that answers prompts, and where its weights come from."""
+
+    config: RunConfig
+    source: Path | None  # of the weights; None: an address answers
+    is_default_length: bool  # nobody has set data.max_response_length
+
+
+def resolve_job_settings(
     args: argparse.Namespace, default_settings: Sequence[str] = ()
-) -> tuple[RunConfig, Path | None]:
-    """Return the configuration of a job that answers prompts, and the path of its source, which is
-    None where the source is an address. Settings of the command line override `default_settings`.
+) -> AnswerJobSettings:
+    """Return the settings of a job that answers prompts. Settings of the command line override
+    `default_settings`.
     """
     shortcuts = {"n": args.n, "temperature": args.temperature, "top_p": args.top_p}
     words = [
@@ -60,7 +70,10 @@ def resolve_job_config(
     words += [f"data.max_response_length={args.max_tokens}"] if args.max_tokens is not None else []
     prompts, overrides = split_files_and_settings(args)
     source = None if is_http_address(args.source) else Path(args.source)
-    return load_job_config(source, prompts, [*default_settings, *words, *overrides]), source
+    loaded = load_job_settings(source, prompts, [*default_settings, *words, *overrides])
+    return AnswerJobSettings(
+        loaded.config, source, loaded.find_origin("data.max_response_length") == DEFAULT
+    )
 
 
 def is_http_address(source: str) -> bool:
@@ -79,7 +92,9 @@ def generate_answer_file(
     documents in place of answers; the kind is also part of the default file name. `check_labels` is
     called with the labels of the prompts before anything is started.
     """
-    config, source = resolve_job_config(args, default_settings)
+    settings = resolve_job_settings(args, default_settings)
+    config = settings.config
+    source = settings.source
     job: AnswerGenerationJob | EndpointJob
     if source is None:
         out = args.out or Path(f"{file_kind}.jsonl")
@@ -87,7 +102,7 @@ def generate_answer_file(
     else:
         out = args.out or Path(f"{source.absolute().stem}-{file_kind}.jsonl")
         served = find_served_weights(source, Path(config.model.path), args.step, args.best)
-        job = _make_generate_job(args, config, served, out, file_kind)
+        job = _make_generate_job(args, settings, served, out, file_kind)
     if check_labels is not None:
         check_labels(job.list_labels())
     figures: dict[str, float] = {}
@@ -107,7 +122,7 @@ def generate_answer_file(
 
 def _make_generate_job(
     args: argparse.Namespace,
-    config: RunConfig,
+    settings: AnswerJobSettings,
     served: ServedWeights,
     out_path: Path,
     file_kind: str,
@@ -115,6 +130,7 @@ def _make_generate_job(
     """Return the job that writes answers of a model with engines of this command to `out_path`, or
     losses if `file_kind` is "loss".
     """
+    config = settings.config
     setup = make_standalone_engine_setup(EngineSetup.from_config(config))
     is_pairs = learns_from_pairs(config)
     if file_kind == "loss":
@@ -123,7 +139,16 @@ def _make_generate_job(
         )
     sft = config.sft if config.job != "train" else None
     return AnswerGenerationJob.from_config(
-        setup, config.data, sft, is_pairs, served, args.split, out_path, args.tokens, args.overwrite
+        setup,
+        config.data,
+        sft,
+        is_pairs,
+        served,
+        args.split,
+        out_path,
+        args.tokens,
+        args.overwrite,
+        settings.is_default_length,
     )
 
 
@@ -137,7 +162,9 @@ def generate_answers_of_each_step(
     path) of each file; the arguments are those of `generate_answer_file`. Raise ValueError where
     the source is no run with checkpoints.
     """
-    config, source = resolve_job_config(args, default_settings)
+    settings = resolve_job_settings(args, default_settings)
+    config = settings.config
+    source = settings.source
     steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
     if source is None or not steps:
         raise ValueError(
@@ -150,7 +177,7 @@ def generate_answers_of_each_step(
     jobs = []
     for step, out in files:
         served = find_served_weights(source, Path(config.model.path), step)
-        first = first or _make_generate_job(args, config, served, out, file_kind)
+        first = first or _make_generate_job(args, settings, served, out, file_kind)
         jobs.append(replace(first, served_weights=served, output_path=out))
     if check_labels is not None:
         check_labels(jobs[0].list_labels())

@@ -49,7 +49,8 @@ class AnswerFile:
         if overwrite:
             for old in (job, path, self.job_folder / LINES_FILE):
                 old.unlink(missing_ok=True)
-        if path.exists() and not job.exists():
+        # An empty file, such as one of `mktemp`, holds nothing that could be lost.
+        if path.exists() and path.stat().st_size and not job.exists():
             raise ValueError(
                 f"{path} exists and is not of this command; give --out another name,"
                 " or --overwrite."

@@ -36,6 +36,11 @@ from rlhf_megatron.jobs.generation.answer_file import (
     make_sampling_fingerprint,
 )
 from rlhf_megatron.jobs.generation.answer_progress import ProgressReporter
+from rlhf_megatron.jobs.generation.context_limit import (
+    RESPONSE_LENGTH_OPTION,
+    find_context_limit,
+    fit_response_length,
+)
 from rlhf_megatron.jobs.generation.file_weights import FileWeightSender, sync_file_weights
 from rlhf_megatron.jobs.generation.model_source import ServedWeights, load_job_tokenizer
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest
@@ -66,6 +71,7 @@ class AnswerGenerationJob:
     writes_tokens: bool = False  # also write token ids and log-probs
     overwrite: bool = False
     opening_note: str = ""  # what the prompts begin with, in words
+    length_note: str = ""  # why responses are shorter than the default, in words
     template_prefix: str = ""  # what the chat template writes of each answer
     left_out_columns: tuple[LeftOutColumn, ...] = ()  # what rewards cannot read of the rows
 
@@ -81,10 +87,14 @@ class AnswerGenerationJob:
         output_path: Path,
         writes_tokens: bool = False,
         overwrite: bool = False,
+        is_default_length: bool = False,
     ) -> AnswerGenerationJob:
         """Return a job with the prompts of a configuration, read as by `load_questions`, and the
-        tokenizer. `split` is "val", "train" or "all". Nothing is started. Raise ValueError for
-        errors that a user can fix, such as a split without prompts.
+        tokenizer. `split` is "val", "train" or "all". Nothing is started.
+
+        `is_default_length`: nobody has set the length of responses, so that responses may be
+        shorter where the model's context asks for it. Raise ValueError for errors that a user can
+        fix, such as a split without prompts, or responses for which the context has no room.
         """
         setup.check_servers()
         tokenizer = load_job_tokenizer(setup.model, served_weights)
@@ -98,16 +108,31 @@ class AnswerGenerationJob:
                 f"there are no prompts: data has no {split} rows; name a file of prompts, or"
                 " --split train."
             )
+        items = by_split[split]
+        limit = find_context_limit(served_weights.model.hf_config, setup.rollout)
+        max_response_length = fit_response_length(
+            limit,
+            [len(item.prompt_ids) for item in items],
+            data.max_response_length,
+            is_default_length,
+        )
+        length_note = ""
+        if max_response_length < data.max_response_length:
+            length_note = (
+                f"responses have at most {max_response_length} tokens, which {limit} leaves behind"
+                f" the longest prompt; set less with {RESPONSE_LENGTH_OPTION}"
+            )
         return cls(
             setup,
-            data.max_response_length,
-            by_split[split],
+            max_response_length,
+            items,
             tokenizer,
             served_weights,
             output_path,
             writes_tokens,
             overwrite,
-            describe_opening_tokens(tokenizer, data, by_split[split][0].prompt_ids, "prompts"),
+            describe_opening_tokens(tokenizer, data, items[0].prompt_ids, "prompts"),
+            length_note,
             template_prefix,
             extra_writer.list_left_out_columns(),
         )
@@ -189,8 +214,9 @@ class AnswerGenerationJob:
                     f"{len(answers.answered_indices)} of {self.num_rows} prompts have an"
                     " answer already"
                 )
-            if self.opening_note:
-                report(self.opening_note)
+            for note in (self.opening_note, self.length_note):
+                if note:
+                    report(note)
             figures = {"prompts": 0.0, "samples": 0.0, "tokens": 0.0, "seconds": 0.0}
             if not answers.is_complete:
                 with (serve_engines or self._serve_own_engines)(

@@ -24,6 +24,10 @@ from rlhf_megatron.data.document_sets import load_held_out_samples
 from rlhf_megatron.data.opening_tokens import describe_opening_tokens
 from rlhf_megatron.jobs.generation.answer_file import digest_texts, read_answer_rows
 from rlhf_megatron.jobs.generation.answer_generation_job import AnswerGenerationJob
+from rlhf_megatron.jobs.generation.context_limit import (
+    check_document_lengths,
+    find_context_limit,
+)
 from rlhf_megatron.jobs.generation.model_source import ServedWeights, load_job_tokenizer
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.engine_setup import EngineSetup
@@ -61,7 +65,11 @@ class LossJob(AnswerGenerationJob):
             raise ValueError(
                 "there are no documents: name files behind --loss, or a run that holds some out."
             )
-        # Each is asked for once, as it stands: no setting of the sampling counts.
+        check_document_lengths(
+            find_context_limit(served_weights.model.hf_config, setup.rollout),
+            [len(sample.documents[0].token_ids) for sample in documents],
+        )
+        # Each document is scored once, as it is: no setting of the sampling counts.
         once = replace(setup.rollout, val_kwargs=replace(setup.rollout.val_kwargs, n=1))
         setup = replace(setup, rollout=once)
         return cls(

@@ -8,7 +8,7 @@ import json
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import yaml
@@ -17,6 +17,7 @@ from rlhf_megatron.config.hub import download_from_hub, find_local_model_copy, i
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import ModelConfig, RunConfig
 from rlhf_megatron.config.secrets import reveal_secrets
+from rlhf_megatron.config.yaml_nodes import LoadedConfig
 from rlhf_megatron.controller.recovery.checkpoint_export import HF, find_exportable_weights
 from rlhf_megatron.data.tokenizer import Tokenizer, load_tokenizer
 from rlhf_megatron.data.vocabulary_size import require_all_tokens_known
@@ -101,6 +102,15 @@ def _digest_file_stats(directory: Path) -> str:
 def load_job_config(
     job_source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]
 ) -> RunConfig:
+    """Return the configuration of `load_job_settings`, for callers that need not know which
+    settings somebody wrote.
+    """
+    return load_job_settings(job_source, prompt_files, overrides).config
+
+
+def load_job_settings(
+    job_source: Path | None, prompt_files: Sequence[str], overrides: Sequence[str]
+) -> LoadedConfig:
     """Return the configuration for a job that trains nothing. `job_source` is RUN.yaml, a run's
     directory, a model in Hugging Face layout or its name on a hub (downloaded if there is no copy),
     or None for the defaults.
@@ -148,11 +158,9 @@ def load_job_config(
         if path is None:
             path = Path(directory) / "model.yaml"
             write_text_file(path, "{}\n")
-        config = reveal_secrets(
-            read_run_config(path, [*given, *words, *overrides]).config, os.environ
-        )
-    load_plugins(config.plugins)
-    return config
+        loaded = read_run_config(path, [*given, *words, *overrides])
+    load_plugins(loaded.config.plugins)
+    return replace(loaded, config=reveal_secrets(loaded.config, os.environ))
 
 
 def _make_default_overrides(model: Path) -> list[str]:

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
 from rlhf_megatron.data.chat_template import make_chat_format
 from rlhf_megatron.http_guard import LOOPBACK_NAMES, GuardedServer
 from rlhf_megatron.jobs.generation.answer_generation_job import serve_weights
+from rlhf_megatron.jobs.generation.context_limit import find_context_limit
 from rlhf_megatron.jobs.generation.model_source import ServedWeights as Weights
 from rlhf_megatron.jobs.generation.model_source import find_served_weights, load_job_tokenizer
 from rlhf_megatron.jobs.serving.checkpoint_follower import (
@@ -131,22 +131,15 @@ class ServeJob:
         chat = None
         if tokenizer.chat_template is not None:
             chat = make_chat_format(tokenizer, None, data.apply_chat_template_kwargs)
-        limits: list[Any] = [hf_config.get("max_position_embeddings")]
-        limits += [rollout.max_num_batched_tokens] if rollout.engine == "local" else []
-        limits += [
-            rollout.sglang.args.get(name)
-            for name in ("context_length", "context-length", "max_total_tokens")
-        ]
-        room = min(
-            (limit for limit in limits if isinstance(limit, int)), default=data.max_response_length
-        )
+        limit = find_context_limit(hf_config, rollout)
+        max_tokens = data.max_response_length if limit is None else limit.num_tokens
         stops = tokenizer.make_stop_token_ids(rollout.stop)
         return ServedModel(
             self.model_name,
             tokenizer,
             chat,
             stops,
-            room,
+            max_tokens,
             int(hf_config["vocab_size"]),
             data.add_special_tokens,
         )
