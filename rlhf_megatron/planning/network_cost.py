@@ -44,8 +44,8 @@ NETWORKS = {
 
 @dataclass(frozen=True)
 class EngineGroup:
-    """Engines that are alike, one rank a GPU, in the trainer's own order or on machines behind
-    the trainer's.
+    """Engines that are alike, one rank a GPU: colocated, dealt to the trainer's machines in turns;
+    else in order on machines behind the trainer's.
     """
 
     layout: EngineLayout
@@ -104,16 +104,58 @@ def compute_sync_cost(
     network: NetworkBandwidths,
 ) -> SyncNetworkCost:
     """Return the bytes of a weight sync from shard to shard. An engine is served by one copy of
-    each stage; the copies take turns over the engines.
+    each stage; the copies take turns over the engines, those of a machine over the colocated
+    engines there.
     """
     cost = _make_empty_cost(network)
-    copies = count_serving_copies(layout)
     for engine in range(engines.num_engines):
+        copy_index = _choose_serving_copy(engine, layout, engines, network)
+        first_gpu = _find_first_gpu(engine, layout, engines, network)
         for stage, found in enumerate(stage_links):
-            first = stage * layout.stage_size + engine % copies * layout.copy_size
+            first = stage * layout.stage_size + copy_index * layout.copy_size
             for (place, target), num_bytes in found.bytes_by_link.items():
-                _add_transfer(cost, first + place, engine, target, num_bytes, layout, engines)
+                name = f"engine{engine} rank {target}"
+                _add_transfer(cost, first + place, name, first_gpu + target, num_bytes)
     return cost
+
+
+def _count_trainer_machines(layout: ParallelLayout, network: NetworkBandwidths) -> int:
+    """Return the number of machines that the trainer's ranks fill."""
+    return -(-layout.world_size // network.gpus_per_machine)
+
+
+def _find_first_gpu(
+    engine_index: int, layout: ParallelLayout, engines: EngineGroup, network: NetworkBandwidths
+) -> int:
+    """Return the number of an engine's first GPU, counted through all machines."""
+    gpus = network.gpus_per_machine
+    num_machines = _count_trainer_machines(layout, network)
+    if not engines.is_colocated:
+        return num_machines * gpus + engine_index * engines.layout.tp
+    turn, machine = divmod(engine_index, num_machines)
+    return machine * gpus + turn * engines.layout.tp
+
+
+def _choose_serving_copy(
+    engine_index: int, layout: ParallelLayout, engines: EngineGroup, network: NetworkBandwidths
+) -> int:
+    """Return the number of the copy that serves an engine, as `assign_engines_to_copies` of the
+    transports does: a colocated engine is served by a copy that its machine holds whole.
+    """
+    num_copies = count_serving_copies(layout)
+    turn, machine = divmod(engine_index, _count_trainer_machines(layout, network))
+    first_rank = machine * network.gpus_per_machine
+    ranks = range(first_rank, first_rank + network.gpus_per_machine)
+    first_of_last_stage = layout.world_size - layout.stage_size
+    local_copies = [
+        copy_index
+        for copy_index in range(num_copies)
+        if copy_index * layout.copy_size in ranks
+        and first_of_last_stage + (copy_index + 1) * layout.copy_size - 1 in ranks
+    ]
+    if not engines.is_colocated or not local_copies:
+        return engine_index % num_copies
+    return local_copies[turn % len(local_copies)]
 
 
 def estimate_broadcast_seconds(
@@ -139,28 +181,18 @@ def _make_empty_cost(network: NetworkBandwidths) -> SyncNetworkCost:
 
 
 def _add_transfer(
-    cost: SyncNetworkCost,
-    sender_rank: int,
-    engine_index: int,
-    engine_rank: int,
-    num_bytes: int,
-    layout: ParallelLayout,
-    engines: EngineGroup,
+    cost: SyncNetworkCost, sender_rank: int, receiver_name: str, receiver_gpu: int, num_bytes: int
 ) -> None:
     """Add the bytes that a rank sends to a rank of an engine to `cost`, under the medium between
-    their GPUs.
+    their GPUs. A rank's own number is that of its GPU.
     """
     gpus = cost.network.gpus_per_machine
-    place = engine_index * engines.layout.tp + engine_rank
-    if not engines.is_colocated:
-        place += -(-layout.world_size // gpus) * gpus
-    if place == sender_rank:
+    if receiver_gpu == sender_rank:
         medium = "own GPU"
-    elif place // gpus == sender_rank // gpus:
+    elif receiver_gpu // gpus == sender_rank // gpus:
         medium = "NVLink"
     else:
         medium = "network"
-    name = f"engine{engine_index} rank {engine_rank}"
-    cost.bytes_by_link[medium][sender_rank, name] += num_bytes
+    cost.bytes_by_link[medium][sender_rank, receiver_name] += num_bytes
     cost.sent_bytes[medium][sender_rank] += num_bytes
-    cost.received_bytes[medium][name] += num_bytes
+    cost.received_bytes[medium][receiver_name] += num_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 from pathlib import Path
 
@@ -31,10 +32,10 @@ def test_the_parser_offers_all_gpus_and_networks() -> None:
     assert set(_GPU_NAMES) == GPU_MEMORY_GB.keys() and set(_NETWORK_NAMES) == NETWORKS.keys()
 
 
-def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """tp2 on two GPUs, to an engine of tp2 on the same ones: each rank's half stays on its GPU, and
-    of the norms, which one of the two sends, a copy goes over NVLink.
-    """
+def plan_small_run(
+    capsys: pytest.CaptureFixture[str], folder: Path, *arguments: str, num_engines: int
+) -> str:
+    """A small model at tp2 on GPUs that it shares with engines of tp2."""
     hf_config = {
         "model_type": "llama",
         "num_hidden_layers": 1,
@@ -49,8 +50,7 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
         "tie_word_embeddings": True,
         "torch_dtype": "bfloat16",
     }
-    (tmp_path / "config.json").write_text(json.dumps(hf_config))
-    layout = ["nnodes=1", "n_gpus_per_node=2"]
+    (folder / "config.json").write_text(json.dumps(hf_config))
     megatron = [
         "tensor_model_parallel_size=2",
         "pipeline_model_parallel_size=1",
@@ -58,25 +58,32 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     ]
     unset = ["num_layers_in_first_pipeline_stage=null", "num_layers_in_last_pipeline_stage=null"]
     of_experts = ["moe_router_load_balancing_type=none", "moe_aux_loss_coeff=0.0"]
-    picture = tmp_path / "sync.svg"
-    out = plan(
+    return plan(
         capsys,
         str(RUN),
-        f"model.path={tmp_path}",
-        *(f"trainer.{setting}" for setting in layout),
+        f"model.path={folder}",
         *(f"actor.megatron.{setting}" for setting in [*megatron, *unset, *of_experts]),
         "actor.megatron.expert_tensor_parallel_size=null",
         "critic.path=null",
         "rollout.colocated=true",
         "reference.param_offload=true",
         "rollout.weight_transport=tensor",
-        "rollout.num_engines=1",
+        f"rollout.num_engines={num_engines}",
         *(
             f"rollout.sglang.args.{s}"
             for s in ("tensor_parallel_size=2", "ep_size=1", "mem_fraction_static=0.5")
         ),
-        f"--picture={picture}",
+        *arguments,
     )
+
+
+def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """tp2 on two GPUs, to an engine of tp2 on the same ones: each rank's half stays on its GPU, and
+    of the norms, which one of the two sends, a copy goes over NVLink.
+    """
+    picture = tmp_path / "sync.svg"
+    layout = ("trainer.nnodes=1", "trainer.n_gpus_per_node=2")
+    out = plan_small_run(capsys, tmp_path, *layout, f"--picture={picture}", num_engines=1)
     cut = 2 * (256 * 64 + (64 + 32 + 32) * 64 + 64 * 64 + 3 * 128 * 64)
     norms = 2 * 3 * 64
     assert f"own GPU        {(cut + norms) / 1000:.3g} kB over 2 links" in out
@@ -85,6 +92,23 @@ def test_figures_of_a_small_run(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "this run" not in out
     svg = picture.read_text()
     assert svg.startswith("<svg ") and svg.count('class="cell"') == 4
+
+
+def test_colocated_engines_of_two_machines_take_weights_from_their_own(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Engines are dealt to the machines in turns: engine1 is the first one of machine 1, on the
+    GPUs of ranks 8 and 9, and nothing leaves a machine.
+    """
+    layout = ("trainer.nnodes=2", "trainer.n_gpus_per_node=8", "rollout.transfer_dir=/tmp")
+    out = plan_small_run(capsys, tmp_path, *layout, num_engines=4)
+    senders = {
+        engine: int(rank)
+        for rank, engine in re.findall(r"rank (\d+) to engine(\d) rank 0: [\d.]+ kB", out)
+    }
+    assert senders == {"0": 0, "1": 8, "2": 2, "3": 10}, out
+    assert re.search(r"^own GPU .* over 8 links$", out, re.MULTILINE), out
+    assert not re.search(r"^network .* over ", out, re.MULTILINE), out
 
 
 def test_the_largest_of_the_shipped_runs(capsys: pytest.CaptureFixture[str]) -> None:
