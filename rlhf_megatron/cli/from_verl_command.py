@@ -26,7 +26,8 @@ INCOMPLETE_EXIT_CODE = 1
 
 def run_from_verl_command(args: argparse.Namespace) -> int:
     """Translate a configuration of verl, write the YAML to --out or standard output, and report the
-    settings without counterpart on standard error.
+    settings without counterpart on standard error, with --show-dropped also those that ask for
+    nothing.
 
     Return 1 where a setting that changes what is learnt has no counterpart (0 with --lenient), or
     the result cannot run as it is. Raise ConfigError for a file that cannot be read, ValueError
@@ -54,6 +55,8 @@ def run_from_verl_command(args: argparse.Namespace) -> int:
             file.write(result.yaml_text)
     sys.stdout.flush()
     sys.stderr.write(format_translation_report(result, source, args.lenient))
+    if args.show_dropped:
+        sys.stderr.write(format_dropped_settings(result))
     is_enough = result.is_complete or args.lenient
     return 0 if is_enough and not result.problems else INCOMPLETE_EXIT_CODE
 
@@ -73,7 +76,10 @@ def format_translation_report(
         if not one.affects_learning
     ]
     lines = [f"{source_name}: {len(translation.values)} settings taken over"]
-    title = "without counterpart, and it changes what is learnt"
+    title = (
+        "without counterpart, and it changes what is learnt; every command refuses the result until"
+        " the line below `untranslated` is removed"
+    )
     if learning and not is_lenient:
         title += " (exit code 1; --lenient: 0)"
     for heading, items in (
@@ -85,6 +91,15 @@ def format_translation_report(
         if items:
             lines += [f"{heading}:", *(f"  {item}" for item in items)]
     return "\n".join(lines) + "\n"
+
+
+def format_dropped_settings(translation: ConfigTranslation) -> str:
+    """Return the list of settings that the translation left out because they change nothing, each
+    with its reason: settings of verl, then settings of ours that the result would ignore.
+    """
+    lines = [format_untranslated_line(setting) for setting in translation.idle_settings]
+    lines += [f"{key}: {reason}" for key, reason in translation.dropped_settings]
+    return "\n".join([f"dropped ({len(lines)}):", *(f"  {line}" for line in lines)]) + "\n"
 
 
 def _read_verl_config(file_name: str, environment: dict[str, str]) -> tuple[WrittenSettings, str]:

@@ -25,6 +25,7 @@ from rlhf_megatron.config.rules.validate import find_config_problems, list_file_
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import find_secret_keys
 from rlhf_megatron.config.type_conversion import BROKEN, ConfigConverter
+from rlhf_megatron.config.untranslated_settings import UNTRANSLATED, find_untranslated_problems
 from rlhf_megatron.config.verl_names import has_known_subkeys, suggest_setting
 from rlhf_megatron.config.yaml_nodes import (
     MAX_CHARACTERS,
@@ -216,7 +217,7 @@ def _read_config_files(
     config = converter.convert_section(RunConfig, tree, "", RunConfig())
     assert config is not BROKEN
     if files.problems:  # what an unreadable file would have set is unknown: no rule can be trusted
-        raise ConfigError([*files.problems, *converter.problems])
+        raise ConfigError([*files.problems, *files.refusals, *converter.problems])
     if files.lock is not None and not isinstance(files.lock, dict):
         raise ConfigError(
             [
@@ -226,7 +227,7 @@ def _read_config_files(
         )
     return (
         LoadedConfig(config, converter.provenance, files.lock),
-        converter.problems,
+        [*files.refusals, *converter.problems],
         converter.broken_keys,
     )
 
@@ -242,6 +243,7 @@ class _ConfigFiles:
         self.lock: Any = None
         self.num_layers = 0
         self.problems: list[ConfigProblem] = []
+        self.refusals: list[ConfigProblem] = []  # lines of the section `untranslated`
         self._merged_paths: set[Path] = set()
         self._open_paths: list[Path] = []
 
@@ -276,8 +278,10 @@ class _ConfigFiles:
         items = {
             key: _move_to_layer(item, self.num_layers)
             for key, item in resolved.items.items()
-            if key not in (EXTENDS, LOCK)
+            if key not in (EXTENDS, LOCK, UNTRANSLATED)
         }
+        if UNTRANSLATED in node.items:
+            self.refusals += find_untranslated_problems(node.items[UNTRANSLATED])
         self.lock = convert_to_plain(node.items[LOCK]) if LOCK in node.items else self.lock
         # The file of a run holds full paths; runs of older versions wrote paths that count from
         # the working directory.

@@ -2,7 +2,7 @@
 the reference.
 
 The table is verl_names.txt, a line an entry: VERL_KEY | OURS, or - | NOTE | learns;
-switch=KEY; off=[VALUES].
+feature=NAME; switch=KEY; off=[VALUES]. A row without a note has the reason of its feature.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from rlhf_megatron.config.key_paths import (
     suggest_nearest_key,
 )
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.unsupported_features import FEATURES_BY_NAME
+from rlhf_megatron.config.untranslated_settings import OVERRIDE_HINT, UNTRANSLATED
 
 RENAMED_SECTIONS = (
     ("actor_rollout_ref.actor", "actor"),
@@ -66,7 +68,8 @@ class VerlKey:
     name: str
     target: str | None
     note: str = ""
-    affects_learning: bool = False  # left out, it changes what is learnt
+    # of UNSUPPORTED_FEATURES; "": left out, it changes nothing of what is learnt
+    feature: str = ""
     switch_key: str = ""  # verl's key without which it asks for nothing
     # values that ask for nothing, beside null, false, 0, -1, "", [] and {}
     off_values: tuple[object, ...] = ()
@@ -77,13 +80,11 @@ def _parse_table_line(line: str) -> VerlKey:
     name, target, note, more = (*line.split(" | "), "", "")[:4]
     given = dict(word.partition("=")[::2] for word in more.split("; ") if word)
     off = tuple(json.loads(given.get("off", "[]")))
+    feature = given.get("feature", "set_by_hand") if "learns" in given else ""
+    if feature and not note and target == "-":
+        note = f"{FEATURES_BY_NAME[feature].reason}; remove it"
     return VerlKey(
-        name,
-        None if target == "-" else target,
-        note,
-        "learns" in given,
-        given.get("switch", ""),
-        off,
+        name, None if target == "-" else target, note, feature, given.get("switch", ""), off
     )
 
 
@@ -130,6 +131,8 @@ def suggest_setting(key: str) -> KeySuggestion:
     """Return a guess at the setting that an unknown key of a run meant, by verl's names, other
     trainers' names, and similar spellings.
     """
+    if key.partition(".")[0] == UNTRANSLATED:  # of the command line: files have it taken out
+        return KeySuggestion(f"{OVERRIDE_HINT}.")
     path = rename_to_current_key(key)
     known = (*list_leaf_keys(RunConfig), *list_section_keys(RunConfig))
     if path != key and path in known:

@@ -14,6 +14,8 @@ from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import REDACTED, find_secret_keys
 from rlhf_megatron.config.show import format_yaml_value
+from rlhf_megatron.config.unsupported_features import FEATURES_BY_NAME
+from rlhf_megatron.config.untranslated_settings import UNTRANSLATED, format_untranslated_entry
 from rlhf_megatron.config.verl_names import VERL_NAMES, VerlKey, find_verl_key
 from rlhf_megatron.jobs.from_verl.verl_settings import DEFAULTS, VerlSettings
 
@@ -34,6 +36,13 @@ FOLLOWERS = {
     "critic.model.tokenizer_path": "model.path",
     **{f"{role}.rollout_n": "rollout.n" for role in ("actor", "critic", "reference")},
 }
+
+NO_COUNTERPART_NEEDED = "how verl computes: it changes nothing of what is learnt"
+
+UNTRANSLATED_COMMENT = (
+    "Settings that change what is trained and that could not be taken over. Every command refuses"
+    " this file while a line stands here: remove a line to train without what it asks for."
+)
 
 WIDTH = 116
 COLUMN = 58  # where comments beside a value begin, as far as values let them
@@ -60,12 +69,33 @@ class TranslatedValue:
 
 @dataclass(frozen=True)
 class UntranslatedSetting:
-    """A setting of verl without counterpart here."""
+    """A setting of verl without counterpart here, or a setting of ours that the file of verl should
+    decide and does not.
+    """
 
-    name: str  # as written; "" where the file should say something and does not
+    name: str  # as written; our key where it is missing
+    value: Any  # None where it is missing
+    reason: str
+    feature: str  # of UNSUPPORTED_FEATURES; "" where it changes nothing of what is learnt
+
+    @property
+    def affects_learning(self) -> bool:
+        """Return whether the setting changes what is learnt."""
+        return bool(self.feature)
+
+    @property
+    def is_missing(self) -> bool:
+        """Return whether the setting is one of ours, which the file of verl leaves open."""
+        return self.feature == "missing" and self.value is None
+
+
+@dataclass(frozen=True)
+class IdleSetting:
+    """A setting of verl that the translation leaves out, as it would change nothing."""
+
+    name: str  # as written
     value: Any
     reason: str
-    affects_learning: bool  # it changes what is learnt
 
 
 class ConfigDraft:
@@ -75,7 +105,9 @@ class ConfigDraft:
         self.user_facts = user_facts
         self.values: dict[str, TranslatedValue] = {}
         self.untranslated: list[UntranslatedSetting] = []
-        self.num_idle_settings = 0  # settings that ask for nothing
+        self.idle_settings: list[IdleSetting] = []  # settings that ask for nothing
+        # as written: those behind a value or a request, also where the value is removed later
+        self._mentioned_names: set[str] = set()
 
     def set_value(self, key: str, value: Any, sources: tuple[str, ...], note: str = "") -> None:
         """Set our setting `key`, and mark the settings of verl that it comes from as used.
@@ -86,10 +118,11 @@ class ConfigDraft:
             self.verl_settings.mark_used(source)
         written = tuple(filter(self.verl_settings.is_written, sources))
         names = tuple(self.verl_settings.get_written_name(source) for source in written or sources)
+        self._mentioned_names.update(names)
         if find_secret_keys(value, key):
             self.untranslated.append(
                 UntranslatedSetting(
-                    names[0] if names else key, REDACTED, "a secret: write it yourself", False
+                    names[0] if names else key, REDACTED, "a secret: write it yourself", ""
                 )
             )
             return
@@ -125,10 +158,12 @@ class ConfigDraft:
         if value is not None:
             self.set_value(key or source, convert_value(value), (source,), note)
 
-    def leave_untranslated(self, source: str, reason: str, affects_learning: bool = False) -> None:
+    def leave_untranslated(self, source: str, reason: str, feature: str = "") -> None:
         """Record that verl's setting `source` has no counterpart, with the reason, and mark it as
-        used. A secret is not shown.
+        used. `feature` is the one of UNSUPPORTED_FEATURES that it asks for; "" for a setting that
+        changes nothing of what is learnt. A secret is not shown.
         """
+        assert not feature or feature in FEATURES_BY_NAME, feature
         value = self.verl_settings.use_value(source)
         name = self.verl_settings.get_written_name(source)
         self.untranslated.append(
@@ -136,15 +171,44 @@ class ConfigDraft:
                 name,
                 REDACTED if find_secret_keys(value, source) else value,
                 reason,
-                affects_learning,
+                feature,
             )
         )
 
-    def request_missing_fact(self, reason: str) -> None:
-        """Record a fact that changes what is learnt and that the file does not give, or not in our
-        units; `reason` is the message to the user.
+    def request_missing_fact(self, key: str, reason: str, source: str = "") -> None:
+        """Record that the file does not give our setting `key`, or not in our units, although it
+        changes what is learnt; `reason` is the message to the user, `source` verl's setting in
+        other units, if there is one.
         """
-        self.untranslated.append(UntranslatedSetting("", None, reason, True))
+        self._mentioned_names.add(self.verl_settings.get_written_name(source))
+        self.untranslated.append(UntranslatedSetting(key, None, reason, "missing"))
+
+    def drop_setting(self, source: str, reason: str) -> None:
+        """Record that verl's setting `source` asks for nothing, with the reason, and mark it as
+        used.
+        """
+        value = self.verl_settings.use_value(source)
+        self.idle_settings.append(
+            IdleSetting(
+                self.verl_settings.get_written_name(source),
+                REDACTED if find_secret_keys(value, source) else value,
+                reason,
+            )
+        )
+
+    def list_dropped_settings(self) -> Iterator[IdleSetting]:
+        """Yield the written settings that ask for nothing, and then those that no value, comment or
+        refusal of the result mentions: how verl computes.
+        """
+        yield from self.idle_settings
+        mentioned = self._mentioned_names | {setting.name for setting in self.untranslated}
+        mentioned |= {setting.name for setting in self.idle_settings}
+        for key in self.verl_settings.list_written_keys():
+            name = self.verl_settings.get_written_name(key)
+            if name not in mentioned:
+                value = self.verl_settings.peek_value(key)
+                shown = REDACTED if find_secret_keys(value, key) else value
+                yield IdleSetting(name, shown, NO_COUNTERPART_NEEDED)
 
 
 def get_default_value(key: str) -> Any:
@@ -199,8 +263,10 @@ def translate_remaining_settings(draft: ConfigDraft) -> None:
             key in list_leaf_keys(RunConfig)
             and draft.verl_settings.peek_value(key) is None is get_default_value(key)
         ) or _is_copy_of_other_setting(draft, key):
-            draft.verl_settings.mark_used(key)
-            draft.num_idle_settings += 1
+            other = FOLLOWERS.get(key)
+            draft.drop_setting(
+                key, f"a copy of {other}" if other else "null, the default of both programs"
+            )
         elif (ours := find_containing_setting(key)) and (
             ours == key or isinstance(get_default_value(ours), Mapping)
         ):
@@ -227,15 +293,30 @@ def _record_unmapped_setting(draft: ConfigDraft, key: str) -> None:
     value = draft.verl_settings.use_value(key)
     if entry is None:
         reason = f"unknown; {suggest_verl_key(key)}" if suggest_verl_key(key) else "unknown"
-        draft.leave_untranslated(
-            key,
-            reason,
-            affects_learning=not is_off_value(value) and key.partition(".")[0] in LEARNING,
-        )
-    elif is_off_value(value) or value in entry.off_values or not _is_switched_on(draft, entry):
-        draft.num_idle_settings += 1
+        is_learning = not is_off_value(value) and key.partition(".")[0] in LEARNING
+        draft.leave_untranslated(key, reason, "unknown" if is_learning else "")
+    elif is_off_value(value):
+        draft.drop_setting(key, "off")
+    elif value in entry.off_values:
+        draft.drop_setting(key, "what happens here anyway")
+    elif not _is_switched_on(draft, entry):
+        draft.drop_setting(key, f"without effect: {entry.switch_key} is off")
     else:
-        draft.leave_untranslated(key, describe_missing_counterpart(entry), entry.affects_learning)
+        draft.leave_untranslated(key, describe_missing_counterpart(entry), entry.feature)
+
+
+def translate_unknown_settings(draft: ConfigDraft) -> None:
+    """Record all settings of verl that the translation of a job without RL has not used: those of
+    unsupported features by verl's table, the others as unknown.
+    """
+    for key in draft.verl_settings.list_unused_keys():
+        entry = find_verl_key(key)
+        if entry is not None and entry.feature not in ("", "set_by_hand"):
+            _record_unmapped_setting(draft, key)
+            continue
+        is_off = is_off_value(draft.verl_settings.peek_value(key))
+        is_learning = not is_off and key.partition(".")[0] != "trainer"
+        draft.leave_untranslated(key, "unknown", "unknown" if is_learning else "")
 
 
 def describe_missing_counterpart(entry: VerlKey) -> str:
@@ -304,11 +385,11 @@ def render_commented_yaml(
     ]
     for section, tree in nest_by_section(values).items():
         lines += ["", *_render_section(section, tree, 0)]
+    refused = [setting for setting in untranslated if setting.affects_learning]
+    if refused:
+        lines += ["", *_wrap_comment(UNTRANSLATED_COMMENT), f"{UNTRANSLATED}:"]
+        lines += [f"  {line}" for line in _render_untranslated_lines(refused)]
     for title, items in (
-        (
-            "Without counterpart, and it changes what is learnt:",
-            [format_untranslated_line(one) for one in untranslated if one.affects_learning],
-        ),
         (
             "Without counterpart:",
             [format_untranslated_line(one) for one in untranslated if not one.affects_learning],
@@ -326,15 +407,25 @@ def render_commented_yaml(
     return "\n".join(lines) + "\n"
 
 
-def format_untranslated_line(setting: UntranslatedSetting) -> str:
-    """Return an untranslated setting as "name=value: reason", or the reason alone where the setting
-    has no name.
+def _render_untranslated_lines(settings: Sequence[UntranslatedSetting]) -> Iterator[str]:
+    """Yield a line of YAML for each setting; the reasons of a setting that is there twice become
+    one.
     """
-    return (
-        f"{setting.name}={format_short_value(setting.value)}: {setting.reason}"
-        if setting.name
-        else setting.reason
-    )
+    by_name: dict[str, list[UntranslatedSetting]] = {}
+    for setting in settings:
+        by_name.setdefault(setting.name, []).append(setting)
+    for name, same in by_name.items():
+        reasons = "; ".join(dict.fromkeys(setting.reason.rstrip(".") for setting in same))
+        yield format_untranslated_entry(name, same[0].value, same[0].feature, reasons)
+
+
+def format_untranslated_line(setting: UntranslatedSetting | IdleSetting) -> str:
+    """Return an untranslated setting as "name=value: reason", or as "name: reason" where the file
+    does not have the setting.
+    """
+    if isinstance(setting, UntranslatedSetting) and setting.is_missing:
+        return f"{setting.name}: {setting.reason}"
+    return f"{setting.name}={format_short_value(setting.value)}: {setting.reason}"
 
 
 def format_short_value(value: Any) -> str:

@@ -47,6 +47,14 @@ class VerlSetting:
     location: str  # file:line, or "command line"
 
 
+@dataclass(frozen=True)
+class ValueProblem:
+    """A setting of verl whose value cannot be known or used; the message names the fix."""
+
+    name: str  # as written
+    message: str
+
+
 @dataclass
 class WrittenSettings:
     """The settings of a file and of the overrides after it. A later setting of a name replaces
@@ -55,7 +63,7 @@ class WrittenSettings:
 
     settings: dict[str, VerlSetting] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)  # for the user: what was assumed or not read
-    problems: list[str] = field(default_factory=list)  # settings whose value cannot be known
+    problems: list[ValueProblem] = field(default_factory=list)
     job: str = ""  # of JOBS; "": reinforcement learning
 
     def add(self, setting: VerlSetting) -> None:
@@ -329,9 +337,10 @@ def _add_override(written_settings: WrittenSettings, override: str, location: st
             # whatever it is: there is no place for it
             written_settings.add(VerlSetting(name, shown, location))
         else:
-            written_settings.problems.append(
+            message = (
                 f"{unknown} of the script); give {name}=value on the command line. [{location}]"
             )
+            written_settings.problems.append(ValueProblem(name, message))
     else:
         value = parse_hydra_value(text or "", location)
         if isinstance(value, Mapping) and value:
@@ -341,7 +350,7 @@ def _add_override(written_settings: WrittenSettings, override: str, location: st
             written_settings.add(VerlSetting(name, value, location))
     if location == COMMAND_LINE:
         written_settings.problems = [
-            problem for problem in written_settings.problems if not problem.startswith(f"{name}=")
+            problem for problem in written_settings.problems if problem.name != name
         ]
 
 

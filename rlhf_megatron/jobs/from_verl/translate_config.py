@@ -12,6 +12,7 @@ from rlhf_megatron.config.load import parse_overrides
 from rlhf_megatron.config.rules.validate import find_config_problems, find_ignored_settings
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.type_conversion import BROKEN, ConfigConverter
+from rlhf_megatron.config.untranslated_settings import UNTRANSLATED
 from rlhf_megatron.config.verl_names import has_known_subkeys, suggest_setting
 from rlhf_megatron.config.yaml_nodes import LoadedConfig, MappingNode, convert_to_plain, parse_yaml
 from rlhf_megatron.jobs.from_verl import (
@@ -24,20 +25,22 @@ from rlhf_megatron.jobs.from_verl import (
 )
 from rlhf_megatron.jobs.from_verl.config_draft import (
     ConfigDraft,
+    IdleSetting,
     TranslatedValue,
     UntranslatedSetting,
     UserFacts,
     render_commented_yaml,
     translate_remaining_settings,
 )
-from rlhf_megatron.jobs.from_verl.settings_reader import WrittenSettings
+from rlhf_megatron.jobs.from_verl.settings_reader import ValueProblem, WrittenSettings
 from rlhf_megatron.jobs.from_verl.verl_settings import VerlSettings
 
 
 @dataclass(frozen=True)
 class ConfigTranslation:
     """The result of a translation. `yaml_text` is the configuration, `untranslated` the settings of
-    verl without counterpart, and `problems` the reasons why `yaml_text` cannot run as it is.
+    verl without counterpart, and `problems` the reasons why `yaml_text` cannot run as it is, beside
+    the settings that change what is learnt and have no counterpart.
     """
 
     yaml_text: str
@@ -46,6 +49,7 @@ class ConfigTranslation:
     notes: tuple[str, ...]
     problems: tuple[str, ...]
     dropped_settings: tuple[tuple[str, str], ...]  # (our key, why it would have no effect)
+    idle_settings: tuple[IdleSetting, ...]  # of verl, which the translation left out
 
     @property
     def is_complete(self) -> bool:
@@ -87,21 +91,31 @@ def translate_verl_config(
     for key, value in overrides:
         draft.values[key] = TranslatedValue(value, (), False, "given with --set")
         draft.untranslated = [
-            one for one in draft.untranslated if one.name or not one.reason.startswith(f"{key}:")
+            one for one in draft.untranslated if one.name != key or not one.is_missing
         ]
+    unreadable = [
+        UntranslatedSetting(problem.name, None, problem.message, "unreadable_value")
+        for problem in given.problems
+    ]
     dropped = _remove_idle_values(draft)
     notes = list(dict.fromkeys(given.notes))
-    if draft.num_idle_settings:
-        notes.append(
-            f"settings that ask for nothing here, and are not listed: {draft.num_idle_settings}."
-        )
-    text = render_commented_yaml(draft.values, draft.untranslated, dropped, notes, source)
-    loaded, problems = _load_yaml_text(text, result_name)
-    problems = [*given.problems, *problems]
+    num_idle = len(draft.idle_settings)
+    if num_idle:
+        notes.append(f"settings that ask for nothing here: {num_idle} (--show-dropped lists them).")
+    refused = (*unreadable, *draft.untranslated)
+    text = render_commented_yaml(draft.values, refused, dropped, notes, source)
+    loaded, problems = _load_yaml_text(text, result_name)  # without the section `untranslated`
+    problems = [*(problem.message for problem in given.problems), *problems]
     if not problems:  # else one of these is the reason
         problems = [str(problem) for problem in find_config_problems(loaded)]
     return ConfigTranslation(
-        text, draft.values, tuple(draft.untranslated), tuple(notes), tuple(problems), tuple(dropped)
+        text,
+        draft.values,
+        tuple(draft.untranslated),
+        tuple(notes),
+        tuple(problems),
+        tuple(dropped),
+        tuple(draft.list_dropped_settings()),
     )
 
 
@@ -139,11 +153,12 @@ def _translate_critic(draft: ConfigDraft) -> None:
     if g.peek_value("critic.enable") is not None and g.use_flag("critic.enable") != is_wanted:
         name = g.peek_value("algorithm.adv_estimator")
         if is_wanted:
-            g.problems.append(
+            message = (
                 f"{g.get_written_name('critic.enable')} (false) and algorithm.adv_estimator"
                 f" ({name}) contradict each other: it needs a critic's values; choose one without,"
                 " such as grpo, or remove critic.enable."
             )
+            g.problems.append(ValueProblem(g.get_written_name("critic.enable"), message))
         else:
             draft.leave_untranslated(
                 "critic.enable",
@@ -151,9 +166,9 @@ def _translate_critic(draft: ConfigDraft) -> None:
             )
     g.mark_used("critic.enable")
     if not is_wanted:
-        before = len(g.list_unused_keys())
-        g.mark_used("critic.*", "trainer.critic_warmup")
-        draft.num_idle_settings += before - len(g.list_unused_keys())
+        for key in g.list_unused_keys():
+            if key.startswith("critic.") or key == "trainer.critic_warmup":
+                draft.drop_setting(key, "the estimator needs no critic")
         return
     draft.convert_setting(
         "critic.model.path", "critic.path", lambda value: verl_data.expand_home(draft, value)
@@ -207,7 +222,10 @@ def _load_yaml_text(text: str, source: str) -> tuple[LoadedConfig, list[str]]:
     and its problems as texts.
     """
     converter = ConfigConverter(suggest_setting, has_known_subkeys)
-    config = converter.convert_section(RunConfig, parse_yaml(text, source, 0), "", RunConfig())
+    root = parse_yaml(text, source, 0)
+    assert isinstance(root, MappingNode), "a translation is a mapping of sections"
+    sections = {name: node for name, node in root.items.items() if name != UNTRANSLATED}
+    config = converter.convert_section(RunConfig, replace(root, items=sections), "", RunConfig())
     assert config is not BROKEN, "a mapping of sections always makes a configuration"
     return LoadedConfig(config, converter.provenance), [
         str(problem) for problem in converter.problems

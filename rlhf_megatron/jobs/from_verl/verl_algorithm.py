@@ -81,7 +81,7 @@ def translate_estimator(draft: ConfigDraft) -> None:
     name = find_estimator_name(draft)
     if not name:
         draft.leave_untranslated(
-            key, _describe_unknown_part(ADV_ESTIMATORS, g.peek_value(key)), affects_learning=True
+            key, _describe_unknown_part(ADV_ESTIMATORS, g.peek_value(key)), "estimator"
         )
         return
     draft.copy_setting(
@@ -105,8 +105,7 @@ def translate_estimator(draft: ConfigDraft) -> None:
     for parameter in ESTIMATOR_KEYS:
         source = f"algorithm.{parameter}"
         if g.is_written(source) and parameter not in _list_parameter_names(kind):
-            g.mark_used(source)
-            draft.num_idle_settings += 1  # verl's estimator of that name does not read it either
+            draft.drop_setting(source, f"the estimator {name} does not read it, in verl either")
 
 
 def translate_resampling(draft: ConfigDraft) -> None:
@@ -202,7 +201,7 @@ def translate_kl_in_reward(draft: ConfigDraft) -> None:
                 "nats a token there, nats a response here: tell the usual tokens of a response with"
                 " --response-length N"
             ),
-            affects_learning=True,
+            "missing",
         )
         return
     note = f"nats a response here, nats a token there: {target:g} x {length} tokens"
@@ -231,9 +230,7 @@ def translate_policy_loss(draft: ConfigDraft) -> None:
     _translate_kl_type(draft, "actor.kl_loss_type", KL_TYPES, ActorConfig, "kl_loss_type")
     _translate_aggregation(draft, name)
     if name not in POLICY_LOSSES:
-        draft.leave_untranslated(
-            key, _describe_unknown_part(POLICY_LOSSES, written), affects_learning=True
-        )
+        draft.leave_untranslated(key, _describe_unknown_part(POLICY_LOSSES, written), "policy_loss")
         return
     draft.copy_setting(key, value=name, note=f"{written} there" if name != written else "")
     kind = POLICY_LOSSES.get(name).params
@@ -248,8 +245,7 @@ def translate_policy_loss(draft: ConfigDraft) -> None:
             for parameter in (*LOSS_KEYS, *_list_parameters_of_all_losses())
         ):
             if g.is_written(source) and source.rpartition(".")[2] not in (*known, "clip_ratio"):
-                g.mark_used(source)
-                draft.num_idle_settings += 1  # verl's loss of that name does not read it either
+                draft.drop_setting(source, f"the loss {written} does not read it, in verl either")
 
 
 def _translate_clip_ratio(draft: ConfigDraft, loss_parameters: list[str]) -> None:
@@ -297,9 +293,7 @@ def _translate_aggregation(draft: ConfigDraft, loss_name: str) -> None:
     elif draft.verl_settings.peek_value(source) in choices:
         draft.copy_setting(source)
     else:
-        draft.leave_untranslated(
-            source, f"not there; there are {', '.join(choices)}", affects_learning=True
-        )
+        draft.leave_untranslated(source, f"not there; there are {', '.join(choices)}", "loss_terms")
 
 
 def _translate_kl_type(
@@ -319,7 +313,7 @@ def _translate_kl_type(
         draft.leave_untranslated(
             source,
             f"not there; there are {', '.join(map(str, choices))}",
-            affects_learning=_is_kl_term_used(draft, source),
+            "loss_terms" if _is_kl_term_used(draft, source) else "",
         )
 
 
@@ -495,8 +489,7 @@ def translate_rollout_correction(draft: ConfigDraft) -> None:
     if not (is_bypass or wanted or g.peek_value(veto)):
         keys = [key for key in g.list_unused_keys() if key.startswith(f"{SECTION}.")]
         for key in keys:
-            g.mark_used(key)
-        draft.num_idle_settings += len(keys)
+            draft.drop_setting(key, "nothing is corrected: no weights, no filter, no bypass")
         return
     if (
         is_bypass

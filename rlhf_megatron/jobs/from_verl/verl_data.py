@@ -88,8 +88,7 @@ def translate_data(draft: ConfigDraft) -> None:
     side = g.peek_value("data.truncation")
     is_dropped = g.is_true("data.filter_overlong_prompts")
     if side in ("left", "right", "middle") and is_dropped:
-        g.mark_used("data.truncation")
-        draft.num_idle_settings += 1
+        draft.drop_setting("data.truncation", "data.filter_overlong_prompts leaves nothing to cut")
     elif side == "right":
         note = (
             "truncation right there cuts the place where the answer begins; here such prompts"
@@ -138,14 +137,14 @@ def translate_model(draft: ConfigDraft) -> None:
     )
     if IMAGES.search(name):
         draft.leave_untranslated(
-            "model.path", "it is a job with images: prompts are text here", affects_learning=True
+            "model.path", "it is a job with images: prompts are text here", "images"
         )
     elif family is not None and family not in FAMILIES:
         known = ", ".join(FAMILIES)
         draft.leave_untranslated(
             "model.path",
             f"by its name a model of {family}, which is not supported; there are {known}",
-            True,
+            "model_family",
         )
     is_hub_name = (
         isinstance(path, str) and path.count("/") == 1 and not path.startswith((".", "/", "~"))
@@ -189,12 +188,13 @@ def translate_reward(draft: ConfigDraft) -> None:
     else:
         g.mark_used(f"{FUNCTION}.*")
         draft.request_missing_fact(
-            "reward.name: verl chooses a scorer by each row's data_source, which the file does not"
+            "reward.name",
+            "verl chooses a scorer by each row's data_source, which the file does not"
             " say (gsm8k for openai/gsm8k, math for MATH, math_dapo for math* and aime*,"
             " short_answer for searchR1_*, code with reward.params.compare allclose for apps, taco"
             " and codecontests); choose one with"
             f" --set reward.name=NAME ({', '.join(REWARDS)}), for some sources"
-            " with reward.by_source."
+            " with reward.by_source.",
         )
         if chosen == "code":
             _set_comparison(draft)
@@ -227,13 +227,13 @@ def translate_reward(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             f"{MANAGER}.name",
             "a reward is a function of one sample: reward.name function",
-            affects_learning=True,
+            "reward",
         )
     if manager == "batch" and path:
         draft.leave_untranslated(
             f"{MANAGER}.name",
             "its function takes lists there, and one sample here: rewrite it",
-            affects_learning=True,
+            "reward",
         )
     g.mark_used(f"{MANAGER}.*")
     is_limited = manager == "rate_limited" and draft.values.get("reward.params.path") is not None
@@ -320,9 +320,7 @@ def _translate_reward_model(draft: ConfigDraft) -> None:
     sources = tuple(f"{MODEL}.{name}" for name in ("enable", "model.path", "model_path"))
     path = draft.verl_settings.peek_value(sources[1]) or draft.verl_settings.peek_value(sources[2])
     if not isinstance(path, str):
-        draft.leave_untranslated(
-            sources[0], "name the model: reward_model.path", affects_learning=True
-        )
+        draft.leave_untranslated(sources[0], "name the model: reward_model.path", "missing")
         return
     draft.set_value("reward.name", "zero", (), "verl takes the model's scores alone")
     g = draft.verl_settings
@@ -440,7 +438,7 @@ def _translate_overlong_penalty(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             f"{BUFFER}.len",
             "tokens over which the penalty grows: give it a number",
-            affects_learning=True,
+            "missing",
         )
         return
     term = {"name": "overlong", "weight": 1.0 if factor is None else factor}

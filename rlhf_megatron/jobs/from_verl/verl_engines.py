@@ -144,8 +144,8 @@ def translate_lora(draft: ConfigDraft) -> None:
             draft.convert_setting(f"model.{name}", f"actor.lora.{ours}")
     if is_off_value(g.peek_value("model.lora_rank")):
         draft.request_missing_fact(
-            "actor.lora.rank: the adapter of model.lora_adapter_path has one; give r of"
-            " its adapter_config.json"
+            "actor.lora.rank",
+            "the adapter of model.lora_adapter_path has one; give r of its adapter_config.json",
         )
     modules = (
         g.use_value("model.target_modules")
@@ -312,7 +312,7 @@ def translate_schedule(draft: ConfigDraft) -> None:
                 "who shares devices takes turns here, and old groups wait for nobody; engines of"
                 " their own can have schedule.name asynchronous"
             ),
-            affects_learning=True,
+            "schedule",
         )
         g.mark_used(MODE)
     elif has_separate_engines(g):
@@ -364,12 +364,12 @@ def _translate_fully_async(draft: ConfigDraft) -> None:
                 f"{loss} with the engine's log-probs for old ones: {CORRECTION}.mode bypass has"
                 " ppo_clip and reinforce"
             ),
-            affects_learning=True,
+            "schedule",
         )
     for key in [key for key in g.list_unused_keys() if key.startswith(f"{ASYNC}.")]:
-        g.mark_used(key)
-        # how weights are carried over, and where advantages are computed
-        draft.num_idle_settings += 1
+        draft.drop_setting(
+            key, "how weights are carried over, and where advantages are computed, in verl"
+        )
 
 
 def _translate_separate_async(draft: ConfigDraft) -> None:
@@ -394,7 +394,7 @@ def _translate_separate_async(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             strategy,
             "groups that are late wait, are dropped, or begun again",
-            affects_learning=True,
+            "schedule",
         )
     g.mark_used(
         "trainer.use_v1",
@@ -432,21 +432,19 @@ def translate_sampling(draft: ConfigDraft) -> None:
             draft.leave_untranslated(
                 key,
                 "off here: the trainer's log-probs are those of the full distribution",
-                affects_learning=True,
+                "sampling",
             )
     if g.is_written("rollout.do_sample") and not g.use_flag("rollout.do_sample"):
         draft.leave_untranslated(
             "rollout.do_sample",
             "training needs samples; greedy decoding is for rollout.val_kwargs",
-            affects_learning=True,
+            "sampling",
         )
     for name in ("prompt", "response"):
         key = f"rollout.{name}_length"
         ours = f"data.max_{name}_length"
         if g.use_value(key) is not None and g.peek_value(key) != g.peek_value(ours):
-            draft.leave_untranslated(
-                key, f"one limit for data and engines: {ours}", affects_learning=True
-            )
+            draft.leave_untranslated(key, f"one limit for data and engines: {ours}", "set_by_hand")
     g.mark_used("rollout.max_model_len")
     _translate_val_kwargs(draft)
 

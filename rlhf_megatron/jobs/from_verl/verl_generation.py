@@ -5,9 +5,12 @@ verl's RL jobs.
 
 from __future__ import annotations
 
-from typing import Any
-
-from rlhf_megatron.jobs.from_verl.config_draft import ConfigDraft, is_off_value
+from rlhf_megatron.jobs.from_verl.config_draft import (
+    ConfigDraft,
+    is_off_value,
+    translate_unknown_settings,
+)
+from rlhf_megatron.jobs.from_verl.settings_reader import ValueProblem
 from rlhf_megatron.jobs.from_verl.verl_data import (
     expand_home,
     set_prompt_encoding,
@@ -131,7 +134,7 @@ def translate_evaluation_job(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             "data.response_key",
             f"answers are read under responses: rename {key}",
-            affects_learning=True,
+            "data",
         )
     translate_reward(draft)
     path = expand_home(draft, use_written_value(draft, "data.path", "FILE"))
@@ -158,7 +161,7 @@ def _translate_row_keys(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             "data.data_source_key",
             f"sources are read under data_source: rename {name}",
-            affects_learning=True,
+            "data",
         )
     set_prompt_encoding(draft)
 
@@ -178,9 +181,10 @@ def _translate_generation_engines(draft: ConfigDraft, default_tp_size: int) -> N
     size = use_written_value(draft, "rollout.tensor_model_parallel_size", default_tp_size)
     source = ("rollout.tensor_model_parallel_size",)
     if not all(isinstance(value, int) for value in (nodes, gpus, size)):
-        g.problems.append(
+        message = (
             "trainer.nnodes, n_gpus_per_node and tensor_model_parallel_size must be whole numbers."
         )
+        g.problems.append(ValueProblem("trainer.nnodes", message))
         return
     of_engine = min(size, gpus)
     if of_engine > 1:
@@ -215,10 +219,4 @@ def _report_remaining_settings(draft: ConfigDraft) -> None:
     """
     for key in NO_MATTER:
         draft.verl_settings.mark_used(key)
-    for key in draft.verl_settings.list_unused_keys():
-        value: Any = draft.verl_settings.peek_value(key)
-        draft.leave_untranslated(
-            key,
-            "unknown",
-            affects_learning=not is_off_value(value) and key.split(".")[0] != "trainer",
-        )
+    translate_unknown_settings(draft)

@@ -19,6 +19,7 @@ from typing import Any
 from rlhf_megatron.config.verl_names import RENAMED_SECTIONS, rename_to_current_key
 from rlhf_megatron.config.yaml_nodes import MappingNode, parse_yaml
 from rlhf_megatron.jobs.from_verl.settings_reader import (
+    ValueProblem,
     VerlSetting,
     WrittenSettings,
     flatten_yaml_settings,
@@ -191,16 +192,19 @@ class VerlSettings:
                 self._add_setting(normalize_key(name), VerlSetting(name, value, setting.location))
 
     def _add_setting(self, key: str, setting: VerlSetting) -> None:
-        """Keep a setting under `key`; note a problem, and keep the first, if another one with a
-        different value is there.
+        """Keep a setting under `key`. A null yields to the value of another layout, as in verl's
+        migration; where two values differ, keep the first and note a problem.
         """
         other = self._settings.get(key)
-        if other is not None and other.value != setting.value:
-            self.problems.append(
+        if other is not None and other.value is None:
+            del self._settings[key]
+        elif other is not None and setting.value is not None and other.value != setting.value:
+            message = (
                 f"{other.name} ({other.value}) [{other.location}] and {setting.name}"
                 f" ({setting.value}) [{setting.location}] are the same setting in two"
                 " layouts; keep one."
             )
+            self.problems.append(ValueProblem(other.name, message))
         self._settings.setdefault(key, setting)
 
     def assume_value(self, key: str, value: Any, source: str) -> None:
@@ -259,6 +263,10 @@ class VerlSettings:
                     other for other in self._settings if other.startswith(key[:-1])
                 )
             self._used_keys.add(key)
+
+    def list_written_keys(self) -> list[str]:
+        """Return all settings of the file and its overrides, in this order."""
+        return list(self._settings)
 
     def list_unused_keys(self) -> list[str]:
         """Return the settings that no translation has used, in the order of the file."""
@@ -324,9 +332,9 @@ class VerlSettings:
     def _report_wrong_value(self, key: str, value: Any, rule: str) -> None:
         """Note once in `problems` that the value must follow `rule`; do nothing for None."""
         if value is not None:
-            problem = (
-                f"{self.get_written_name(key)} ({value!r}) must be {rule}; correct"
-                f" it. [{self.get_location(key)}]"
+            name = self.get_written_name(key)
+            problem = ValueProblem(
+                name, f"{name} ({value!r}) must be {rule}; correct it. [{self.get_location(key)}]"
             )
             if problem not in self.problems:
                 self.problems.append(problem)

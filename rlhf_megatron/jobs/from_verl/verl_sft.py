@@ -9,7 +9,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from rlhf_megatron.jobs.from_verl.config_draft import ConfigDraft, is_off_value
+from rlhf_megatron.jobs.from_verl.config_draft import (
+    ConfigDraft,
+    is_off_value,
+    translate_unknown_settings,
+)
 from rlhf_megatron.jobs.from_verl.verl_data import (
     expand_home,
     set_prompt_encoding,
@@ -55,8 +59,6 @@ NO_MATTER = (
     ),
     *("data.use_dynamic_bsz", "data.balance_dp_token"),
     *(
-        "optim.lr_warmup_init",
-        "optim.optimizer",
         "engine.data_parallel_mode",
         "engine.data_parallel_size",
     ),
@@ -104,12 +106,7 @@ def translate_supervised_job(draft: ConfigDraft) -> None:
     translate_lora(draft)
     for key in NO_MATTER:
         g.mark_used(key)
-    for key in g.list_unused_keys():
-        draft.leave_untranslated(
-            key,
-            "unknown",
-            affects_learning=not is_off_value(g.peek_value(key)) and key.split(".")[0] != "trainer",
-        )
+    translate_unknown_settings(draft)
 
 
 def use_written_value(draft: ConfigDraft, key: str, default: Any) -> Any:
@@ -237,6 +234,10 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
     becomes steps where their number is known.
     """
     g = draft.verl_settings
+    if str(use_written_value(draft, "optim.optimizer", "adamw")).lower() not in ("adam", "adamw"):
+        draft.leave_untranslated("optim.optimizer", "the optimizer is AdamW", "optimizer")
+    if not is_off_value(use_written_value(draft, "optim.lr_warmup_init", 0)):
+        draft.leave_untranslated("optim.lr_warmup_init", "warm-up begins at 0", "lr_schedule")
     steps = _compute_sft_steps(draft)
     draft.set_value("actor.optim.lr", use_written_value(draft, "optim.lr", 1e-5), ("optim.lr",))
     for name in ("weight_decay", "betas", "clip_grad"):
@@ -253,7 +254,7 @@ def _translate_sft_optimizer(draft: ConfigDraft) -> None:
         draft.leave_untranslated(
             next(filter(g.is_written, styles)),
             "warm-up, stable and decay phases are not there",
-            affects_learning=True,
+            "lr_schedule",
         )
         for key in styles:
             g.mark_used(key)
@@ -311,8 +312,8 @@ def _translate_sft_trainer(draft: ConfigDraft) -> None:
     g.mark_used("trainer.total_epochs")
     if steps is None:
         draft.request_missing_fact(
-            "trainer.total_training_steps: give it, or the rows of the training files"
-            " with --train-rows"
+            "trainer.total_training_steps",
+            "give the number, or the rows of the training files with --train-rows",
         )
     else:
         source = (

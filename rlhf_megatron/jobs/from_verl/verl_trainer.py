@@ -106,8 +106,10 @@ def _translate_run_length(draft: ConfigDraft) -> None:
         epochs = f"{g.peek_value('trainer.total_epochs')} epochs"
         source = "" if g.is_written("trainer.total_epochs") else " (verl's default)"
         draft.request_missing_fact(
-            f"trainer.total_training_steps: {epochs}{source} of a file whose rows are not known;"
-            " tell them with --train-rows N, or give trainer.total_training_steps=N."
+            "trainer.total_training_steps",
+            f"{epochs}{source} of a file whose rows are not known;"
+            " tell them with --train-rows N, or give trainer.total_training_steps=N.",
+            "trainer.total_epochs",
         )
     elif g.peek_value(key) is not None:
         draft.set_value(key, steps, (key,))
@@ -344,7 +346,7 @@ def translate_optimizer(draft: ConfigDraft, role: str) -> None:
     if str(g.peek_value(kind)).lower() in ("adam", "adamw"):
         g.mark_used(kind)
     else:
-        draft.leave_untranslated(kind, "the optimizer is AdamW", affects_learning=True)
+        draft.leave_untranslated(kind, "the optimizer is AdamW", "optimizer")
     for name in ("optimizer_cpu_offload", "use_precision_aware_optimizer"):
         source = f"{section}.override_optimizer_config.{name}"
         if role == "actor" and g.use_flag(source):
@@ -375,7 +377,7 @@ def _translate_lr_schedule(draft: ConfigDraft, role: str, section: str) -> None:
         draft.leave_untranslated(
             style,
             "warm-up, stable and decay phases are not there; use another style",
-            affects_learning=True,
+            "lr_schedule",
         )
     else:
         draft.copy_setting(style, value=STYLES.get(str(g.use_value(style)), g.use_value(style)))
@@ -433,7 +435,7 @@ def _translate_lr_warmup(
                 "a share of the run's steps, which are not known: give"
                 " trainer.total_training_steps, or --train-rows"
             ),
-            affects_learning=True,
+            "missing",
         )
         return
     steps = int(ratio * end)

@@ -83,8 +83,8 @@ def test_a_script_with_branches() -> None:
     assert {name: one.value for name, one in written.settings.items()} == {"a.n": 4}
     (problem,) = written.problems
     assert (
-        problem.startswith("a.lr=...: its value depends on what only the shell can tell")
-        and "[run.sh:8]" in problem
+        problem.message.startswith("a.lr=...: its value depends on what only the shell can tell")
+        and "[run.sh:8]" in problem.message
     )
     add_command_line_overrides(written, ["a.lr=2e-6"])
     assert written.settings["a.lr"].value == 2e-6 and not written.problems

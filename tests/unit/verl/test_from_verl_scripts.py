@@ -4,18 +4,28 @@ a shell knows.
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from test_from_verl import BASE, ENVIRONMENT, learning, translated, values
 
-from benchmarks.verl_scripts.__main__ import CLASSES, read_table
+from benchmarks.verl_scripts.__main__ import (
+    CLASSES,
+    OUTCOMES,
+    count_outcomes,
+    count_refused_features,
+    read_table,
+)
 from rlhf_megatron.config.errors import ConfigError
+from rlhf_megatron.config.unsupported_features import FEATURES_BY_NAME
 from rlhf_megatron.jobs.from_verl.config_draft import UserFacts
 from rlhf_megatron.jobs.from_verl.settings_reader import read_verl_settings
 from rlhf_megatron.jobs.from_verl.shell_script import UNKNOWN, ShellScript
 from rlhf_megatron.jobs.from_verl.verl_engines import OFF
 
+ROOT = Path(__file__).parents[3]
 CORRECTION = "algorithm.rollout_correction"
 
 
@@ -264,7 +274,7 @@ def test_supervised_jobs() -> None:
     assert values(chats)["sft.messages_key"] == "m"
     assert values(chats)["actor.megatron.tensor_model_parallel_size"] == 2
     assert [one.name for one in chats.untranslated] == [
-        ""
+        "trainer.total_training_steps"
     ] and "--train-rows" in chats.untranslated[0].reason
     adapters = "model.lora_rank=8 model.target_modules=[q_proj,v_proj] engine.strategy=fsdp"
     found = translated(
@@ -490,6 +500,24 @@ def test_a_command_that_ends_before_its_settings_do() -> None:
 def test_the_table_of_verls_scripts() -> None:
     rows = read_table()
     assert len({row.path for row in rows}) == len(rows) == 160
-    assert {row.outcome for row in rows} == {"converted", "refused"}
-    assert all((row.reason in CLASSES) == (row.outcome == "refused") for row in rows)
-    assert sum(row.outcome == "converted" for row in rows) >= 86
+    assert {row.outcome for row in rows} == set(OUTCOMES)
+    for row in rows:
+        if row.outcome == "accepted":
+            assert not row.reason, row
+        elif row.outcome == "refused":
+            assert row.reason and set(row.reason.split()) <= set(FEATURES_BY_NAME), row
+        else:
+            assert row.reason in CLASSES, row
+    counts = count_outcomes(rows)
+    assert counts["accepted"] >= 110
+
+
+def test_the_document_has_the_counts_of_the_table() -> None:
+    rows = read_table()
+    counts = count_outcomes(rows)
+    text = (ROOT / "docs" / "from_verl.md").read_text()
+    for outcome in OUTCOMES:
+        assert f"| {counts[outcome]} | {outcome}: " in text
+    (line,) = [line for line in text.splitlines() if "until a line is removed" in line]
+    named = dict(re.findall(r"`(\w+)` (\d+)", line))
+    assert {name: int(count) for name, count in named.items()} == count_refused_features(rows)
