@@ -239,8 +239,8 @@ def step_metrics(
     row |= {f"timing_s/{name}": value for name, value in stages.items()}
     row["timing_s/step"] = sum(stages.values()) + 0.05
     row["perf/tokens_per_s"] = row["perf/total_num_tokens"] / row["timing_s/step"]
-    row["perf/tokens_per_s/generate"] = length * NUM_SAMPLES / stages["generate"]
-    row["perf/tokens_per_s/update"] = row["perf/total_num_tokens"] / stages["update"]
+    row["perf/tokens_per_s_generate"] = length * NUM_SAMPLES / stages["generate"]
+    row["perf/tokens_per_s_update"] = row["perf/total_num_tokens"] / stages["update"]
     return row
 
 

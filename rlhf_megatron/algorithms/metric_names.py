@@ -1,7 +1,8 @@
 """The form of a line in the catalogue of metrics, and every metric that algorithms/ hands out.
 
 To add one: a line in metric_names.txt, beside those of what hands it out (`better` only where there
-is a direction). Names are the field's own where one exists.
+is a direction). Names are the field's own where one exists. No name is another's folder (`a/b`
+beside `a/b/c`): stores that keep a file a metric could not have both.
 """
 
 from __future__ import annotations
@@ -68,12 +69,29 @@ class MetricDescription:
 
 
 @cache
-def _compile_name_pattern(name: str) -> re.Pattern[str]:
+def compile_name_pattern(name: str) -> re.Pattern[str]:
     """Return the regular expression of a metric name with placeholders such as <role>."""
     parts = re.split(r"<(\w+)>", name)
     return re.compile(
         "".join(f"(?:{PLACEHOLDERS[p][0]})" if i % 2 else re.escape(p) for i, p in enumerate(parts))
     )
+
+
+_PATH_PARTS_WITH_A_MEANING = re.compile(r"\.*")  # "", "." and "..": no names of files
+
+
+def make_single_key_part(name: str) -> str:
+    """Return a name that a run makes, such as the reward part "math/latency_s", as one part of a
+    metric's key: "math:latency_s". As two parts it would make "math" the folder of a metric.
+    """
+    return mark_reserved_part(name.replace("/", ":"), _PATH_PARTS_WITH_A_MEANING)
+
+
+def mark_reserved_part(part: str, reserved: re.Pattern[str]) -> str:
+    """Return a part of a key with one more "_" at its end where it is a reserved word, or one with
+    such marks: different parts stay different.
+    """
+    return f"{part}_" if reserved.fullmatch(part.rstrip("_")) else part
 
 
 def find_matching_metric(
@@ -88,7 +106,7 @@ def find_matching_metric(
         (
             metric
             for name, metric in metrics.items()
-            if "<" in name and _compile_name_pattern(name).fullmatch(key)
+            if "<" in name and compile_name_pattern(name).fullmatch(key)
         ),
         None,
     )

@@ -30,6 +30,7 @@ from rlhf_megatron.config.schema import (
 )
 from rlhf_megatron.config.secrets import reveal_secrets
 from rlhf_megatron.controller.observe.loggers import check_logger_setups
+from rlhf_megatron.controller.observe.metrics.former_metric_names import find_current_name
 from rlhf_megatron.controller.observe.metrics.metric_catalogue import find_metric
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.controller.recovery.skip_capsule import read_skip_capsule
@@ -302,7 +303,7 @@ def _check_devices(trainer: TrainerConfig) -> None:
 
 def _check_metric_name(metric_name: str | None) -> None:
     """Raise ValueError where `trainer.keep_best` names no metric of a run."""
-    if metric_name is not None and find_metric(metric_name) is None:
+    if metric_name is not None and find_metric(find_current_name(metric_name)) is None:
         raise ValueError(
             f"trainer.keep_best ({metric_name}) is no metric of a run; docs/metrics.md lists them,"
             " such as val/accuracy or critic/rewards/mean."

@@ -48,7 +48,7 @@ def test_a_run_with_a_function_of_ones_own(config: Path) -> None:
             row["critic/rewards/mean"] == pytest.approx(whole, abs=1e-5)
             and row["reward/part/overlong"] <= 0
         )
-        assert 0 < row["reward/part/function/length"] <= 4
+        assert 0 < row["reward/part/function:length"] <= 4
         assert row["reward/status/ok"] == 1.0
     assert "scoring '" in (run.run_dir / "rewards.log").read_text()
     assert run.left_over() == []

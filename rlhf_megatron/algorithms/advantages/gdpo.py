@@ -24,6 +24,7 @@ from rlhf_megatron.algorithms.advantages.advantage_estimator import (
     spread_over_response_tokens,
 )
 from rlhf_megatron.algorithms.advantages.response_tokens import whiten_sample_advantages
+from rlhf_megatron.algorithms.metric_names import make_single_key_part
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups, compute_group_advantages
 from rlhf_megatron.lazy import Tensor, torch
 
@@ -109,11 +110,12 @@ def _compute_part_statistics(reward_key: str, part_B: Tensor) -> dict[str, float
     if not part_B.numel():
         return {}
     part_B = part_B.double()
+    prefix = f"gdpo/{make_single_key_part(reward_key)}"
     return {
-        f"gdpo/{reward_key}/mean": part_B.mean().item(),
-        f"gdpo/{reward_key}/std": part_B.std().item() if part_B.numel() > 1 else 0.0,
-        f"gdpo/{reward_key}/max": part_B.max().item(),
-        f"gdpo/{reward_key}/min": part_B.min().item(),
+        f"{prefix}/mean": part_B.mean().item(),
+        f"{prefix}/std": part_B.std().item() if part_B.numel() > 1 else 0.0,
+        f"{prefix}/max": part_B.max().item(),
+        f"{prefix}/min": part_B.min().item(),
     }
 
 

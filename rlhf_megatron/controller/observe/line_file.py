@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.controller.observe.metrics.former_metric_names import rename_former_metrics
 from rlhf_megatron.data import direct_file_io
 from rlhf_megatron.stop import RunStopped
 from rlhf_megatron.write_errors import FULL_DISK_ERRNOS, explain_write_error
@@ -250,7 +251,8 @@ def move_superseded_rows(run_dir: Path, last_step: int, attempt_number: int) -> 
 
 def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[dict[str, Any]]:
     """Return the whole rows of a file of JSON lines, with None for numbers that no figure can be;
-    [] where the file does not exist. Rows of metrics.jsonl have a kind.
+    [] where the file does not exist. Rows of metrics.jsonl have a kind, and their metrics the names
+    of today.
     """
     path = run_dir / file_name
     if not path.exists():
@@ -259,7 +261,7 @@ def read_step_rows(run_dir: Path, file_name: str = STEP_ROW_FILES[0]) -> list[di
     rows = [drop_unusable_numbers(row, "", []) for row in rows]
     if file_name != STEP_ROW_FILES[0]:
         return rows
-    return [row for row in rows if isinstance(row.get("kind"), str)]
+    return [rename_former_metrics(row) for row in rows if isinstance(row.get("kind"), str)]
 
 
 def sum_evaluation_seconds(rows: Sequence[Mapping[str, Any]], step: int) -> float:

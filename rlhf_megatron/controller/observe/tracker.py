@@ -22,6 +22,8 @@ from rlhf_megatron.controller.observe.metrics.batch_metrics import (
     iter_distributions,
     make_logged_samples,
 )
+from rlhf_megatron.controller.observe.metrics.former_metric_names import find_current_name
+from rlhf_megatron.controller.observe.metrics.metric_catalogue import make_source_key_part
 from rlhf_megatron.controller.observe.metrics.mismatch_check import make_mismatch_step
 from rlhf_megatron.controller.observe.metrics.performance_metrics import (
     compute_flops_utilisation,
@@ -82,7 +84,7 @@ class RunTracker:
         self._train_batch: TrainBatch | None = None
         self._token_batch: TokenBatch | None = None
         self._batch_version: int | None = None
-        self._watched_metric = watched_metric
+        self._watched_metric = None if watched_metric is None else find_current_name(watched_metric)
         self.logger_set = LoggerSet(logger_names, run_dir, total_steps, facts)
 
     def __enter__(self) -> RunTracker:
@@ -335,11 +337,12 @@ def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
             key = f"{figure.name}@{figure.k}"
             found |= {key: figure.value} if figure.name != "best" else {}
             if figure.low is not None and figure.high is not None:
-                found |= {f"{key}/low": figure.low, f"{key}/high": figure.high}
+                found |= {f"{key}_low": figure.low, f"{key}_high": figure.high}
         if one.low is not None and one.high is not None:
             found |= {"low": one.low, "high": one.high}
         if one.reward is not None:
             found["reward"] = one.reward
         found |= {"num_masked": float(one.num_masked), "response_length": one.mean_response_length}
-        values |= {f"val/{one.name}/{name}": value for name, value in found.items()}
+        prefix = f"val/{make_source_key_part(one.name)}"
+        values |= {f"{prefix}/{name}": value for name, value in found.items()}
     return values

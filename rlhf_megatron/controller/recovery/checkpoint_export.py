@@ -14,6 +14,7 @@ from typing import Any, Literal
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.schema import LoRAConfig, TrainerConfig
 from rlhf_megatron.controller.observe.line_file import read_step_rows
+from rlhf_megatron.controller.observe.metrics.former_metric_names import find_current_name
 from rlhf_megatron.controller.observe.metrics.metric_catalogue import find_metric
 from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore, VerifiedCheckpoint
 from rlhf_megatron.controller.recovery.resume_point import (
@@ -243,10 +244,11 @@ def _find_checkpoint(
                 f"trainer.keep_best of {run_or_checkpoint} is null; give --step, one"
                 f" of {_join_steps(steps)}."
             )
+        key = find_current_name(metric)
         values = {
-            row["step"]: row[metric]
+            row["step"]: row[key]
             for row in read_step_rows(run_or_checkpoint)
-            if isinstance(row.get(metric), int | float)
+            if isinstance(row.get(key), int | float)
         }
         step = find_best_step(values, steps, metric)
         if step is None:
@@ -277,7 +279,7 @@ def find_best_step(
     """Return the step of `steps` with the best value of `metric`, the later step where two are
     equal; None where no step has a finite value.
     """
-    found = find_metric(metric) if metric is not None else None
+    found = find_metric(find_current_name(metric)) if metric is not None else None
     sign = -1 if found is not None and found.better_direction == "lower" else 1
     known = [
         (sign * value_by_step[step], step)

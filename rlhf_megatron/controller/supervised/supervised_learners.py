@@ -22,6 +22,7 @@ from rlhf_megatron.algorithms.preferences import PREFERENCE_LOSSES, PreferencePa
 from rlhf_megatron.config.schema import ActorConfig, SFTConfig
 from rlhf_megatron.config.type_conversion import build_params
 from rlhf_megatron.controller.evaluation.confidence_intervals import compute_wilson_interval
+from rlhf_megatron.controller.observe.metrics.metric_catalogue import make_source_key_part
 from rlhf_megatron.controller.scheduler.mini_batches import make_supervised_mini_batch
 from rlhf_megatron.data.batch import (
     MiniBatch,
@@ -346,7 +347,7 @@ def compute_held_out_metrics(
     metrics: dict[str, float] = {}
     for prefix, figures in (
         ("val", add_loss_sums(list(by_set.values()))),
-        *((f"val/{n}", f) for n, f in by_set.items()),
+        *((f"val/{make_source_key_part(name)}", figures) for name, figures in by_set.items()),
     ):
         means = figures.compute_means()
         metrics |= {f"{prefix}/{name}": value for name, value in means.items()}

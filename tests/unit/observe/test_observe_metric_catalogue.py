@@ -50,7 +50,7 @@ def test_verls_names_lead_to_ours() -> None:
     [
         ("actor/lr", "<role>/lr"),
         ("val/gsm8k/test/mean@16", "val/<source>/mean@<N>"),
-        ("val/gsm8k/best@4/low", "val/<source>/best@<k>/low"),
+        ("val/gsm8k/best@4_low", "val/<source>/best@<k>_low"),
         ("val/gsm8k/low", "val/<source>/low"),
         ("memory/sync_used_bytes", "memory/<phase>_used_bytes"),
         ("health/entropy_collapse", "health/<verdict>"),

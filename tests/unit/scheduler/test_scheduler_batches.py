@@ -442,7 +442,7 @@ def test_latencies_of_reward_servers_have_quantiles() -> None:
     }
     found = batch_metrics.compute_reward_metrics(replace(scored(), reward_parts=latencies))
     of_part = {
-        key.removeprefix("reward/part/judge/"): value
+        key.removeprefix("reward/part/judge:"): value
         for key, value in found.items()
         if "/part/" in key
     }

@@ -208,8 +208,8 @@ def test_throughput_by_hand() -> None:
     metrics |= {"timing_s/update": 0.5, "actor/num_epochs": 3.0}
     found = compute_throughput(metrics)
     assert (
-        found["perf/tokens_per_s/generate"] == 5 * 60 / 2
-        and found["perf/tokens_per_s/update"] == 600 * 3 / 0.5
+        found["perf/tokens_per_s_generate"] == 5 * 60 / 2
+        and found["perf/tokens_per_s_update"] == 600 * 3 / 0.5
     )
 
 

@@ -24,8 +24,10 @@ from rlhf_megatron.algorithms.advantages.advantage_estimator import (
 )
 from rlhf_megatron.algorithms.log_prob_mismatch import compute_response_differences
 from rlhf_megatron.algorithms.loss_aggregation import sum_by_sequence
+from rlhf_megatron.algorithms.metric_names import make_single_key_part
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
+from rlhf_megatron.controller.observe.metrics.metric_catalogue import make_source_key_part
 from rlhf_megatron.controller.observe.report.run_files import LoggedSample
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.seeds import derive_seed
@@ -213,26 +215,27 @@ def compute_reward_metrics(batch: ScoredBatch) -> dict[str, float]:
     sources = torch.tensor([numbers[source] for source in batch.sources])
     for source, number in numbers.items():
         is_of = (sources == number) & is_valid
-        metrics[f"reward/source/{source}/mean"] = _mean_or_zero(batch.rewards[is_of])
-        metrics[f"reward/source/{source}/count"] = float(is_of.sum())
-        metrics[f"reward/source/{source}/masked"] = (
-            1.0 - is_valid[sources == number].float().mean().item()
-        )
+        prefix = f"reward/source/{make_source_key_part(source)}"
+        metrics[f"{prefix}/mean"] = _mean_or_zero(batch.rewards[is_of])
+        metrics[f"{prefix}/count"] = float(is_of.sum())
+        metrics[f"{prefix}/masked"] = 1.0 - is_valid[sources == number].float().mean().item()
     for status, count in sorted(Counter(batch.reward_statuses).items()):
-        metrics[f"reward/status/{status}"] = count / len(batch)
+        metrics[f"reward/status/{make_single_key_part(status)}"] = count / len(batch)
     for (source, status), count in sorted(
         Counter(zip(batch.sources, batch.reward_statuses, strict=True)).items()
     ):
         if status != "ok" and len(numbers) > 1:
-            metrics[f"reward/source/{source}/status/{status}"] = count / batch.sources.count(source)
+            prefix = f"reward/source/{make_source_key_part(source)}/status"
+            share = count / batch.sources.count(source)
+            metrics[f"{prefix}/{make_single_key_part(status)}"] = share
     for name, part in batch.reward_parts.items():
         known = part[is_valid & ~part.isnan()]
-        metrics[f"reward/part/{name}"] = _mean_or_zero(known)
+        key = f"reward/part/{make_single_key_part(name)}"
+        metrics[key] = _mean_or_zero(known)
         if name.endswith("latency_s") and known.numel():
             quantiles = torch.quantile(known, torch.tensor([0.5, 0.95, 1.0])).tolist()
             metrics |= {
-                f"reward/part/{name}_{end}": q
-                for end, q in zip(("p50", "p95", "max"), quantiles, strict=True)
+                f"{key}_{end}": q for end, q in zip(("p50", "p95", "max"), quantiles, strict=True)
             }
     return metrics
 
@@ -243,7 +246,7 @@ def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
     """
     counts = Counter(batch.finish_reasons)
     metrics = {
-        f"rollout/finish_reason/{reason}": counts[reason] / len(batch)
+        f"rollout/finish_reason/{make_single_key_part(reason)}": counts[reason] / len(batch)
         for reason in sorted({*get_args(FinishReason), *counts})
     }
     if batch.version_spans is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from rlhf_megatron.algorithms.metric_names import (
@@ -22,7 +23,9 @@ from rlhf_megatron.algorithms.metric_names import (
     VALID_SAMPLES,
     VALID_TOKENS,
     MetricDescription,
+    compile_name_pattern,
     find_matching_metric,
+    mark_reserved_part,
 )
 from rlhf_megatron.algorithms.metric_names import METRICS as ALGORITHM_METRICS
 
@@ -54,8 +57,10 @@ reward/solve_none | share | share | {GROUPS} | the same of groups whose main rew
 reward/masked | share | share | {SAMPLES} - | samples left out because their reward could not be \
 computed
 reward/part/<name> | score | mean | samples that count and have it | \
-a named component of the reward; of
-  latencies also the quantiles _p50, _p95 and _max
+a named component of the reward; \
+of
+  latencies also the quantiles _p50, _p95 and _max. "/" in its name is ":" here, as in gdpo/ and \
+of a status
 reward/servers | count | last | {STEP} | servers of the reward model that run
 reward/server_restarts | count | last | {STEP} - | times that one of them was started again
 reward/status/<status> | share | share | {SAMPLES} | samples whose reward has this status
@@ -178,17 +183,17 @@ answer among k samples of an item;
   an answer is what stands in the last \\boxed{{...}} of a response, or after its last ####, or \
 else all of it;
   equally common ones count as their mean
-val/<source>/best@<k>/low | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/best@<k>_low | score | quantile | {HELD_OUT_ITEMS} | \
 lower end of its 95 % interval (bootstrap)
-val/<source>/best@<k>/high | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/best@<k>_high | score | quantile | {HELD_OUT_ITEMS} | \
 upper end of its 95 % interval (bootstrap)
-val/<source>/worst@<k>/low | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/worst@<k>_low | score | quantile | {HELD_OUT_ITEMS} | \
 lower end of its 95 % interval (bootstrap)
-val/<source>/worst@<k>/high | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/worst@<k>_high | score | quantile | {HELD_OUT_ITEMS} | \
 upper end of its 95 % interval (bootstrap)
-val/<source>/maj@<k>/low | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/maj@<k>_low | score | quantile | {HELD_OUT_ITEMS} | \
 lower end of its 95 % interval (bootstrap)
-val/<source>/maj@<k>/high | score | quantile | {HELD_OUT_ITEMS} | \
+val/<source>/maj@<k>_high | score | quantile | {HELD_OUT_ITEMS} | \
 upper end of its 95 % interval (bootstrap)
 val/<source>/low | score | quantile | {HELD_OUT_ITEMS} | lower end of the 95 % interval of mean@N
 val/<source>/high | score | quantile | {HELD_OUT_ITEMS} | upper end of the 95 % interval of mean@N
@@ -296,9 +301,9 @@ perf/throughput | tokens/s/GPU | ratio | {STEP} + | prompt and response tokens o
 and the devices:
   ranks of the trainer, and those of engines that do not share them; a CPU process counts as one
 perf/tokens_per_s | tokens/s | ratio | {STEP} + | prompt and response tokens over the wall time
-perf/tokens_per_s/generate | tokens/s | ratio | {STEP} + | response tokens over the time of \
+perf/tokens_per_s_generate | tokens/s | ratio | {STEP} + | response tokens over the time of \
 `generate`
-perf/tokens_per_s/update | tokens/s | ratio | {STEP} + | tokens x epochs over the time of `update`
+perf/tokens_per_s_update | tokens/s | ratio | {STEP} + | tokens x epochs over the time of `update`
 perf/peak_tflops | TFLOP/s | last | {RUN_SO_FAR} | dense bfloat16 peak of a device, \
 trainer.device_peak_tflops or by its
   name: what perf/mfu is a share of
@@ -404,6 +409,36 @@ def find_metric(metric_key: str) -> MetricDescription | None:
     catalogue does not have the key.
     """
     return find_matching_metric(METRIC_CATALOGUE, metric_key)
+
+
+_SOURCE_FOLDERS = ("val/", "reward/source/")  # of the metrics of a data source
+
+
+@cache
+def _compile_reserved_source_parts() -> re.Pattern[str]:
+    """Return the pattern of the parts that the catalogue's names have where a source may stand, or
+    behind a source, and of the parts that a path of a file cannot have.
+    """
+    names = [
+        name.removeprefix(folder)
+        for name in METRIC_CATALOGUE
+        for folder in _SOURCE_FOLDERS
+        if name.startswith(folder)
+    ]
+    parts = {part for name in names for part in name.split("/") if not _IS_PLACEHOLDER.match(part)}
+    return re.compile("|".join([r"\.*", *(compile_name_pattern(p).pattern for p in sorted(parts))]))
+
+
+_IS_PLACEHOLDER = re.compile(r"<\w+>\Z")
+
+
+def make_source_key_part(source: str) -> str:
+    """Return the name of a data source, or of an evaluation set, as it stands in a metric's key: as
+    it is, "openai/gsm8k", but for parts that metrics of sources have themselves. A source
+    "accuracy" is "accuracy_": it would make the metric val/accuracy a folder.
+    """
+    reserved = _compile_reserved_source_parts()
+    return "/".join(mark_reserved_part(part, reserved) for part in source.split("/"))
 
 
 _VERL_TABLE = """

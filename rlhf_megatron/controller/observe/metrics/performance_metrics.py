@@ -225,12 +225,12 @@ def compute_throughput(
     if num_devices is not None:
         rates["perf/throughput"] = rates["perf/tokens_per_s"] / num_devices
     if "timing_s/generate" in metrics:
-        rates["perf/tokens_per_s/generate"] = _count_response_tokens(metrics) / max(
+        rates["perf/tokens_per_s_generate"] = _count_response_tokens(metrics) / max(
             MIN_SECONDS, metrics["timing_s/generate"]
         )
     if "timing_s/update" in metrics:
         trained = tokens * metrics["actor/num_epochs"]
-        rates["perf/tokens_per_s/update"] = trained / max(MIN_SECONDS, metrics["timing_s/update"])
+        rates["perf/tokens_per_s_update"] = trained / max(MIN_SECONDS, metrics["timing_s/update"])
     return rates
 
 

@@ -97,15 +97,15 @@ prompt_length | Prompt length | prompt_length/mean | zero range
 held_out_length | Response length on held-out items | val/response_length | zero points evaluation
 # time | Time | Time
 stages | Stages of a step | timing_s/<stage> | wide stack
-tokens_per_s | Throughput | perf/tokens_per_s: whole step; perf/tokens_per_s/generate: generate;
-  perf/tokens_per_s/update: update | zero
+tokens_per_s | Throughput | perf/tokens_per_s: whole step; perf/tokens_per_s_generate: generate;
+  perf/tokens_per_s_update: update | zero
 device_rate | Throughput of a device | perf/throughput | zero
 mfu | Model FLOPs utilisation | perf/mfu/actor: actor's updates; perf/mfu/critic: critic's updates;
   perf/mfu/actor_infer: log-probs | zero
 step_time | Time of a step | timing_s/step | zero
 tokens | Tokens of a step | perf/total_num_tokens | zero
 # engine | Engine | Engine
-generation | Throughput of generation | perf/tokens_per_s/generate | zero
+generation | Throughput of generation | perf/tokens_per_s_generate | zero
 finish_reason | How samples ended | rollout/finish_reason/<reason> | stack
 cached | Prompt tokens from the prefix cache | rollout/cached_token_share | zero
 retractions | Retractions | rollout/num_retractions | zero

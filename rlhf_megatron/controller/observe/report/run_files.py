@@ -27,6 +27,7 @@ from rlhf_megatron.controller.observe.line_file import (
     parse_json_text,
     read_attempt_lines,
 )
+from rlhf_megatron.controller.observe.metrics.former_metric_names import rename_former_metrics
 
 Record = TypeVar("Record")
 METRICS_FILE = "metrics.jsonl"
@@ -405,11 +406,16 @@ def _require_step(value: Any) -> int:
 
 def _parse_metric_row(line: Mapping[str, Any]) -> MetricRow:
     """Return a row of metrics.jsonl. Its metrics are the entries that are numbers; null means a
-    number that is not finite, or one that was left out.
+    number that is not finite, or one that was left out. Metrics that had another name in an earlier
+    version have the name of today.
     """
     if line["kind"] not in ROW_KINDS:
         raise ValueError("no kind of line that is known")
-    others = {key: value for key, value in line.items() if key not in ("kind", "step", "seconds")}
+    others = {
+        key: value
+        for key, value in rename_former_metrics(line).items()
+        if key not in ("kind", "step", "seconds")
+    }
     metrics = {
         key: math.nan if value is None else float(value)
         for key, value in others.items()
