@@ -23,6 +23,7 @@ from rlhf_megatron.rewards.service.worker_processes import (
     RewardWorkerProcess,
     TemplateProcess,
     WorkerEnd,
+    start_reward_template,
 )
 
 MAX_CHUNK = 16  # tasks that a worker is given at once
@@ -37,8 +38,8 @@ MAX_LOG_BYTES = 1 << 24
 class RewardWorkerPool:
     """The worker processes of a run's rewards. One thread uses the pool.
 
-    See TemplateProcess for `rewards`; a task names a reward by its index there. `waits_s` has for
-    each reward the seconds that a sample may wait for a server, counted from the last answer to
+    See `start_reward_template` for `rewards`; a task names a reward by its index there. `waits_s`
+    has for each reward the seconds that a sample may wait for a server, counted from the last answer to
     another sample, for which the policy is not to blame; None for a reward that waits for no
     server. `num_machines` is the number of machines with pools of the run, which share the servers'
     limits.
@@ -63,7 +64,7 @@ class RewardWorkerPool:
         self.log_path = log_path
         self.num_machines = num_machines
         self.workers: dict[int, RewardWorkerProcess] = {}
-        self.template_process: TemplateProcess | None = None
+        self.template_process: TemplateProcess[RewardWorkerProcess] | None = None
         self.num_forking = 0
         self._is_ready = False
         self._selector = selectors.DefaultSelector()
@@ -72,10 +73,12 @@ class RewardWorkerPool:
         """Start the template process without waiting. Call it on the main thread: the processes end
         with the thread that started them.
         """
-        self.template_process = TemplateProcess(self.rewards, self.log_path, self.num_machines)
+        self.template_process = start_reward_template(
+            self.rewards, self.log_path, self.num_machines
+        )
         self._selector.register(self.template_process.control, selectors.EVENT_READ)
 
-    def wait_until_ready(self) -> TemplateProcess:
+    def wait_until_ready(self) -> TemplateProcess[RewardWorkerProcess]:
         """Wait until the template has loaded the rewards, and return the template. Raise the errors
         that `TemplateProcess.wait_until_ready` raises.
         """

@@ -14,11 +14,11 @@ import subprocess
 import sys
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.import_folders import make_import_environment
@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 STARTUP_S = 300.0  # for imports
 SEND_S = 30.0  # a worker that reads nothing for so long is broken
 STOP_S = 5.0
-MODULE = "rlhf_megatron.rewards.service.worker_template"
+REWARD_TEMPLATE = "rlhf_megatron.rewards.service.worker_template"
+Worker = TypeVar("Worker")
 
 
 @dataclass(eq=False)
@@ -125,38 +126,52 @@ def log_note_once(note: str) -> None:
     logger.warning(note)
 
 
-class TemplateProcess:
-    """The process that forks reward workers. It starts in the background; call `wait_until_ready`
-    first. Make it on a thread that outlives it, such as the main thread.
+def start_reward_template(
+    rewards: Sequence[Mapping[str, Any]], log_path: Path | None, num_machines: int
+) -> TemplateProcess[RewardWorkerProcess]:
+    """Start the template process of reward workers and return it. `rewards` has the name, the
+    params and the configuration key of each reward. The process writes its output to `log_path`
+    (None: nowhere). `num_machines` is the number of machines with workers of the run. Raise
+    ValueError where the parameters are too long to send.
+    """
+    message = {"rewards": list(rewards), "num_machines": num_machines}
+    return TemplateProcess(REWARD_TEMPLATE, message, log_path, "rewards", RewardWorkerProcess)
+
+
+class TemplateProcess(Generic[Worker]):
+    """A process that forks workers for code of users: rewards, or environments. It starts in the
+    background; call `wait_until_ready` first. Make it on a thread that outlives it, such as the
+    main thread.
     """
 
     def __init__(
-        self, rewards: Sequence[Mapping[str, Any]], log_path: Path | None, num_machines: int
+        self,
+        module: str,
+        message: Mapping[str, Any],
+        log_path: Path | None,
+        part_name: str,
+        make_worker: Callable[[int, socket.socket], Worker],
     ) -> None:
-        """Start the template process. `rewards` has the name, the params and the configuration key
-        of each reward. The process writes its output to `log_path` (None: nowhere). `num_machines`
-        is the number of machines with workers of the run. Raise ValueError where the parameters are
-        too long to send.
+        """Start the process, which runs `module` and gets `message` and the plugins of this
+        process. It writes its output to `log_path` (None: nowhere). `part_name` is what its workers
+        run, in the plural, for messages. `make_worker` makes of a worker's pid and socket what
+        `read_messages` yields. Raise ValueError where the message is too long to send.
         """
-        message = encode_json_line(
-            {
-                "plugins": list_loaded_plugins(),
-                "rewards": list(rewards),
-                "num_machines": num_machines,
-            }
-        )
-        if len(message) > CONTROL_BYTES:
+        data = encode_json_line({"plugins": list_loaded_plugins(), **message})
+        if len(data) > CONTROL_BYTES:
             raise ValueError(
-                f"the parameters of the rewards have {len(message)} bytes, at most {CONTROL_BYTES}"
-                " can be sent; put long texts into a file that the function reads."
+                f"the parameters of the {part_name} have {len(data)} bytes, at most"
+                f" {CONTROL_BYTES} can be sent; put long texts into a file that the code reads."
             )
         self.log_path = log_path
+        self._part_name = part_name
+        self._make_worker = make_worker
         self.control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         if log_path is not None:
             log_path.parent.mkdir(parents=True, exist_ok=True)
         with theirs, open(log_path or os.devnull, "ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", MODULE, str(theirs.fileno()), str(os.getpid())],
+                [sys.executable, "-m", module, str(theirs.fileno()), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -169,7 +184,7 @@ class TemplateProcess:
                     "PYTHONUNBUFFERED": "1",
                 },
             )
-        self.control.send(message)
+        self.control.send(data)
 
     @property
     def pid(self) -> int:
@@ -177,8 +192,8 @@ class TemplateProcess:
         return self._process.pid
 
     def wait_until_ready(self) -> None:
-        """Wait until the template has loaded the rewards, and log its notes. Raise ConfigError with
-        the problems of the rewards, ValueError where the template ends or takes longer than
+        """Wait until the template has loaded the users' code, and log its notes. Raise ConfigError
+        with the problems of that code, ValueError where the template ends or takes longer than
         STARTUP_S.
         """
         self.control.settimeout(STARTUP_S)
@@ -186,8 +201,8 @@ class TemplateProcess:
             data = self.control.recv(CONTROL_BYTES)
         except TimeoutError:
             raise ValueError(
-                f"the rewards were not loaded after {STARTUP_S:.0f} s; look for a module that"
-                " waits or downloads when it is imported."
+                f"the {self._part_name} were not loaded after {STARTUP_S:.0f} s; look for a"
+                " module that waits or downloads when it is imported."
             ) from None
         except ConnectionResetError:
             data = b""
@@ -197,16 +212,14 @@ class TemplateProcess:
         if "ready" not in message:
             code = self._process.wait(STOP_S)
             raise ValueError(
-                "the process that loads the rewards ended with"
+                f"the process that loads the {self._part_name} ended with"
                 f" code {code}{self._format_log_tail()}"
             )
         for note in message["notes"]:
             log_note_once(note)
 
     def request_workers(self, num_workers: int) -> None:
-        """Ask the template to fork workers; `read_messages` yields a `RewardWorkerProcess` for
-        each. A template that is gone raises nothing here.
-        """
+        """Ask the template to fork workers; `read_messages` yields each of them. A template that is gone raises nothing here."""
         with contextlib.suppress(OSError):  # it has gone itself, which `read_messages` tells
             self.control.send(encode_json_line({"fork": num_workers}))
 
@@ -217,7 +230,7 @@ class TemplateProcess:
         with contextlib.suppress(OSError):
             self.control.send(encode_json_line({"kill": pid}))
 
-    def read_messages(self) -> Iterator[RewardWorkerProcess | WorkerEnd]:
+    def read_messages(self) -> Iterator[Worker | WorkerEnd]:
         """Wait for one message and yield it: a worker that was forked, or the end of a worker.
         Raise EOFError when the template is gone.
         """
@@ -230,7 +243,7 @@ class TemplateProcess:
             raise EOFError
         message = json.loads(data)
         if "worker" in message:
-            yield RewardWorkerProcess(message["worker"], socket.socket(fileno=descriptors[0]))
+            yield self._make_worker(message["worker"], socket.socket(fileno=descriptors[0]))
         else:
             yield WorkerEnd(message["ended"], message["code"])
 

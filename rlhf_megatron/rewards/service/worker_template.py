@@ -20,7 +20,8 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from rlhf_megatron.config.errors import ConfigError
@@ -77,9 +78,14 @@ def load_rewards(
 class WorkerTemplate:
     """Forks workers and ends them."""
 
-    def __init__(self, rewards: Sequence[LoadedReward], control: socket.socket) -> None:
-        """Set up the signal handlers of this process, and adopt the orphans of its workers."""
-        self.rewards = rewards
+    def __init__(
+        self, serve_connection: Callable[[socket.socket], None], control: socket.socket
+    ) -> None:
+        """Set up the signal handlers of this process, and adopt the orphans of its workers. A
+        worker calls `serve_connection` with its socket to the controller, and ends when that
+        returns.
+        """
+        self._serve_connection = serve_connection
         self.control = control
         self.worker_pids: set[int] = set()
         self.wake_read_fd, self._wake_write_fd = os.pipe()  # a byte a signal
@@ -134,7 +140,7 @@ class WorkerTemplate:
     def _become_worker(
         self, controller_connection: socket.socket, connection: socket.socket, parent_pid: int
     ) -> None:
-        """Serve reward tasks in this fork, in a process group of its own. Does not return."""
+        """Serve the controller in this fork, in a process group of its own. Does not return."""
         try:
             signal.set_wakeup_fd(-1)
             for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -145,7 +151,7 @@ class WorkerTemplate:
             end_with_parent(signal.SIGKILL, parent_pid)
             controller_connection.close()
             self.control.close()
-            serve_reward_tasks(self.rewards, connection)
+            self._serve_connection(connection)
             os._exit(0)
         except BaseException:
             traceback.print_exc()
@@ -218,7 +224,7 @@ def main() -> None:
     gc.freeze()  # keeps the memory that workers share from being copied for nothing
     sys.stdout.flush()
     control.send(encode_json_line({"ready": True, "notes": notes}))
-    WorkerTemplate(rewards, control).serve_controller()
+    WorkerTemplate(partial(serve_reward_tasks, rewards), control).serve_controller()
 
 
 if __name__ == "__main__":

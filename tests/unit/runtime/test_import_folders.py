@@ -48,9 +48,9 @@ print(sys.flags.no_user_site, site.ENABLE_USER_SITE, "" in sys.path, [
 ])
 """
 TEMPLATE = """
-from rlhf_megatron.rewards.service.worker_processes import TemplateProcess
+from rlhf_megatron.rewards.service.worker_processes import start_reward_template
 reward = {{"name": "function", "params": {{"path": {path!r}}}, "key": "reward"}}
-template = TemplateProcess([reward], None, 1)
+template = start_reward_template([reward], None, 1)
 template.wait_until_ready()
 template.close()
 print("ready")
