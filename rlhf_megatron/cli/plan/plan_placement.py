@@ -7,10 +7,15 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from rlhf_megatron.cli.plan.plan_sync import make_planned_engines
 from rlhf_megatron.config.load import load_run_config
-from rlhf_megatron.config.rules.engine_machines import assign_part_machines, list_engine_part_names
+from rlhf_megatron.config.rules.engine_machines import (
+    MACHINES,
+    assign_part_machines,
+    list_engine_part_names,
+)
 from rlhf_megatron.config.rules.part_rules import count_machines_per_engine
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.runtime.rank_pools import PoolSpec, build_pool_specs, find_pool_of_rank
@@ -37,14 +42,29 @@ def run_plan_placement_command(args: argparse.Namespace) -> int:
     machines = plan_machines(config, args.gpus)
     for line in (*format_machine_lines(config, machines), *format_weight_sync_lines(config)):
         print(line)
-    short = [
-        f"machine {i} needs {m.num_taken_gpus} GPUs and has {args.gpus}"
-        for i, m in enumerate(machines)
-        if m.num_taken_gpus > args.gpus
+    shortages = list(_describe_shortages(machines, args.gpus))
+    if shortages:
+        print(f"does not fit: {'; '.join(shortages)}. {_suggest_fix(config, args.gpus)}")
+    return 1 if shortages else 0
+
+
+def _describe_shortages(machines: Sequence[PlannedMachine], gpus_per_machine: int) -> Iterator[str]:
+    """Yield a text for each series of machines that need more GPUs than a machine has, and equally
+    many.
+    """
+    numbered = [
+        (number, machine.num_taken_gpus)
+        for number, machine in enumerate(machines)
+        if machine.num_taken_gpus > gpus_per_machine
     ]
-    if short:
-        print(f"does not fit: {'; '.join(short)}. {_suggest_fix(config)}")
-    return 1 if short else 0
+    # Consecutive machines have the same difference to their place in the list.
+    for (_, num_gpus), items in groupby(
+        enumerate(numbered), lambda item: (item[1][0] - item[0], item[1][1])
+    ):
+        numbers = [number for _, (number, _) in items]
+        span = _format_number_span("machine", range(numbers[0], numbers[-1] + 1))
+        verbs = ("needs", "has") if len(numbers) == 1 else ("need", "have")
+        yield f"{span} {verbs[0]} {num_gpus} GPUs and {verbs[1]} {gpus_per_machine}"
 
 
 def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachine]:
@@ -79,7 +99,10 @@ def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachi
         place.engine_texts.append(
             f"{name} on {_format_number_span('GPU', range(first, first + size))}"
         )
-        place.num_taken_gpus += 0 if rollout.colocated else size
+        if rollout.colocated:
+            place.num_taken_gpus = max(place.num_taken_gpus, size)
+        else:
+            place.num_taken_gpus += size
     return machines
 
 
@@ -105,10 +128,9 @@ def format_machine_lines(config: RunConfig, machines: Sequence[PlannedMachine]) 
     if trainer.runtime == "ray":
         start += " on the driver's machine, Ray on all"
     elif len(machines) > 1:
-        num_alone = len(machines) - trainer.nnodes
-        numbers = f"NNODES={trainer.nnodes} " + (f"ENGINE_NODES={num_alone} " if num_alone else "")
         start = (
-            f"{numbers}NPROC_PER_NODE={trainer.n_gpus_per_node} launch/torchrun.sh on each machine"
+            f"launch/torchrun.sh on each of {len(machines)} machines, or sbatch"
+            f" --nodes={len(machines)} launch/slurm.sbatch"
         )
     yield f"launcher    {trainer.runtime}: {start}"
     yield f"layout      {', '.join(map(str, pools))}"
@@ -185,15 +207,43 @@ def _format_range(first: int, last: int) -> str:
     return str(first) if first == last else f"{first}-{last}"
 
 
-def _suggest_fix(config: RunConfig) -> str:
-    """Return advice for a run whose engines do not fit on its machines."""
-    if config.trainer.runtime == "ray":
+def _suggest_fix(config: RunConfig, gpus_per_machine: int) -> str:
+    """Return advice for a run that does not fit on its machines; its settings, in the form of the
+    command line, are those with which it fits.
+    """
+    trainer = config.trainer
+    rollout = config.rollout
+    if trainer.n_gpus_per_node > gpus_per_machine:
         return (
-            "Engines that take weights from memory stand there; use rollout.weight_transport:"
-            " process_group or disk."
+            f"Lower trainer.n_gpus_per_node ({trainer.n_gpus_per_node}) to {gpus_per_machine} and"
+            " raise trainer.nnodes, or say how many GPUs a machine has (--gpus)."
         )
+    tp = make_planned_engines(config).layout.tp
+    if rollout.colocated:
+        return (
+            f"An engine on the GPUs of the ranks has at most {gpus_per_machine} of them; lower its"
+            f" tp_size ({tp}, rollout.sglang.args)."
+        )
+    num_parts = count_machines_per_engine(rollout)
+    settings = []
+    if tp // num_parts > gpus_per_machine:
+        num_parts = next(n for n in range(1, tp + 1) if tp % n == 0 and tp // n <= gpus_per_machine)
+        settings.append(f"rollout.sglang.args.nnodes={num_parts}")
+    if rollout.weight_transport == "tensor":
+        network = "process_group" if rollout.engine == "sglang" else "disk"
+        settings.append(f"rollout.weight_transport={network}")
+    if trainer.runtime == "ray":
+        return f"Set {' '.join(settings)}: Ray then finds room for the engines."
+    parts_per_machine = gpus_per_machine * num_parts // tp
+    num_machines = -(-rollout.num_engines * num_parts // parts_per_machine)
+    numbers = range(trainer.nnodes, trainer.nnodes + num_machines)
+    own_machines = f"{MACHINES}=[{','.join(map(str, numbers))}]"
+    under_ray = ["trainer.runtime=ray", *settings]
+    if rollout.transfer_dir is None:
+        own_machines += ", and rollout.transfer_dir to a folder that all machines see"
     return (
-        "Name machines with free GPUs in rollout.engine_machines, let Ray place engines"
-        " (trainer.runtime: ray), start them elsewhere (rollout.endpoints), or lower"
-        " trainer.n_gpus_per_node or rollout.num_engines."
+        f"The engines need {num_machines} machine(s) of their own: set"
+        f" {' '.join([*settings, own_machines])};"
+        f" sbatch --nodes={trainer.nnodes + num_machines} then starts them. Or let Ray place them"
+        f" ({' '.join(under_ray)}), or start them elsewhere (rollout.endpoints)."
     )

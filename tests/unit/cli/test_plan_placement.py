@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+from pathlib import Path
 
 import pytest
 from docs_tools import BLOCK
@@ -64,22 +65,20 @@ def test_torchrun_deals_engines_to_machines_which_must_have_room(
     assert (
         code == 1
         and lines[0]
-        == "launcher    torchrun: NNODES=8 NPROC_PER_NODE=8 launch/torchrun.sh on each machine"
+        == "launcher    torchrun: launch/torchrun.sh on each of 8 machines, or sbatch --nodes=8"
+        " launch/slurm.sbatch"
     )
     assert "engine0 on GPUs 8-15" in lines[2]
     assert lines[-1].startswith(
-        "does not fit: machine 0 needs 16 GPUs and has 8. Name machines with free GPUs"
-        " in rollout.engine_machines"
+        "does not fit: machine 0 needs 16 GPUs and has 8. The engines need 1 machine(s) of"
+        " their own: set rollout.engine_machines=[8]; sbatch --nodes=9 then starts them."
     )
     assert (
         placed(capsys, "trainer.runtime=torchrun", "rollout.num_engines=1", "--gpus", "16")[0] == 0
     )
     apart = ("trainer.runtime=torchrun", "rollout.num_engines=2", "rollout.engine_machines=[8,9]")
     code, lines = placed(capsys, *apart)
-    assert (
-        "torchrun: NNODES=8 ENGINE_NODES=2 NPROC_PER_NODE=8 launch/torchrun.sh on each machine"
-        in lines[0]
-    )
+    assert "torchrun: launch/torchrun.sh on each of 10 machines, or sbatch --nodes=10" in lines[0]
     assert code == 0 and lines[10:12] == [
         "machine 8   engine0 on GPUs 0-7",
         "machine 9   engine1 on GPUs 0-7",
@@ -112,7 +111,10 @@ def test_ray_keeps_engines_that_read_memory_with_the_driver(
     code, lines = placed(capsys, *tensor, "--gpus", "24")
     assert code == 0 and "engine0 on GPUs 16-23" in lines[2] and "actor pp0-3 dp0 tp0-3" in lines[2]
     code, lines = placed(capsys, *tensor)
-    assert code == 1 and lines[-1].endswith("use rollout.weight_transport: process_group or disk.")
+    assert code == 1 and lines[-1].endswith(
+        "Lower trainer.n_gpus_per_node (16) to 8 and raise trainer.nnodes, or say how many GPUs a"
+        " machine has (--gpus)."
+    )
     disk = ("rollout.weight_transport=disk", *tensor[1:3], "rollout.num_engines=3", "--gpus", "24")
     code, lines = placed(capsys, *disk)
     assert code == 0 and "engine0 on GPUs 16-23" in lines[2]  # room beside the ranks is used first
@@ -131,3 +133,96 @@ def test_attached_engines_are_somebody_elses(capsys: pytest.CaptureFixture[str])
         and "attached    https://10.0.0.9:30000" in lines
         and not [x for x in lines if "engine0" in x]
     )
+
+
+TORCHRUN_OF_8 = ("trainer.runtime=torchrun", "rollout.num_engines=8")
+TOO_LARGE = {
+    "engines beside ranks": (TORCHRUN_OF_8, 16),
+    "an engine larger than a machine": (
+        (*TORCHRUN_OF_8, "rollout.sglang.args={tp_size: 16, ep_size: 16}"),
+        24,
+    ),
+    "an engine larger than four machines, of 6 GPUs": (
+        (
+            *("trainer.runtime=torchrun", "rollout.num_engines=3"),
+            *("trainer.nnodes=16", "trainer.n_gpus_per_node=4", "--gpus=6"),
+            "rollout.sglang.args={tp_size: 32}",
+        ),
+        16 + 3 * 8,
+    ),
+    "engines that take weights from memory": (
+        (
+            *("trainer.runtime=torchrun", "trainer.nnodes=1", "rollout.num_engines=3"),
+            *("actor.megatron.pipeline_model_parallel_size=1", "rollout.weight_transport=tensor"),
+            "actor.megatron.virtual_pipeline_model_parallel_size=null",
+            "rollout.sglang.args={tp_size: 4}",
+        ),
+        3,
+    ),
+    "an engine larger than a machine, under Ray": (
+        ("rollout.sglang.args={tp_size: 16}",),
+        16,
+    ),
+    "engines that take weights from memory, under Ray": (
+        (
+            *("trainer.nnodes=1", "rollout.num_engines=2", "rollout.weight_transport=tensor"),
+            "actor.megatron.pipeline_model_parallel_size=1",
+            "actor.megatron.virtual_pipeline_model_parallel_size=null",
+        ),
+        3,
+    ),
+}
+
+
+@pytest.mark.parametrize(("words", "num_machines"), TOO_LARGE.values(), ids=TOO_LARGE)
+def test_a_run_that_does_not_fit_does_with_the_settings_that_are_advised(
+    words: tuple[str, ...], num_machines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, lines = placed(capsys, *words)
+    assert code == 1 and lines[-1].startswith("does not fit: "), lines
+    advised = re.search(r"[Ss]et (rollout.*?)[;:] ", lines[-1])
+    assert advised is not None, lines[-1]
+    code, lines = placed(capsys, *words, *advised[1].split())
+    assert code == 0, lines
+    assert len([line for line in lines if re.match(r"machine \d", line)]) == num_machines
+
+
+def test_what_is_advised_under_ray_fits_too(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Over a file that names machines for torchrun."""
+    run = tmp_path / "run.yaml"
+    run.write_text(
+        f"extends: {ROOT / QWEN}\n"
+        "rollout: {engine_machines: [8], sglang: {args: {tensor_parallel_size: 16}}}\n"
+        "trainer: {runtime: torchrun}\n"
+    )
+    assert main(["plan", "placement", str(run)]) == 1
+    advised = re.search(r"let Ray place them \((.*?)\)", capsys.readouterr().out)
+    assert advised is not None
+    assert main(["plan", "placement", str(run), *advised[1].split()]) == 0
+    assert capsys.readouterr().out.startswith("launcher    ray: ")
+
+
+def test_machines_that_lack_as_many_gpus_are_one_series(capsys: pytest.CaptureFixture[str]) -> None:
+    _, lines = placed(capsys, *TORCHRUN_OF_8, "rollout.num_engines=9")
+    assert lines[-1].startswith(
+        "does not fit: machine 0 needs 24 GPUs and has 8; machines 1-7 need 16 GPUs and have 8. "
+    )
+
+
+def test_a_colocated_engine_is_not_larger_than_a_machine(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    colocated = ("trainer.nnodes=1", "rollout.num_engines=1", "rollout.colocated=true")
+    settings = (
+        *("rollout.weight_transport=tensor", "actor.megatron.pipeline_model_parallel_size=1"),
+        "actor.megatron.virtual_pipeline_model_parallel_size=null",
+        *(
+            "trainer.runtime=torchrun",
+            "rollout.sglang.args={tp_size: 16, mem_fraction_static: 0.5}",
+        ),
+    )
+    code, lines = placed(capsys, *colocated, *settings)
+    assert code == 1
+    assert lines[-1].endswith("lower its tp_size (16, rollout.sglang.args).")

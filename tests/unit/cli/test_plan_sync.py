@@ -66,6 +66,7 @@ def plan_small_run(
         "actor.megatron.expert_tensor_parallel_size=null",
         "critic.path=null",
         "rollout.colocated=true",
+        "rollout.engine_machines=[]",
         "reference.param_offload=true",
         "rollout.weight_transport=tensor",
         f"rollout.num_engines={num_engines}",
