@@ -219,7 +219,9 @@ class TemplateProcess(Generic[Worker]):
             log_note_once(note)
 
     def request_workers(self, num_workers: int) -> None:
-        """Ask the template to fork workers; `read_messages` yields each of them. A template that is gone raises nothing here."""
+        """Ask the template to fork workers; `read_messages` yields each of them. A template that is
+        gone raises nothing here.
+        """
         with contextlib.suppress(OSError):  # it has gone itself, which `read_messages` tells
             self.control.send(encode_json_line({"fork": num_workers}))
 
