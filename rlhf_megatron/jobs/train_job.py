@@ -192,7 +192,7 @@ class TrainJob:
             if trainer.nnodes > 1:
                 raise ValueError(
                     f"trainer.nnodes is {trainer.nnodes}: start this run with launch/torchrun.sh"
-                    " on every node."
+                    " on every node (`rlhf-megatron launch-scripts launch` writes it)."
                 )
             if self._finish_if_complete():
                 return 0

@@ -1,5 +1,5 @@
 """From an installed wheel, in an empty folder, without GPUs: what a first user does,
-in six commands.
+in seven commands.
 """
 
 import json
@@ -39,9 +39,12 @@ def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
     ]
     subprocess.run([*pip, str(ROOT)], check=True, capture_output=True)
     environment = {**os.environ, "PYTHONPATH": str(site), "CUDA_VISIBLE_DEVICES": ""}
+    environment["PYTHON"] = sys.executable  # of the launch scripts
 
     def start(*words: str) -> "subprocess.Popen[str]":
         command = [sys.executable, str(site / "bin" / "rlhf-megatron"), *words]
+        if words[0].startswith("launch/"):
+            command = [*words]
         with cold():
             return subprocess.Popen(
                 command, cwd=folder, env=environment, stdout=-1, stderr=subprocess.STDOUT, text=True
@@ -67,8 +70,9 @@ def test_init_train_stop_resume_export_generate(tmp_path: Path) -> None:
     assert first.returncode == STOPPED_EXIT_CODE, out
     saved = (folder / "runs" / "grpo" / "checkpoints").glob("step_*")
     last = max(int(path.name.removeprefix("step_")) for path in saved) + 2
+    assert "next: launch/torchrun.sh RUN.yaml" in done("launch-scripts", "launch")
     assert f"resumed after step {last - 2}" in done(
-        "train", "run.yaml", *STEPS, f"trainer.total_training_steps={last}"
+        "launch/torchrun.sh", "run.yaml", *STEPS, f"trainer.total_training_steps={last}"
     )
     done("export", "runs/grpo", "--out", "trained")
     done("generate", "trained", "val.jsonl", "--max-tokens", "4", "--out", "answers.jsonl")

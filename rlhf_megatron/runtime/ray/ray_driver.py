@@ -181,8 +181,8 @@ def run_ray_driver(
     if address is None and trainer.nnodes > 1:
         raise ValueError(
             f"trainer.nnodes ({trainer.nnodes}) needs a Ray cluster of that many machines, and"
-            " neither ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh,"
-            " or set trainer.nnodes to 1."
+            " neither ray.address nor RAY_ADDRESS names one; start it with launch/ray_cluster.sh"
+            " (`rlhf-megatron launch-scripts launch` writes it), or set trainer.nnodes to 1."
         )
     ray_environment.set_ray_defaults(address, os.environ)
     from rlhf_megatron.runtime.ray.ray_cluster import RayCluster
