@@ -8,6 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from end_to_end_tools import DP2, ONE_RANK, TP2_PP2, Finished, train, write_config
+from logger_stores import (
+    SERVICES,
+    iter_store_differences,
+    list_installed_services,
+    offline_environment,
+    read_metrics_file,
+)
 from places import MODEL
 
 from rlhf_megatron.config.load import load_run_config
@@ -30,9 +37,13 @@ def finished(run: Finished) -> Finished:
 
 @pytest.fixture(scope="module")
 def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Finished:
-    """One process, entropy bonus, one optimizer step a step, recorded."""
+    """One process, entropy bonus, one optimizer step a step, recorded, with every logger that is
+    installed.
+    """
     config = write_config(tmp_path_factory.mktemp("one_rank"))
-    return finished(train(config, ONE_RANK | ENTROPY, "--record"))
+    loggers = {"trainer.logger": ["console", "jsonl", "tensorboard", *list_installed_services()]}
+    variables = offline_environment(config.parent)
+    return finished(train(config, ONE_RANK | ENTROPY | loggers, "--record", env=variables))
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +87,7 @@ def replay(run: Finished, settings: dict, **launch) -> Finished:
 
 def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     names = {path.name for path in one_rank.run_dir.iterdir()}
+    names -= {*SERVICES, *(f"{name}_run_id" for name in SERVICES)}  # of loggers that are installed
     assert names == {
         *(
             "summary.json",
@@ -153,6 +165,20 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
     losses = [row["warmup/loss"] for row in one_rank.rows("warmup")]
     assert losses[2] < losses[0], "the warm-up learns"
     assert "held-out accuracy" in one_rank.console and one_rank.left_over() == []
+
+
+@pytest.mark.parametrize("logger_name", ["tensorboard", *SERVICES])
+def test_every_row_arrives_in_every_logger(
+    one_rank: Finished, logger_name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if logger_name != "tensorboard":
+        pytest.importorskip(logger_name)
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    assert "switched off" not in one_rank.console
+    assert {key for key, _ in read_metrics_file(one_rank.run_dir)} >= {
+        *("warmup/loss", "val/accuracy", "perf/tokens_per_s", "perf/tokens_per_s_update")
+    }
+    assert list(iter_store_differences(logger_name, one_rank.run_dir)) == []
 
 
 def test_versions_count_syncs_and_samples_are_fresh(one_rank: Finished) -> None:

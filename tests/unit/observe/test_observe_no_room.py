@@ -149,7 +149,10 @@ def test_tensorboard_goes_on_when_there_is_room(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
 
+    # file names of one second end in this count, and "10" would be read before "9"
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
     with (
         caplog.at_level(logging.WARNING),
         RunTracker(tmp_path, ("tensorboard", "jsonl"), 9) as tracker,

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MIN_FREE_BYTES = 1 << 20  # that must be free before a logger is made again
+MAX_ERROR_CHARACTERS = 400  # of what another library says
 MAX_BATCH_VIEWS = 200  # histograms and tables of a run; viewers show no more of them
 
 
@@ -55,8 +56,9 @@ class RunLogger:
 
     @classmethod
     def check_setup(cls) -> None:
-        """Check the logger before anything is started. Raise ValueError, with the fix, where it
-        cannot work here; the base class always works.
+        """Check the logger before anything is started: open its store, and leave no run in it.
+        Raise ValueError, with the fix, where the logger cannot work here; the base class always
+        works. Whether the run directory can be written is checked elsewhere.
         """
 
     def log_metrics(
@@ -109,6 +111,12 @@ def load_or_draw_run_id(id_path: Path) -> str:
     if not id_path.is_file():
         write_text_file(id_path, f"{secrets.token_hex(4)}\n")
     return id_path.read_text().strip()
+
+
+def shorten_error_text(error: Exception) -> str:
+    """Return the text of an error of another library on one line, cut to MAX_ERROR_CHARACTERS."""
+    text = " ".join((str(error) or type(error).__name__).split()).rstrip(".")
+    return text if len(text) <= MAX_ERROR_CHARACTERS else f"{text[:MAX_ERROR_CHARACTERS]} ..."
 
 
 class LoggerSet:

@@ -5,10 +5,17 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Mapping
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger, load_or_draw_run_id
+from rlhf_megatron.controller.observe.loggers import (
+    LOGGERS,
+    RunLogger,
+    load_or_draw_run_id,
+    shorten_error_text,
+)
 
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.run_facts import RunFacts
@@ -45,7 +52,9 @@ class SwanlabLogger(RunLogger):
 
     @classmethod
     def check_setup(cls) -> None:
-        """Raise ValueError where swanlab is not installed, or is online without an API key."""
+        """Raise ValueError where swanlab is not installed, or is online without an API key that its
+        service takes.
+        """
         if importlib.util.find_spec("swanlab") is None:
             raise ValueError(
                 "swanlab is not installed; install it (pip install '.[swanlab]') or take swanlab"
@@ -59,6 +68,17 @@ class SwanlabLogger(RunLogger):
                 "swanlab has no API key; run `swanlab login`, set SWANLAB_API_KEY, or write to the"
                 " run directory only with SWANLAB_MODE=offline."
             )
+        if settings.mode == "online":
+            try:
+                # its greeting is not the run's; the key is saved nowhere
+                with redirect_stdout(StringIO()), redirect_stderr(StringIO()):
+                    swanlab.login(api_key=settings.api_key, save=False)
+            except Exception as error:
+                raise ValueError(
+                    f"swanlab cannot log in at {settings.api_host}: {shorten_error_text(error)}."
+                    " Correct SWANLAB_API_KEY or SWANLAB_API_HOST, write to the run directory only"
+                    " with SWANLAB_MODE=offline, or take swanlab out of trainer.logger."
+                ) from error
 
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]

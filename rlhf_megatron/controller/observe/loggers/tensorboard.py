@@ -4,6 +4,7 @@ as hyper-parameters.
 
 from __future__ import annotations
 
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -15,6 +16,7 @@ from rlhf_megatron.controller.observe.loggers import (
     BatchView,
     RunLogger,
     is_batch_view_step,
+    shorten_error_text,
 )
 
 if TYPE_CHECKING:
@@ -62,6 +64,21 @@ class TensorboardLogger(RunLogger):
         if facts.settings:
             self._write_session_start(facts)
         self._writer.flush()  # raises where the disk is full
+
+    @classmethod
+    def check_setup(cls) -> None:
+        """Raise ValueError where tensorboard cannot be loaded, or cannot write a file."""
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+
+            with tempfile.TemporaryDirectory() as directory, SummaryWriter(directory) as writer:
+                writer.add_scalar("check", 1.0, 0)
+                writer.flush()
+        except Exception as error:
+            raise ValueError(
+                f"tensorboard cannot be used: {shorten_error_text(error)}. Install it again, or"
+                " take tensorboard out of trainer.logger."
+            ) from error
 
     def log_metrics(
         self, row_kind: str, step: int, run_seconds: float, metrics: Mapping[str, float]

@@ -14,6 +14,7 @@ from rlhf_megatron.controller.observe.loggers import (
     RunLogger,
     is_batch_view_step,
     load_or_draw_run_id,
+    shorten_error_text,
 )
 
 if TYPE_CHECKING:
@@ -51,7 +52,9 @@ class WandbLogger(RunLogger):
 
     @classmethod
     def check_setup(cls) -> None:
-        """Raise ValueError where wandb is not installed, or is online without an API key."""
+        """Raise ValueError where wandb is not installed, or is online without an API key that its
+        service takes.
+        """
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
                 "wandb is not installed; install it (pip install '.[wandb]') or take wandb out"
@@ -59,13 +62,21 @@ class WandbLogger(RunLogger):
             )
         import wandb
 
+        if wandb.setup().settings.mode in OFFLINE_MODES:
+            return  # its files are in the run directory
         # older ones would wait for an answer
         can_ask = "prompt" in inspect.signature(wandb.login).parameters
-        if (
-            wandb.setup().settings.mode not in OFFLINE_MODES
-            and can_ask
-            and not wandb.login(prompt=False)
-        ):
+        if not can_ask:
+            return
+        try:
+            has_key = wandb.login(prompt=False, verify=True)
+        except Exception as error:
+            raise ValueError(
+                f"wandb cannot log in: {shorten_error_text(error)}. Correct WANDB_API_KEY or"
+                " WANDB_BASE_URL, write to the run directory only with WANDB_MODE=offline, or take"
+                " wandb out of trainer.logger."
+            ) from error
+        if not has_key:
             raise ValueError(
                 "wandb has no API key; run `wandb login`, set WANDB_API_KEY, or write to the run"
                 " directory only with WANDB_MODE=offline."
