@@ -3,7 +3,8 @@
 
 The output is one line, "NNODES NPROC_PER_NODE ENGINE_NODES": machines with ranks, ranks on each,
 and machines with engines alone. The words are those of the job's own command. The exit code is 2,
-without a line, for words or a configuration that cannot be read: the job itself explains them.
+without a line, for words or a configuration that cannot be read, or with a number out of range: the
+job itself explains them.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rlhf_megatron.config.rules.engine_machines import (
     assign_part_machines,
     assign_reward_server_machines,
 )
+from rlhf_megatron.config.rules.validate import find_numbers_out_of_range
 from rlhf_megatron.config.schema import RunConfig
 
 
@@ -49,13 +51,16 @@ class LaunchSize:
 
 def main(words: Sequence[str]) -> int:
     """Print the numbers of the job whose command line, from the command on, is `words`. Return 2,
-    and print nothing, where its configuration cannot be read.
+    and print nothing, where its configuration cannot be read or has a number out of range.
     """
     args = parse_arguments(words)
     try:
-        size = LaunchSize.from_config(read_run_config(args.config, args.overrides).config)
+        loaded = read_run_config(args.config, args.overrides)
     except (ConfigError, ValueError, OSError):
         return USAGE_ERROR
+    if any(find_numbers_out_of_range(loaded)):
+        return USAGE_ERROR
+    size = LaunchSize.from_config(loaded.config)
     numbers = (size.num_rank_machines, size.num_ranks_per_machine, size.num_engine_machines)
     print(*numbers)
     return 0

@@ -17,6 +17,9 @@ import pytest
 from end_to_end_tools import write_config
 from places import ROOT, SUPPORT
 
+from rlhf_megatron.cli.launch_size import LaunchSize
+from rlhf_megatron.config.load import read_run_config
+
 TORCHRUN = ROOT / "launch" / "torchrun.sh"
 DEVICES = (0, 1, 2, 8)
 FIRST_HOUR = re.search(
@@ -152,10 +155,13 @@ def test_a_job_of_another_size_is_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("words*"))
 
 
-def test_a_wrong_configuration_is_left_to_the_run_to_explain(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "setting", ["trainer.nodes=2", "trainer.nnodes=0", "rollout.num_engines=1000000000000"]
+)
+def test_a_wrong_configuration_is_left_to_the_run_to_explain(setting: str, tmp_path: Path) -> None:
     """Which says what is wrong with it; the script starts one rank for that."""
     config = str(write_config(tmp_path))
-    ended = start(tmp_path, str(TORCHRUN), config, "trainer.nodes=2")
+    ended = start(tmp_path, str(TORCHRUN), config, setting)
     assert ended.returncode == 0 and ended.stderr == ""
     assert read_numbers(tmp_path) == {"--nproc-per-node": "1"}
 
@@ -179,3 +185,40 @@ def test_a_job_asks_for_all_memory_and_has_lines_for_what_clusters_want(script: 
     assert "#SBATCH --mem=0" in lines[:last]
     for option in ("--partition=", "--account=", "--propagate=NONE"):
         assert any(line.startswith(f"##SBATCH {option}") for line in lines[:last]), option
+
+
+@pytest.mark.parametrize(
+    ("settings", "size"),
+    [
+        ({}, (1, 8, 0)),
+        ({"trainer": {"nnodes": 2, "n_gpus_per_node": 4}}, (2, 4, 0)),
+        # Numbers count: machine 4 makes five of them, whether or not 2 and 3 have engines.
+        ({"rollout": {"engine_machines": [4]}, "trainer": {"nnodes": 2}}, (2, 8, 3)),
+        ({"rollout": {"engine_machines": [4]}, "job": "sft"}, (1, 8, 0)),
+        ({"rollout": {"endpoints": ["http://10.0.0.9:1"], "engine_machines": [4]}}, (1, 8, 0)),
+        # Servers of a reward model stand on machines of their own, too.
+        (
+            {"reward_model": {"path": "judge", "served": {"num_servers": 2, "machines": [1, 2]}}},
+            (1, 8, 2),
+        ),
+        # Ray looks for places by itself.
+        (
+            {
+                "rollout": {"num_engines": 4, "weight_transport": "process_group"},
+                "trainer": {"runtime": "ray", "nnodes": 2},
+            },
+            (2, 8, 0),
+        ),
+    ],
+)
+def test_the_size_of_a_run(
+    settings: dict[str, object], size: tuple[int, int, int], tmp_path: Path
+) -> None:
+    run = tmp_path / "run.yaml"
+    run.write_text(json.dumps(settings))
+    found = LaunchSize.from_config(read_run_config(run, []).config)
+    assert size == (
+        found.num_rank_machines,
+        found.num_ranks_per_machine,
+        found.num_engine_machines,
+    )
