@@ -296,10 +296,11 @@ class ChatFormat:
         messages: Sequence[Mapping[str, Any]],
         has_answer_prompt: bool = True,
         tools: Sequence[Mapping[str, Any]] | None = None,
+        is_bounded: bool = True,
     ) -> str:
         """Return messages with all their entries as text, with the system prompt and with the
-        `tools` that they may call. `has_answer_prompt`: end with the prompt for an answer. Raise
-        ValueError as `render_prompt` does.
+        `tools` that they may call. `has_answer_prompt`: end with the prompt for an answer.
+        `is_bounded`: see `render_chat_template`. Raise ValueError as `render_prompt` does.
         """
         if self.system_prompt is not None:
             if messages and messages[0]["role"] == "system":
@@ -310,7 +311,9 @@ class ChatFormat:
             messages = [{"role": "system", "content": self.system_prompt}, *messages]
         variables: dict[str, Any] = {"tools": list(tools)} if tools else {}
         try:
-            return self.render_messages(messages, has_answer_prompt=has_answer_prompt, **variables)
+            return self.render_messages(
+                messages, is_bounded, has_answer_prompt=has_answer_prompt, **variables
+            )
         except ValueError as error:
             raise ValueError(
                 f"the chat template refuses the prompt ({error}); correct the prompt,"

@@ -60,11 +60,14 @@ class Tokenizer:
         self.special_tokens = dict(special_tokens or {})
         # ids that the tokenizer writes before and behind a text: <s> of a Llama, and the like
         self.opening_ids, self.closing_ids = _find_added_ids(backend, self._vocabulary_ids)
-        # the names of the tokens that `decode` leaves out, by id
+        added_tokens = backend.get_added_tokens_decoder()
+        # the names of the tokens that are recognized in a text before it is split, by id
+        self.added_tokens_by_id = {
+            token_id: token.content for token_id, token in added_tokens.items()
+        }
+        # those of them that `decode` leaves out
         self.special_tokens_by_id = {
-            token_id: token.content
-            for token_id, token in backend.get_added_tokens_decoder().items()
-            if token.special
+            token_id: token.content for token_id, token in added_tokens.items() if token.special
         }
 
     @property
@@ -90,6 +93,10 @@ class Tokenizer:
         """Return whether every id stands for the same token in both tokenizers."""
         own, its = (one._backend.get_vocab(with_added_tokens=True) for one in (self, other))
         return own == its
+
+    def write_json(self) -> str:
+        """Return the tokenizer as the content of a file tokenizer.json."""
+        return self._backend.to_str()
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text, without added special tokens. Raise ValueError as

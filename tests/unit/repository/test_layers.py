@@ -43,6 +43,7 @@ WINGS = [
     ("ranks",),
     ("rollout",),
     ("rewards",),
+    ("agents",),
     ("runtime",),
     ("controller",),
     ("planning",),
@@ -99,7 +100,7 @@ PROTOCOLS_OF_RANKS = {
 PROCESSES = {
     "controller": Process(
         "controller.scheduler.training_run",
-        (*PURE, "weights", "rollout", "rewards", "runtime", "controller"),
+        (*PURE, "weights", "rollout", "rewards", "agents", "runtime", "controller"),
         {
             **PROTOCOLS_OF_RANKS,
             "ranks.resharding.weight_sender": "the arguments and reports of a weight sync",
@@ -112,7 +113,7 @@ PROCESSES = {
     ),
     "supervised controller": Process(
         "controller.supervised.supervised_run",
-        (*PURE, "weights", "rollout", "rewards", "runtime", "controller"),
+        (*PURE, "weights", "rollout", "rewards", "agents", "runtime", "controller"),
         {
             **PROTOCOLS_OF_RANKS,
             "ranks.resharding.weight_sender": "the arguments and reports of a weight sync",
@@ -132,6 +133,7 @@ PROCESSES = {
     "router": Process("rollout.sglang.server.router_main", (*PURE, "rollout")),
     "driver": Process("rollout.drivers.driver_process", (*PURE, "weights", "rollout")),
     "reward worker": Process("rewards.service.worker_template", (*PURE, "rewards")),
+    "dialogue of an agents' worker": Process("agents.dialogue", (*PURE, "agents")),
     "torchrun's agent": Process("runtime.torchrun.agent", (*PURE, "weights", "rollout", "runtime")),
     "route store": Process("runtime.route_store", (*PURE, "rollout", "runtime")),
     "command line": Process("cli.main", ("config", "mcore_patch", "import_folders", "cli")),
