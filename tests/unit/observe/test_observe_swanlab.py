@@ -87,6 +87,27 @@ def test_a_missing_key_is_told_before_anything_starts(
     check_logger_setups(["swanlab"])
 
 
+def test_a_service_that_does_not_answer_is_told_before_anything_starts(tmp_path: Path) -> None:
+    pytest.importorskip("swanlab")
+    code = (
+        "from rlhf_megatron.controller.observe.loggers import check_logger_setups;"
+        " check_logger_setups(['swanlab'])"
+    )
+    clean = {key: value for key, value in os.environ.items() if not key.startswith("SWANLAB_")}
+    nowhere = {"SWANLAB_API_HOST": "http://127.0.0.1:9", "SWANLAB_API_KEY": "0" * 40}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env={**clean, **nowhere, "HOME": str(tmp_path)},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert done.returncode != 0 and done.stdout == ""
+    assert "trainer.logger: swanlab cannot log in at http://127.0.0.1:9" in done.stderr, done.stderr
+    assert "or take swanlab out of trainer.logger" in done.stderr
+
+
 def test_a_missing_package_is_told_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: None)
     with pytest.raises(ConfigError, match=r"trainer.logger: swanlab is not installed; install it"):

@@ -133,6 +133,10 @@ def test_no_key_is_told_before_anything_starts(tmp_path: Path) -> None:
     for environment, says in (
         ({}, "wandb has no API key; run `wandb login`"),
         ({"WANDB_MODE": "offline"}, ""),
+        (
+            {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40},
+            "trainer.logger: wandb cannot log in: Failed to authenticate with http://127.0.0.1:9",
+        ),
     ):
         result = subprocess.run(
             [sys.executable, "-c", code],
