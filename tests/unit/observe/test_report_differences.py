@@ -117,3 +117,88 @@ def test_a_metric_whose_interval_leaves_0_out_is_named(tmp_path: Path) -> None:
         f"{name} has no config.lock.yaml: its versions and files cannot be compared"
         for name in ("one", "other")
     )
+
+
+BOOKKEEPING = ("training/global_step", "training/epoch", "policy/version", "checkpoint/step")
+
+
+def test_what_only_counts_the_run_on_is_no_difference(tmp_path: Path) -> None:
+    """A run that was resumed has other counts of syncs and checkpoints, and learns the same."""
+    runs = [
+        write_run_dir(
+            tmp_path / name,
+            [
+                step_row(step, 0.5, **dict.fromkeys(BOOKKEEPING, shift + step))
+                for step in range(1, 9)
+            ],
+        )
+        for name, shift in (("one", 0.0), ("other", 40.0))
+    ]
+    found = compare_runs(*map(read_run_files, runs))
+    assert found.first_difference_text == (
+        "curves are the same, bit for bit, in all 8 rows that both have"
+    )
+    assert [curve.name for curve in found.curve_differences] == ["reward, last 4 steps"]
+
+
+def rise(step: int) -> dict[str, float]:
+    """A metric that grows with the steps, equally in each run."""
+    return {"actor/entropy": float(step), "actor/grad_norm": 2.0 + step / 8}
+
+
+def test_a_longer_run_is_compared_at_the_last_common_step(tmp_path: Path) -> None:
+    """Both are the same run; the second goes on, and its reward and held-out score rise."""
+    runs = []
+    for name, num_steps in (("one", 4), ("other", 12)):
+        rows = [step_row(step, step / 16, **rise(step)) for step in range(1, num_steps + 1)]
+        held_out = [
+            evaluation_row(step, step / 16, step / 16, step / 16 + 0.1)
+            for step in range(0, num_steps + 1, 2)
+        ]
+        runs.append(write_run_dir(tmp_path / name, [*rows, *held_out]))
+    found = compare_runs(*map(read_run_files, runs))
+    assert [(c.name, c.first_estimate, c.second_estimate) for c in found.curve_differences] == [
+        (c.name, c.first_estimate, c.first_estimate) for c in found.curve_differences
+    ]
+    assert [curve.name for curve in found.curve_differences] == [
+        "held-out accuracy at step 4",
+        "reward, last 2 steps up to step 4",
+    ]
+    assert found.curve_differences[0].first_estimate.value == 0.25
+    assert found.notes[-1] == (
+        "one ends at step 4, other at step 12: curves are compared at step 4, the last that both"
+        " have"
+    )
+    same = compare_runs(read_run_files(runs[1]), read_run_files(runs[1]))
+    assert [curve.name for curve in same.curve_differences] == [
+        "held-out accuracy",
+        "reward, last 6 steps",
+    ]
+
+
+def test_runs_that_were_never_evaluated_at_one_step_say_so(tmp_path: Path) -> None:
+    runs = [
+        write_run_dir(
+            tmp_path / name, [step_row(1, 0.5), step_row(2, 0.5), evaluation_row(at, 0.5, 0.4, 0.6)]
+        )
+        for name, at in (("one", 1), ("other", 2))
+    ]
+    found = compare_runs(*map(read_run_files, runs))
+    assert [curve.name for curve in found.curve_differences] == ["reward, last 1 step"]
+    assert found.notes[-1] == (
+        "the runs were not evaluated at a common step: their held-out scores are not compared"
+    )
+
+
+def test_scores_between_0_and_1_are_no_accuracy(tmp_path: Path) -> None:
+    runs = [
+        write_run_dir(
+            tmp_path / name,
+            [step_row(1, 0.5), evaluation_row(1, 0.5, 0.4, 0.6, **{"val/binary_scores": binary})],
+        )
+        for name, binary in (("one", 1.0), ("other", 0.0))
+    ]
+    files = [read_run_files(path) for path in runs]
+    for first, second, name in ((0, 0, "accuracy"), (0, 1, "score"), (1, 1, "score")):
+        found = compare_runs(files[first], files[second])
+        assert found.curve_differences[0].name == f"held-out {name}"

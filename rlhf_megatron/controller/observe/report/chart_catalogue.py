@@ -54,9 +54,9 @@ class ReportSection:
 
 
 _CHART_TABLE = """
-# reward | Reward and held-out accuracy | Reward
+# reward | Reward and held-out score | Reward
 reward | Reward | critic/rewards/mean | wide interval
-held_out | Held-out accuracy | val/accuracy | wide zero points evaluation \
+held_out | Held-out score | val/accuracy | wide zero points evaluation \
 band=val/accuracy_low,val/accuracy_high
 reward_source | Reward by source | reward/source/<source>/mean
 held_out_source | Held-out score by source | val/<source>/mean@N | zero points evaluation
@@ -144,7 +144,7 @@ sft_rewards | Implicit rewards | rewards/chosen; rewards/rejected; rewards/margi
 sft_tokens | Trained tokens a step | sft/num_trained_tokens
 # warmup | Warm-up | Warm-up
 warmup_loss | Supervised loss | warmup/loss | zero warmup
-warmup_accuracy | Sampled accuracy | warmup/accuracy | points warmup
+warmup_accuracy | Sampled held-out score | warmup/accuracy | points warmup
 warmup_grad_norm | Gradient norm | warmup/grad_norm | log warmup
 """
 

@@ -24,16 +24,21 @@ from rlhf_megatron.controller.observe.report.charts import (
     select_rows,
 )
 from rlhf_megatron.controller.observe.report.page_payload import PagePayload
-from rlhf_megatron.controller.observe.report.run_files import RunFiles
+from rlhf_megatron.controller.observe.report.run_files import MetricRow, RunFiles
 from rlhf_megatron.controller.observe.report.run_overview import (
     SETTINGS_WITHOUT_INFLUENCE,
     IntervalEstimate,
     determine_run_status,
     estimate_mean_reward,
+    find_last_common_evaluation,
+    find_last_common_step,
+    find_last_step,
     flatten_written_settings,
     format_duration,
     list_default_settings,
-    read_held_out_accuracies,
+    name_held_out_score,
+    read_held_out_score_at,
+    read_held_out_scores,
     read_run_seconds,
     read_setting,
     select_first_and_last_rows,
@@ -274,15 +279,24 @@ def _render_comparison_header(groups: Sequence[RunGroup], title: str, settings_h
 
 
 def _render_results_table(groups: Sequence[RunGroup]) -> str:
-    """Return the table of accuracies and rewards, a row for each group, as HTML."""
+    """Return the table of held-out scores and rewards at the last step that all runs have, a row
+    for each group, as HTML. Runs without a step or an evaluation are left out of the choice.
+    """
+    runs = [run for group in groups for run in group.runs]
+    last_step = find_last_common_step([run for run in runs if run.steps])
+    evaluated_runs = [run for run in runs if read_held_out_scores(run)[1] is not None]
+    last_evaluation = find_last_common_evaluation(evaluated_runs)
     rows = []
     base = None
     for group in groups:
-        pairs = [read_held_out_accuracies(run) for run in group.runs]
-        rewards = [
-            found.value
+        pairs = [
+            (read_held_out_scores(run)[0], read_held_out_score_at(run, last_evaluation))
             for run in group.runs
-            if (found := estimate_mean_reward(select_first_and_last_rows(run.steps)[1]))
+        ]
+        rewards = [
+            reward.value
+            for run in group.runs
+            if (reward := estimate_mean_reward(_select_end_rows(run, last_step)))
         ]
         finals = [after.value for _, after in pairs if after]
         gains = [after.value - before.value for before, after in pairs if before and after]
@@ -306,9 +320,30 @@ def _render_results_table(groups: Sequence[RunGroup]) -> str:
         headings.append(f"after, minus that of {groups[0].label}")
     caption = (
         "Means over runs with 95 % interval (Student's t; of a difference: Welch). A single"
-        " run has none."
+        f" run has none.{_describe_common_steps(runs, last_step, last_evaluation)}"
     )
     return html_elements.render_table(caption, headings, rows, range(1, 7))
+
+
+def _select_end_rows(run: RunFiles, last_step: int | None) -> Sequence[MetricRow]:
+    """Return the last rows of a run up to this step; [] for None."""
+    if last_step is None:
+        return []
+    return select_first_and_last_rows([row for row in run.steps if row.step <= last_step])[1]
+
+
+def _describe_common_steps(
+    runs: Sequence[RunFiles], last_step: int | None, last_evaluation: int | None
+) -> str:
+    """Return a sentence that names the steps at which runs of different lengths are compared; ""
+    where all runs end at the same step.
+    """
+    if len({find_last_step(run) for run in runs}) < 2:
+        return ""
+    if last_step is None:
+        return " The runs have no step in common."
+    score = "" if last_evaluation is None else f", held-out scores at step {last_evaluation}"
+    return f" The runs end at different steps: rewards are compared at step {last_step}{score}."
 
 
 def _render_settings_table(groups: Sequence[RunGroup]) -> str:
@@ -327,7 +362,7 @@ def _render_runs_table(groups: Sequence[RunGroup]) -> str:
         numbers = [
             html_elements.format_estimate(found)
             for found in (
-                *read_held_out_accuracies(run),
+                *read_held_out_scores(run),
                 estimate_mean_reward(select_first_and_last_rows(run.steps)[1]),
             )
         ]
@@ -348,5 +383,9 @@ def _render_runs_table(groups: Sequence[RunGroup]) -> str:
         "last reward",
         "time",
     ]
-    caption = "Held-out accuracy with its 95 % interval over items, reward with its over samples."
+    score = name_held_out_score([run for group in groups for run in group.runs])
+    caption = (
+        f"Held-out {score} with its 95 % interval over items, reward with its over samples; each"
+        " at the end of its run."
+    )
     return html_elements.render_table(caption, headings, rows, (2, 4, 5, 6, 7))

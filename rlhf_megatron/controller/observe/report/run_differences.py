@@ -18,11 +18,23 @@ from rlhf_megatron.controller.observe.report.run_overview import (
     IntervalEstimate,
     estimate_accuracy_gain,
     estimate_mean_reward,
-    read_held_out_accuracies,
+    find_last_common_evaluation,
+    find_last_common_step,
+    find_last_step,
+    name_held_out_score,
+    read_held_out_score_at,
+    read_held_out_scores,
     select_first_and_last_rows,
 )
 
 REWARD_KEY = "critic/rewards/mean"
+# metrics that count a run on: where it is, not how it goes
+BOOKKEEPING_KEY_PREFIXES = (
+    "training/global_step",
+    "training/epoch",
+    "policy/version",
+    "checkpoint/",
+)
 NUM_METRICS_NAMED = 5  # metrics of a step in a line
 # metrics that differ in equal runs
 _TIMING_KEY_PREFIXES = "timing_s/", "timing_per_token_ms/", "perf/", "memory/"
@@ -53,7 +65,7 @@ class RunDifferences:
     setting_rows: tuple[tuple[str, str, str], ...]
     version_rows: tuple[tuple[str, str, str], ...]
     file_rows: tuple[tuple[str, str, str], ...]  # digests of model, data, rewards and plugins
-    # reward and held-out accuracy, and each metric whose difference leaves 0 out
+    # reward and held-out score, and each metric whose difference leaves 0 out
     curve_differences: tuple[CurveDifference, ...]
     num_common_metrics: int  # that both runs have
     first_difference_text: str  # at which step the first figure differs, in words
@@ -63,8 +75,8 @@ class RunDifferences:
 def compare_runs(first_run: RunFiles, second_run: RunFiles) -> RunDifferences:
     """Compare two runs by their files.
 
-    Intervals are of 95 %: of rewards over samples, of accuracy over items (Newcombe), else over the
-    last steps (Welch).
+    Curves are compared at the last step that both runs have. Intervals are of 95 %: of rewards over
+    samples, of held-out scores over items (Newcombe), else over the last steps (Welch).
     """
     runs = (first_run, second_run)
     no_lock = [run.run_dir.resolve().name for run in runs if not run.lock_section]
@@ -89,8 +101,26 @@ def compare_runs(first_run: RunFiles, second_run: RunFiles) -> RunDifferences:
         tuple(curves),
         num_metrics,
         _describe_first_differing_row(first_run, second_run),
-        notes,
+        (*notes, *_list_notes_on_steps(runs)),
     )
+
+
+def _list_notes_on_steps(runs: Sequence[RunFiles]) -> list[str]:
+    """Return sentences on what is compared at which step, where the runs differ in their steps."""
+    notes = []
+    last_step = find_last_common_step(runs)
+    if last_step is not None and len({find_last_step(run) for run in runs}) > 1:
+        ends = ", ".join(
+            f"{run.run_dir.resolve().name}{' ends' if i == 0 else ''} at step {find_last_step(run)}"
+            for i, run in enumerate(runs)
+        )
+        notes.append(f"{ends}: curves are compared at step {last_step}, the last that both have")
+    are_evaluated = all(read_held_out_scores(run)[1] is not None for run in runs)
+    if are_evaluated and find_last_common_evaluation(runs) is None:
+        notes.append(
+            "the runs were not evaluated at a common step: their held-out scores are not compared"
+        )
+    return notes
 
 
 def format_difference_lines(differences: RunDifferences) -> Iterator[str]:
@@ -150,7 +180,7 @@ def render_differences_html(differences: RunDifferences, run_names: Sequence[str
     caption = (
         f"Ends of curves with 95 % intervals: those of {differences.num_common_metrics} metrics"
         " whose difference leaves 0 out, as one in twenty does by chance; reward and held-out"
-        " accuracy always"
+        " score always"
     )
     parts.append(
         html_elements.render_table(caption, ["", *run_names, "difference"], rows, (1, 2, 3))
@@ -185,28 +215,25 @@ def _read_lock_texts(run: RunFiles, lock_part: str) -> dict[str, str]:
 def _compare_curve_ends(
     first_run: RunFiles, second_run: RunFiles
 ) -> tuple[list[CurveDifference], int]:
-    """Return (the curves to report, the number of metrics that both runs have). Held-out accuracy
-    and reward are always reported, other metrics where the difference leaves 0 out.
+    """Return (the curves to report, the number of metrics that both runs have), at the last step
+    that both runs have. The held-out score and the reward are always reported, other metrics where
+    the difference leaves 0 out.
     """
-    found: list[CurveDifference] = []
-    pairs = [(read_held_out_accuracies(first_run)[1], read_held_out_accuracies(second_run)[1])]
-    for first, second in pairs:
-        if first is not None and second is not None:
-            found.append(
-                CurveDifference(
-                    "held-out accuracy", first, second, estimate_accuracy_gain(first, second)
-                )
-            )
-    last = (
-        select_first_and_last_rows(first_run.steps)[1],
-        select_first_and_last_rows(second_run.steps)[1],
-    )
+    found = _compare_held_out_scores((first_run, second_run))
+    last_step = find_last_common_step((first_run, second_run))
+    if last_step is None:
+        return found, 0
+    last = [
+        select_first_and_last_rows([row for row in run.steps if row.step <= last_step])[1]
+        for run in (first_run, second_run)
+    ]
     first = estimate_mean_reward(last[0])
     second = estimate_mean_reward(last[1])
     if first is not None and second is not None:
+        place = _name_step_if_differing(last_step, [first_run.steps, second_run.steps], " up to")
         found.append(
             CurveDifference(
-                f"reward, last {html_elements.format_count(len(last[1]), 'step')}",
+                f"reward, last {html_elements.format_count(len(last[1]), 'step')}{place}",
                 first,
                 second,
                 _estimate_difference(first, second),
@@ -230,6 +257,34 @@ def _compare_curve_ends(
     return found, len(keys) + 1
 
 
+def _compare_held_out_scores(runs: Sequence[RunFiles]) -> list[CurveDifference]:
+    """Return the difference of the held-out scores at the last step at which both runs were
+    evaluated; [] where there is none.
+    """
+    step = find_last_common_evaluation(runs)
+    if step is None:
+        return []
+    first, second = (read_held_out_score_at(run, step) for run in runs)
+    assert first is not None and second is not None, "both runs were evaluated at this step"
+    place = _name_step_if_differing(step, [run.evaluations for run in runs], " at")
+    return [
+        CurveDifference(
+            f"held-out {name_held_out_score(runs)}{place}",
+            first,
+            second,
+            estimate_accuracy_gain(first, second),
+        )
+    ]
+
+
+def _name_step_if_differing(
+    step: int, rows_of_runs: Sequence[Sequence[MetricRow]], preposition: str
+) -> str:
+    """Return words such as " at step 4"; "" where all runs end at this step."""
+    is_last = all(rows[-1].step == step for rows in rows_of_runs)
+    return "" if is_last else f"{preposition} step {step}"
+
+
 def _estimate_difference(first: IntervalEstimate, second: IntervalEstimate) -> IntervalEstimate:
     """Return the second estimate less the first, for independent means with normal intervals."""
     value = second.value - first.value
@@ -240,12 +295,15 @@ def _estimate_difference(first: IntervalEstimate, second: IntervalEstimate) -> I
 
 
 def _collect_comparable_keys(rows: Sequence[MetricRow]) -> list[str]:
-    """Return the metrics of the rows, without those that depend on the speed of the machine."""
+    """Return the metrics of the rows, without those that depend on the speed of the machine, and
+    without those that only count the run on.
+    """
     keys = dict.fromkeys(key for row in rows for key in row.metrics)
     return [
         key
         for key in keys
-        if not key.startswith(_TIMING_KEY_PREFIXES) and not _is_timing_metric(key)
+        if not key.startswith((*_TIMING_KEY_PREFIXES, *BOOKKEEPING_KEY_PREFIXES))
+        and not _is_timing_metric(key)
     ]
 
 

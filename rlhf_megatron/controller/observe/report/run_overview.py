@@ -24,6 +24,8 @@ from rlhf_megatron.controller.observe.report.charts import (
 from rlhf_megatron.controller.observe.report.run_files import MetricRow, RunFiles
 
 STEP_SECONDS_KEY = "timing_s/step"
+HELD_OUT_KEY = "val/accuracy"
+BINARY_SCORES_KEY = "val/binary_scores"
 MAX_RUNNING_AGE_S = 180.0  # a run without a summary that wrote so lately may still be at work
 SETTINGS_WITHOUT_INFLUENCE = (  # on what a run does
     "trainer.experiment_name",
@@ -159,32 +161,69 @@ def format_progress_lines(run: RunFiles) -> list[str]:
         lines.append(
             f"reward {rewards[-1].metrics['critic/rewards/mean']:.3f} at step {rewards[-1].step}"
         )
-    if (value := _read_accuracy(run.evaluations[-1] if run.evaluations else None)) is not None:
-        lines.append(f"held-out accuracy {value.value:.3f} at step {run.evaluations[-1].step}")
+    last_evaluation = run.evaluations[-1] if run.evaluations else None
+    if (score := _read_held_out_score(last_evaluation)) is not None:
+        lines.append(
+            f"held-out {name_held_out_score([run])} {score.value:.3f} at step"
+            f" {run.evaluations[-1].step}"
+        )
     if run.log_errors and found.state == "running":
         lines.append(f"logged: {run.log_errors[-1]}")
     return [*lines, *(f"note: {note}" for note in run.notes)]
 
 
-def read_held_out_accuracies(
+def read_held_out_scores(
     run: RunFiles,
 ) -> tuple[IntervalEstimate | None, IntervalEstimate | None]:
-    """Return (held-out accuracy before the first step, last held-out accuracy), None where it was
-    not measured.
+    """Return (held-out score before the first step, last held-out score), None where it was not
+    measured.
     """
     before = next((row for row in run.evaluations if row.step == 0), None)
     after = next((row for row in reversed(run.evaluations) if row.step > 0), None)
-    return _read_accuracy(before), _read_accuracy(after)
+    return _read_held_out_score(before), _read_held_out_score(after)
 
 
-def _read_accuracy(row: MetricRow | None) -> IntervalEstimate | None:
-    """Return the held-out accuracy of an evaluation, or None."""
-    value = row.metrics.get("val/accuracy") if row else None
-    if row is None or value is None:
+def read_held_out_score_at(run: RunFiles, step: int | None) -> IntervalEstimate | None:
+    """Return the held-out score of the evaluation after this step; None where there is none, and
+    for None.
+    """
+    return _read_held_out_score(next((row for row in run.evaluations if row.step == step), None))
+
+
+def find_last_common_step(runs: Sequence[RunFiles]) -> int | None:
+    """Return the last step that all runs have made; None where there is none."""
+    steps = [{row.step for row in run.steps} for run in runs]
+    return max(set.intersection(*steps), default=None) if steps else None
+
+
+def find_last_common_evaluation(runs: Sequence[RunFiles]) -> int | None:
+    """Return the last step, not 0, after which all runs measured a held-out score; None where there
+    is none.
+    """
+    steps = [
+        {row.step for row in run.evaluations if row.step and _read_held_out_score(row) is not None}
+        for run in runs
+    ]
+    return max(set.intersection(*steps), default=None) if steps else None
+
+
+def name_held_out_score(runs: Sequence[RunFiles]) -> str:
+    """Return what the mean main reward of the held-out items is called: "accuracy" where the runs
+    say that all scores are 0 or 1, else "score".
+    """
+    rows = [row for run in runs for row in run.evaluations if HELD_OUT_KEY in row.metrics]
+    is_accuracy = all(row.metrics.get(BINARY_SCORES_KEY) == 1.0 for row in rows)
+    return "accuracy" if rows and is_accuracy else "score"
+
+
+def _read_held_out_score(row: MetricRow | None) -> IntervalEstimate | None:
+    """Return the held-out score of an evaluation; None where it has none that is finite."""
+    value = row.metrics.get(HELD_OUT_KEY, math.nan) if row else math.nan
+    if row is None or not math.isfinite(value):
         return None
-    return IntervalEstimate(
-        value, row.metrics.get("val/accuracy_low"), row.metrics.get("val/accuracy_high")
-    )
+    low, high = (row.metrics.get(f"{HELD_OUT_KEY}_{end}", math.nan) for end in ("low", "high"))
+    is_known = math.isfinite(low) and math.isfinite(high)
+    return IntervalEstimate(value, low, high) if is_known else IntervalEstimate(value)
 
 
 def estimate_accuracy_gain(before: IntervalEstimate, after: IntervalEstimate) -> IntervalEstimate:

@@ -26,7 +26,8 @@ from rlhf_megatron.controller.observe.report.run_overview import (
     format_duration,
     list_changed_settings,
     list_overview_facts,
-    read_held_out_accuracies,
+    name_held_out_score,
+    read_held_out_scores,
     read_run_seconds,
     read_setting,
     select_first_and_last_rows,
@@ -189,9 +190,10 @@ def _render_log_errors(run: RunFiles) -> str:
 
 
 def _render_result_tiles(run: RunFiles) -> str:
-    """Return the tiles of held-out accuracy, gain, reward and wall time, as HTML."""
+    """Return the tiles of the held-out score, gain, reward and wall time, as HTML."""
     tiles = []
-    before, after = read_held_out_accuracies(run)
+    before, after = read_held_out_scores(run)
+    title = f"Held-out {name_held_out_score([run])}"
     majority = (run.summary or {}).get("majority_answer_accuracy")
     baseline = (
         f"; always the most common answer: {majority:.3f}"
@@ -204,11 +206,11 @@ def _render_result_tiles(run: RunFiles) -> str:
             if before
             else "no evaluation before the first step"
         )
-        tiles.append(("Held-out accuracy", html_elements.format_estimate(after), start + baseline))
+        tiles.append((title, html_elements.format_estimate(after), start + baseline))
     elif before is not None:
         tiles.append(
             (
-                "Held-out accuracy before RL",
+                f"{title} before RL",
                 html_elements.format_estimate(before),
                 f"95 % interval{baseline}",
             )

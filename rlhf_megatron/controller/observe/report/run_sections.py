@@ -165,7 +165,7 @@ def _split_by_width(charts: Sequence[ReportChart]) -> tuple[list[ReportChart], l
 
 
 def _render_reward_section(run: RunFiles, payload: PagePayload) -> str:
-    """Return the section of rewards and held-out accuracy as HTML."""
+    """Return the section of rewards and held-out scores as HTML."""
     charts = make_section_charts(run, "reward")
     wide, small = _split_by_width(charts)
     if not _find_sources(run):
@@ -175,7 +175,7 @@ def _render_reward_section(run: RunFiles, payload: PagePayload) -> str:
     body = _render_charts(wide, payload)
     if charts and not run.evaluations:
         body += html_elements.render_missing_note(
-            "No held-out accuracy: this run made no evaluation (no held-out items, or a replay)."
+            "No held-out score: this run made no evaluation (no held-out items, or a replay)."
         )
     note = '<p class="note">The status of every reward was ok.</p>' if is_ok else ""
     return body + render_source_table(run) + _render_charts(small, payload) + note
