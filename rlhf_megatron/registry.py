@@ -35,6 +35,7 @@ PACKAGES = {
     "schedule": "rlhf_megatron.controller.scheduler.schedules",
     "logger": "rlhf_megatron.controller.observe.loggers",
     "task": "rlhf_megatron.data.tasks",
+    "environment": "rlhf_megatron.agents.environments",
 }
 """Kind of part -> what must be imported for those of ours to be registered; none of it imports
 torch."""

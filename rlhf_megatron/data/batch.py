@@ -31,6 +31,7 @@ from rlhf_megatron.data import codec
 Batch = TypeVar("Batch", bound="TokenBatch")
 # (version, start, end): response tokens start .. end - 1 are of that version
 VersionSpans = tuple[tuple[int, int, int], ...]
+TurnSpans = tuple[tuple[int, int], ...]
 
 
 def sample_column(**kwargs: Any) -> Any:
@@ -54,6 +55,8 @@ class PromptBatch:
     sources: tuple[str, ...]  # name of the data source of each prompt
     group_ids: tuple[int, ...]  # unique over the run; the samples of one prompt share it
     extras: tuple[str, ...]  # JSON object of what else a reward may read of the row, or ""
+    # JSON list of the prompt's messages, for episodes of several turns; () in other runs
+    chats: tuple[str, ...] = ()
 
     def __len__(self) -> int:
         """Return the number of prompts."""
@@ -110,6 +113,19 @@ class RolloutBatch(TokenBatch):
     # [B] int64, of the prompt
     num_cached_tokens: Tensor | None = sample_column(default=None, kw_only=True)
     num_retractions: Tensor | None = sample_column(default=None, kw_only=True)  # [B] int64
+    # Of episodes with an environment; None where a sample is one answer. An episode is one row.
+    # [B] int64, unique over the run
+    episode_ids: Tensor | None = sample_column(default=None, kw_only=True)
+    # (begin, end) of what each turn sampled, counted from the sample's first token
+    turn_spans: tuple[TurnSpans, ...] | None = sample_column(default=None, kw_only=True)
+    # what ended each, see agents.episode_messages.EpisodeEnd
+    episode_ends: tuple[str, ...] | None = sample_column(default=None, kw_only=True)
+    # [B] float32, what the environment says without its turns; nan: it leaves that to scorers
+    episode_rewards: Tensor | None = sample_column(default=None, kw_only=True)
+    # one a turn, or ()
+    turn_rewards: tuple[tuple[float, ...], ...] | None = sample_column(default=None, kw_only=True)
+    # JSON list of the messages of each, for people
+    conversations: tuple[str, ...] | None = sample_column(default=None, kw_only=True)
 
 
 @codec.register("ScoredBatch")

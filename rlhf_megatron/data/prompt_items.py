@@ -6,11 +6,12 @@ on its length.
 
 from __future__ import annotations
 
+import json
 import random
 import re
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Literal
 
@@ -30,6 +31,9 @@ class PromptItem:
     label: str
     source: str
     extra: str = ""  # JSON object of what else a reward may read
+    # JSON list of the prompt's messages, for episodes; "" in other runs. The digest of a run's data
+    # is made of the repr, which files of former runs have without the messages.
+    chat: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ def make_prompt_batch(items: Sequence[PromptItem], first_group_id: int = 0) -> P
         sources=tuple(item.source for item in items),
         group_ids=tuple(range(first_group_id, first_group_id + len(items))),
         extras=tuple(item.extra for item in items),
+        chats=tuple(item.chat for item in items) if any(item.chat for item in items) else (),
     )
 
 
@@ -108,6 +113,7 @@ class PromptFormat:
     chat: ChatFormat | None = None  # None: the text is read as it is
     # write what the tokenizer writes before text, where no chat format writes it
     add_special_tokens: bool = True
+    keeps_messages: bool = False  # items also have the prompt's messages, for episodes
 
     def select_opening_ids(self, tokenizer: Tokenizer) -> tuple[int, ...]:
         """Return the token ids that stand before the text of each prompt: those that the tokenizer
@@ -134,6 +140,22 @@ class PromptFormat:
                 " texts; remove them, or write prompts as text."
             )
         return self.chat.render_prompt(prompt)
+
+    def encode_messages(self, prompt: Prompt, text: str) -> str:
+        """Return the messages of a prompt as JSON, "" where items do not keep them. A prompt that
+        is text is one message of the user; `text` is what the model reads of it where no chat
+        format is around it.
+        """
+        if not self.keeps_messages:
+            return ""
+        if not isinstance(prompt, str):
+            messages = [{"role": one.role, "content": one.content} for one in prompt]
+        elif self.chat is None:
+            messages = [{"role": "user", "content": text}]
+        else:
+            content = self.shots + self.template.replace("{prompt}", prompt)
+            messages = [{"role": "user", "content": content}]
+        return json.dumps(messages, ensure_ascii=False)
 
 
 @dataclass(frozen=True)
@@ -232,7 +254,8 @@ def encode_prompt_rows(
             text = tokenizer.decode_with_special_tokens(text_ids)
             num_cut += 1
         prompt_ids = (*opening_ids, *text_ids)
-        items.append(PromptItem(prompt_ids, text, row.label, row.source, row.extra))
+        chat = prompt_format.encode_messages(row.prompt, text)
+        items.append(PromptItem(prompt_ids, text, row.label, row.source, row.extra, chat))
     if not items:
         raise ValueError(
             f"the dataset is empty: all {len(rows)} prompts are over data.max_prompt_length"

@@ -86,10 +86,12 @@ def load_prompt_sets(
     tokenizer: Tokenizer,
     must_encode_labels: bool = False,
     extra_writer: ExtraColumnWriter | None = None,
+    keeps_messages: bool = False,
 ) -> PromptSets:
     """Load the items of the run's sources, or of its task or files. `must_encode_labels`: labels
     are trained on too, so that the tokenizer must be able to spell them. `extra_writer` chooses the
     columns that rewards read, and counts those that it leaves out; without one, `config` chooses.
+    `keeps_messages`: items also have the prompt's messages, for episodes of several turns.
 
     A source's held-out prompts are one set, or one for each file or data_source of its rows where
     it has several. Raise ValueError for malformed rows, empty sets and prompts over the limit, as
@@ -102,7 +104,16 @@ def load_prompt_sets(
     sources = resolve_sources(config)
     extra_writer = extra_writer or ExtraColumnWriter(config.extra_columns)
     loaded = [
-        _load_prompt_source(key, source, config, tokenizer, chat, must_encode_labels, extra_writer)
+        _load_prompt_source(
+            key,
+            source,
+            config,
+            tokenizer,
+            chat,
+            must_encode_labels,
+            extra_writer,
+            keeps_messages,
+        )
         for key, source in sources.items()
     ]
     extra_writer.check_named_columns()
@@ -187,6 +198,7 @@ def _load_prompt_source(
     chat: ChatFormat | None,
     must_encode_labels: bool,
     extra_writer: ExtraColumnWriter,
+    keeps_messages: bool,
 ) -> _LoadedPromptSource:
     """Read, encode and group the rows of one source. Raise ValueError with the name of the
     source.
@@ -202,7 +214,9 @@ def _load_prompt_source(
             raise ValueError(
                 "every held-out prompt is used as a solved example; lower few_shot.num_shots."
             )
-        prompt_format = PromptFormat(source.prompt_template, shots, chat, config.add_special_tokens)
+        prompt_format = PromptFormat(
+            source.prompt_template, shots, chat, config.add_special_tokens, keeps_messages
+        )
         limit = PromptLimit(
             config.max_prompt_length, config.filter_overlong_prompts, config.truncation
         )

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.config.rules.batch_rules import compute_longest_rollout
 from rlhf_megatron.config.rules.run_rules import count_reward_model_ranks
 from rlhf_megatron.planning.plan.gpu_memory import GB, GPU_MEMORY_GB
 from rlhf_megatron.planning.plan.memory_phases import (
@@ -85,11 +86,7 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
         for label, p in rows
         if p.total_bytes > _get_phase_limit_bytes(p, gpu_bytes, USABLE_MEMORY_SHARE)
     ]
-    if (
-        engine is not None
-        and engine.num_cache_tokens
-        < config.data.max_prompt_length + config.data.max_response_length
-    ):
+    if engine is not None and engine.num_cache_tokens < compute_longest_rollout(config):
         wrong.append(
             f"the cache of an engine ({engine.cache_bytes / GB:.1f} GB) does not hold one sample"
         )

@@ -196,9 +196,33 @@ def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...
             ("sft.max_length",),
         )
     d = config.data
-    longest = config.data.max_prompt_length + config.data.max_response_length
+    longest = compute_longest_rollout(config)
+    if config.rollout.environment.name is not None:
+        max_tokens = compute_episode_tokens(config)
+        text = (
+            "data.max_prompt_length + rollout.environment.max_tokens"
+            f" ({d.max_prompt_length} + {max_tokens} = {longest}"
+        )
+        return longest, text, ("data.max_prompt_length", "rollout.environment.max_tokens")
     text = (
         f"data.max_prompt_length + max_response_length ({d.max_prompt_length} +"
         f" {d.max_response_length} = {longest}"
     )
     return longest, text, LENGTHS
+
+
+def compute_episode_tokens(config: RunConfig) -> int:
+    """Return the number of tokens that an episode may have behind its first prompt."""
+    environment = config.rollout.environment
+    if environment.max_tokens is not None:
+        return environment.max_tokens
+    return environment.max_turns * config.data.max_response_length
+
+
+def compute_longest_rollout(config: RunConfig) -> int:
+    """Return the number of tokens of the longest sample of a rollout, prompt included: of one
+    answer, or of a whole episode.
+    """
+    if config.rollout.environment.name is not None:
+        return config.data.max_prompt_length + compute_episode_tokens(config)
+    return config.data.max_prompt_length + config.data.max_response_length

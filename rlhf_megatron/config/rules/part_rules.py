@@ -127,6 +127,10 @@ def list_named_parts(config: RunConfig) -> Iterator[NamedPart]:
         yield NamedPart("logger", logger, "trainer.logger", "trainer.logger")
     yield NamedPart("engine", config.rollout.engine, "rollout.engine", "rollout.engine")
     yield NamedPart("balancer", config.rollout.router, "rollout.router", "rollout.router")
+    environment = config.rollout.environment
+    if environment.name is not None:
+        where = "rollout.environment"
+        yield NamedPart("environment", environment.name, f"{where}.name", where, environment.params)
     yield NamedPart(
         "schedule", config.schedule.name, "schedule.name", "schedule", config.schedule.params
     )

@@ -184,6 +184,55 @@ class SGLangConfig:
 
 
 @dataclass(frozen=True)
+class EnvironmentConfig:
+    """Episodes of several turns. The column `environment` of a row, {name, params}, overrides name
+    and params for that row.
+    """
+
+    name: str | None = declare_setting(
+        "registered environment that a sample talks with; null: a sample is one answer", None
+    )
+    params: dict[str, Any] = declare_setting(
+        "parameters of the environment, see its dataclass", factory=dict
+    )
+    max_turns: int = declare_setting("turns of the policy in an episode", 8, COUNT)
+    max_tokens: int | None = declare_setting(
+        (
+            "tokens of an episode behind its first prompt, the environment's included; null:"
+            " max_turns x data.max_response_length"
+        ),
+        None,
+        TOKENS,
+    )
+    timeout_s: float = declare_setting(
+        "deadline of an episode, seconds: its start, its turns and its judgement", 600.0, SECONDS
+    )
+    num_workers: int = declare_setting("processes that run environments", 4, PROCESSES)
+    max_concurrent: int = declare_setting("episodes that go on at once", 256, COUNT)
+    min_group: int | None = declare_setting(
+        "episodes with which the group of a prompt closes, the others are aborted; null: all", None
+    )
+    history: Literal["keep"] = declare_setting(
+        "keep: earlier turns stay as they were sampled, whatever the template does with them",
+        "keep",
+    )
+    on_overflow: Literal["end"] = declare_setting(
+        "end: an episode without room for another turn is over", "end"
+    )
+    reward_weight: float = declare_setting(
+        "the environment's reward is multiplied by this", 1.0, WEIGHT
+    )
+    scorer_weight: float = declare_setting(
+        (
+            "weight of the section reward where the environment rewards too; an environment that"
+            " gives no reward leaves it to the section reward alone"
+        ),
+        0.0,
+        WEIGHT,
+    )
+
+
+@dataclass(frozen=True)
 class RolloutConfig:
     engine: str = declare_setting(
         "name of a registered engine: local, the bundled server, or sglang, stock SGLang", "sglang"
@@ -299,6 +348,9 @@ class RolloutConfig:
         FACTOR,
     )
     sglang: SGLangConfig = declare_setting("used when engine is sglang", factory=SGLangConfig)
+    environment: EnvironmentConfig = declare_setting(
+        "what samples talk with, over several turns", factory=EnvironmentConfig
+    )
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from rlhf_megatron import faults
+from rlhf_megatron.agents.episode_record import Episode
 from rlhf_megatron.controller.recovery.resume_point import RunState
 from rlhf_megatron.data import codec, direct_file_io
 from rlhf_megatron.data.batch import AnnotatedBatch, ScoredBatch, iterate_columns
@@ -61,6 +62,16 @@ class JournalledGroup(GroupColumns):
 
     settings: str  # see `StepJournal`
     index: int  # of the prompt in its step
+
+
+@codec.register("JournalledEpisodes")
+@dataclass(frozen=True)
+class JournalledEpisodes:
+    """The episodes of one prompt of a step."""
+
+    settings: str  # see `StepJournal`
+    index: int  # of the prompt in its step
+    episodes: tuple[Episode, ...]
 
 
 @codec.register("JournalledBatch")
@@ -132,23 +143,57 @@ class StepJournal:
             write_or_warn(path, lambda: os.truncate(path, self._intact_group_bytes))
         return {index: only.to_samples() for index, (only,) in found.items()}
 
+    def read_episodes(self, step: int) -> dict[int, list[Episode]]:
+        """Return the groups of episodes of a step that the journal has, by the index of their
+        prompt. Cut off a damaged end of the file. Call it before `append_episodes` of that step.
+        """
+        self.wait_for_write()
+        path = self._get_step_path(step, GROUPS)
+        records, self._intact_group_bytes = read_records(path)
+        if path.exists() and path.stat().st_size > self._intact_group_bytes:
+            logger.warning("%s: its last record is cut off or damaged and is left out", path)
+            write_or_warn(path, lambda: os.truncate(path, self._intact_group_bytes))
+        return {
+            record.index: list(record.episodes)
+            for record in records
+            if isinstance(record, JournalledEpisodes) and record.settings == self.settings_digest
+        }
+
+    def append_episodes(self, step: int, groups: Sequence[tuple[int, Sequence[Episode]]]) -> None:
+        """Append whole groups of episodes, each with the index of its prompt, to the step's file.
+        They are on disk when this returns; where the disk is full, log a warning and go on.
+        """
+        self._append_records(
+            step,
+            [
+                JournalledEpisodes(self.settings_digest, index, tuple(episodes))
+                for index, episodes in groups
+            ],
+        )
+
     def append_groups(
         self, step: int, first_index: int, groups: Sequence[Sequence[GeneratedSample]]
     ) -> None:
         """Append neighbouring groups, the first of index `first_index`, to the step's file. They
         are on disk when this returns; where the disk is full, log a warning and go on.
         """
-        self.wait_for_write()
-        path = self._get_step_path(step, GROUPS)
-        data = [
-            part
-            for i, samples in enumerate(groups)
-            for part in encode_record(
+        self._append_records(
+            step,
+            [
                 JournalledGroup.from_samples(
                     samples, settings=self.settings_digest, index=first_index + i
                 )
-            )
-        ]
+                for i, samples in enumerate(groups)
+            ],
+        )
+
+    def _append_records(
+        self, step: int, entries: Sequence[JournalledGroup | JournalledEpisodes]
+    ) -> None:
+        """Append records to the step's file of groups, and wait until they are on disk."""
+        self.wait_for_write()
+        path = self._get_step_path(step, GROUPS)
+        data = [part for entry in entries for part in encode_record(entry)]
 
         def append_records() -> None:
             """Append the records to the file and sync it, after cutting off the rest of an append

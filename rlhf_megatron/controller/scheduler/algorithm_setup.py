@@ -112,15 +112,19 @@ class RunData:
 
 
 def load_run_prompts(
-    model_config: ModelConfig, data_config: DataConfig, spells_labels: bool = False
+    model_config: ModelConfig,
+    data_config: DataConfig,
+    spells_labels: bool = False,
+    keeps_messages: bool = False,
 ) -> tuple[PromptSets, Tokenizer]:
     """Return (prompt sets, tokenizer) of a run. `spells_labels`: whether the run warms up on
-    labels.
+    labels. `keeps_messages`: whether its samples are episodes of several turns.
 
     Raise ValueError for what a user can fix. No process is started.
     """
     tokenizer = load_tokenizer(model_config.tokenizer_path or model_config.path, model_config.path)
-    return load_prompt_sets(data_config, tokenizer, spells_labels), tokenizer
+    sets = load_prompt_sets(data_config, tokenizer, spells_labels, keeps_messages=keeps_messages)
+    return sets, tokenizer
 
 
 def make_run_data(

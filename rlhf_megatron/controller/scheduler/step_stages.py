@@ -11,6 +11,14 @@ from functools import partial
 from pathlib import Path
 
 from rlhf_megatron import faults
+from rlhf_megatron.agents.episode_batch import (
+    compute_episode_metrics,
+    make_process_rewards,
+    make_sampled_tokens,
+)
+from rlhf_megatron.agents.episode_book import GroupSize
+from rlhf_megatron.agents.episode_record import Episode
+from rlhf_megatron.agents.run_episodes import RunEpisodes
 from rlhf_megatron.config.rules.run_rules import has_reward_model
 from rlhf_megatron.config.schema import RunConfig, SamplingConfig
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
@@ -95,6 +103,7 @@ class StepStages:
     recorder: RolloutRecorder | None = None
     journal: StepJournal | None = None
     skips: NonFiniteSkips = field(default_factory=NonFiniteSkips)
+    episodes: RunEpisodes | None = None  # where samples talk with an environment
     # of trainer and engines, where they share devices
     turns: DeviceTurns = field(default_factory=DeviceTurns)
     # which experts samples met in the engines
@@ -128,6 +137,8 @@ class StepStages:
         self._filters_groups = config.algorithm.filter_groups.enable
         # groups that the journal has of the step
         self._journalled_groups: dict[int, list[GeneratedSample]] = {}
+        # of the batch that is generated, until it is scored
+        self._pending_episodes: list[Episode] = []
         # of the batch that is generated, until it is scored
         self._pending_greedy_rollout: RolloutBatch | None = None
         self._greedy_rollouts: list[RolloutBatch] = []
@@ -176,10 +187,53 @@ class StepStages:
         """
         if (found := self._restore_journalled_batch(step)) is not None:
             return found
+        if self.episodes is not None:
+            rollout = self._run_episodes(step, prompts, self.episodes)
+            release_free_memory()
+            return rollout
         self._journalled_groups = self.journal.read_groups(step) if self.journal is not None else {}
         rollout = self._generate_batch(step, prompts, 0)
         release_free_memory()
         return rollout
+
+    def _run_episodes(self, step: int, prompts: PromptBatch, episodes: RunEpisodes) -> RolloutBatch:
+        """Run the episodes of the step's prompts. Groups that are whole go to the journal as they
+        come, and groups that the journal has are not run again.
+        """
+        journal = self.journal
+        known = {}
+        if journal is not None:
+            known = {
+                index: group
+                for index, group in journal.read_episodes(step).items()
+                if all(
+                    turn.policy_version == self.policy_version
+                    for episode in group
+                    for turn in episode.turns
+                )
+            }
+
+        def record_groups(groups: Sequence[tuple[int, list[Episode]]]) -> None:
+            """Append whole groups to the journal."""
+            if journal is not None:
+                journal.append_episodes(step, groups)
+
+        self.turns.give_devices_to_engines()
+        num_episodes = self.config.rollout.n
+        min_group = self.config.rollout.environment.min_group
+        groups = episodes.run_groups(
+            prompts,
+            GroupSize(num_episodes, num_episodes if min_group is None else min_group),
+            self.make_sampling_params(SamplingConfig(self.config.rollout.temperature)),
+            step,
+            known,
+            record_groups,
+            self.report_progress,
+        )
+        faults.reach_fault_point("rollout.after_generate")
+        self._pending_episodes = [episode for group in groups for episode in group]
+        self._step_metrics |= compute_episode_metrics(self._pending_episodes)
+        return episodes.collect_batch(prompts, groups)
 
     def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
         """Generate a batch of prompts, and a greedy sample for each prompt where the estimator
@@ -272,6 +326,8 @@ class StepStages:
         self._step_route_files.update(rollout.routes or ())
         self.turns.give_devices_to_scorers()
         reader = self.run_data.response_reader
+        if self.episodes is not None:
+            return self._score_episodes(rollout, self.episodes)
         results = self.scorer(
             make_reward_samples(rollout, reader)
             + (make_reward_samples(greedy, reader) if greedy else [])
@@ -281,6 +337,17 @@ class StepStages:
         if greedy is not None:
             self._greedy_rollouts.append(greedy)
         return make_scored_batch(rollout, results, greedy, of_greedy)
+
+    def _score_episodes(self, rollout: RolloutBatch, episodes: RunEpisodes) -> ScoredBatch:
+        """Return the episodes with their rewards; those of turns are paid at the turns' last
+        tokens.
+        """
+        pending = self._pending_episodes
+        self._pending_episodes = []
+        samples = make_reward_samples(rollout, self.run_data.response_reader)
+        results = episodes.judge(pending, samples, self.scorer)
+        process_rewards = make_process_rewards(rollout, results, episodes.reward_weight)
+        return replace(make_scored_batch(rollout, results), process_rewards=process_rewards)
 
     def annotate_step(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
         """Return the samples with log-probs of the trainer's policy, and with values and the
@@ -488,6 +555,8 @@ class StepStages:
             """
             assert self.fleet is not None
             self.turns.give_devices_to_engines()
+            if self.episodes is not None:
+                return self._answer_with_episodes(prompts, sampling_config.n, params, self.episodes)
             groups = self.fleet.generate(
                 build_generate_requests(
                     prompts, sampling_config.n, params, self.config.trainer.seed, -1
@@ -502,6 +571,10 @@ class StepStages:
             one.
             """
             self.turns.give_devices_to_scorers()
+            if self.episodes is not None:
+                pending = self._pending_episodes
+                self._pending_episodes = []
+                return self.episodes.judge(pending, samples, self.scorer)
             results = self.scorer(samples)
             if self._model_rewards is None:
                 return results
@@ -511,7 +584,28 @@ class StepStages:
             )
 
         sets = limit_prompts(self.run_data.held_out_sets, num_items)
-        return evaluate_sets(sets, generate_groups, self.run_data.response_reader, score_samples)
+        return evaluate_sets(
+            sets,
+            generate_groups,
+            self.run_data.response_reader,
+            score_samples,
+            self.config.trainer.samples_kept,
+        )
+
+    def _answer_with_episodes(
+        self,
+        prompts: PromptBatch,
+        num_episodes: int,
+        params: SamplingParams,
+        episodes: RunEpisodes,
+    ) -> list[list[GeneratedSample]]:
+        """Run the episodes of an evaluation, and return what the policy sampled in all turns of
+        each, which is what the figures of an evaluation count. They are judged afterwards.
+        """
+        # a group that closed early would have its quickest episodes alone
+        groups = episodes.run_groups(prompts, GroupSize(num_episodes, num_episodes), params, -1)
+        self._pending_episodes = [episode for group in groups for episode in group]
+        return [[make_sampled_tokens(episode) for episode in group] for group in groups]
 
     def save_hf_weights(self, run_dir: Path) -> None:
         """Write the trained weights in Hugging Face layout: the policy's to `run_dir`/hf, and the

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rlhf_megatron.agents.run_episodes import make_episode_workers, make_run_episodes
+from rlhf_megatron.agents.worker_pool import EpisodeWorkerPool
 from rlhf_megatron.config.resume_changes import compute_settings_digest, flatten_config_yaml
 from rlhf_megatron.config.rules.engine_machines import describe_engine_placement
 from rlhf_megatron.config.rules.engine_rules import count_engines
@@ -120,6 +122,7 @@ class RunConnections:
     turns: DeviceTurns
     reward_servers: RewardModelServers | None
     scorer: RewardScorer
+    episode_workers: EpisodeWorkerPool | None  # where samples talk with an environment
 
 
 def run_training(
@@ -140,7 +143,10 @@ def run_training(
     trainer = config.trainer
     seed_process(trainer.seed, 0)
     parts = load_algorithm_setup(config)
-    sets, tokenizer = load_run_prompts(config.model, config.data, config.warmup.max_steps > 0)
+    has_episodes = config.rollout.environment.name is not None
+    sets, tokenizer = load_run_prompts(
+        config.model, config.data, config.warmup.max_steps > 0, has_episodes
+    )
     data = make_run_data(config.data, trainer.seed, config.rollout.stop, sets, tokenizer)
     start = find_resume_point(config, run_dir, data.stream)
     attempts = RunAttempts(run_dir)
@@ -287,7 +293,13 @@ def _connect_run(
             has_later_scores=has_reward_model(config),
         )
     )
-    return RunConnections(group, workers, fleet, transfer_dir, turns, reward_servers, scorer)
+    episode_workers = None
+    if config.rollout.environment.name is not None:
+        episode_workers = stack.enter_context(make_episode_workers(config, run_dir))
+        episode_workers.start()
+    return RunConnections(
+        group, workers, fleet, transfer_dir, turns, reward_servers, scorer, episode_workers
+    )
 
 
 def _make_step_stages(
@@ -308,6 +320,10 @@ def _make_step_stages(
     capsules = CapsuleStore(
         run_dir, render_config_yaml(config), config.trainer.capsules_kept, tracker.show_note
     )
+    pool = connections.episode_workers
+    episodes = None
+    if pool is not None:
+        episodes = make_run_episodes(config, run_dir, connections.fleet, pool, run_data.tokenizer)
     policies = (workers.actor, workers.reference) if setup.needs_reference else (workers.actor,)
     watches = [
         LmHeadWatch(policies, tracker.show_note).collect_metrics,
@@ -324,6 +340,7 @@ def _make_step_stages(
         recorder=recorder,
         journal=journal if isinstance(journal, StepJournal) else None,
         skips=NonFiniteSkips(config.trainer, capsules, tracker.show_note),
+        episodes=episodes,
         turns=connections.turns,
         route_files=route_files,
         metric_sources=(*watches, *([servers.collect_metrics] if servers is not None else [])),

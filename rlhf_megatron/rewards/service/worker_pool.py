@@ -40,9 +40,9 @@ class RewardWorkerPool:
 
     See `start_reward_template` for `rewards`; a task names a reward by its index there. `waits_s`
     has for each reward the seconds that a sample may wait for a server, counted from the last
-    answer to another sample, for which the policy is not to blame; None for a reward that waits for no
-    server. `num_machines` is the number of machines with pools of the run, which share the servers'
-    limits.
+    answer to another sample, for which the policy is not to blame; None for a reward that waits for
+    no server. `num_machines` is the number of machines with pools of the run, which share the
+    servers' limits.
     """
 
     def __init__(

@@ -32,6 +32,7 @@ from rlhf_megatron.rollout.fleet.engine_calls import EngineCallLog, FairLock, ma
 from rlhf_megatron.rollout.fleet.engine_supervisor import EngineSupervisor, FleetMember, MemberState
 from rlhf_megatron.rollout.fleet.request_balancer import (
     ChunkAssignment,
+    EnginePreference,
     OutstandingLoad,
     RequestBalancer,
     RequestChunk,
@@ -229,8 +230,19 @@ class ChunkGeneration:
             else:
                 if sent.member is not None:
                     sent.member.num_stale_in_a_row = 0
+                    sent.chunk.preference = EnginePreference(sent.target_name, version)
                 accepted.append((sent.chunk, groups))
         return accepted
+
+    def measure_engine_seconds(self, chunk: RequestChunk) -> float:
+        """Return the seconds that calls for this chunk have spent at engines, the one that is under
+        way included. Only the thread that holds the lock may call it.
+        """
+        now = self._read_clock()
+        current = [
+            now - call.sent_at for call in self._task_by_call if call.assignment.chunk is chunk
+        ]
+        return chunk.engine_seconds + sum(current)
 
     def add_chunk(self, chunk: RequestChunk) -> None:
         """Queue a chunk behind the waiting ones."""
@@ -326,6 +338,7 @@ class ChunkGeneration:
         if spawned is None:
             return None
         place = (call.assignment.member, call.assignment.engine)
+        call.assignment.chunk.engine_seconds += self._read_clock() - call.sent_at
         self.outstanding_load.add_chunk(call.assignment, -1)
         self._call_counts[place] -= 1
         if not self._call_counts[place]:

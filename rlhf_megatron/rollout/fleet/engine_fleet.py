@@ -213,10 +213,13 @@ class EngineFleet:
         assert all(group is not None for group in results), "a group was lost"
         return [group for group in results if group is not None]
 
-    def open_session(self, keeps_failures: bool = False) -> GenerationSession:
+    def open_session(
+        self, keeps_failures: bool = False, keeps_finished_calls: bool = False
+    ) -> GenerationSession:
         """Open and return a session, whose generation goes on over weight syncs; one at a time.
         While it is open, a sync must run inside `hold_exclusively`. Ask the engines first how many
-        samples they decode at once. `keeps_failures`: see `GenerationSession`.
+        samples they decode at once. `keeps_failures` and `keeps_finished_calls`: see
+        `GenerationSession`.
         """
         assert self._session is None, "a session is open"
         self._learn_served_version()
@@ -242,6 +245,7 @@ class EngineFleet:
             ),
             clear_session,
             keeps_failures,
+            keeps_finished_calls,
         )
         return self._session
 

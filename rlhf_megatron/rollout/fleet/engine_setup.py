@@ -12,6 +12,7 @@ from math import prod
 from pathlib import Path
 
 from rlhf_megatron import faults
+from rlhf_megatron.config.rules.batch_rules import compute_longest_rollout
 from rlhf_megatron.config.rules.run_rules import count_actor_ranks
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, RunConfig, TrainerConfig
 from rlhf_megatron.device import count_devices
@@ -57,7 +58,7 @@ class EngineSetup:
         pp = megatron.pipeline_model_parallel_size
         copies = count_serving_copies(make_parallel_layout(megatron, count_actor_ranks(config)))
         num_senders = pp * max(1, min(copies, num_engines))
-        num_tokens = config.data.max_prompt_length + config.data.max_response_length
+        num_tokens = compute_longest_rollout(config)
         return cls(config.rollout, config.model, config.trainer, num_senders, num_tokens)
 
     @property

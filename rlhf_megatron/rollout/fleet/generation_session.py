@@ -5,12 +5,25 @@ uses the fleet.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 
 from rlhf_megatron.rollout.engine_interface import EngineError, GenerateRequest, SampleGroups
 from rlhf_megatron.rollout.fleet.chunk_generation import POLL_S, ChunkGeneration, FleetResources
-from rlhf_megatron.rollout.fleet.request_balancer import OutstandingLoad, RequestChunk
+from rlhf_megatron.rollout.fleet.request_balancer import (
+    EnginePreference,
+    OutstandingLoad,
+    RequestChunk,
+)
 
 _WATCH_PURPOSE = "session"
+
+
+@dataclass(frozen=True)
+class FinishedCall:
+    """Where a key was generated, and how long that took."""
+
+    engine: EnginePreference | None  # None: a router chose it
+    engine_seconds: float
 
 
 class GenerationSession:
@@ -31,10 +44,12 @@ class GenerationSession:
         get_other_load: Callable[[], OutstandingLoad],
         on_close: Callable[[], None],
         keeps_failures: bool = False,
+        keeps_finished_calls: bool = False,
     ) -> None:
         """Open the session. `get_other_load` returns the work of the fleet beside the session's.
         `keeps_failures`: `take_failures` returns the keys that no engine can do, and
-        `poll_finished` does not raise for them.
+        `poll_finished` does not raise for them. `keeps_finished_calls`: `take_finished_call` tells
+        of each key that was returned.
         """
         self._lock = resources.lock
         self._supervisor = resources.supervisor
@@ -44,6 +59,8 @@ class GenerationSession:
         self._chunk_by_key: dict[int, RequestChunk] = {}  # by key, of what runs
         self._aborted_chunks: list[RequestChunk] = []  # that engines are still to be told of
         self._is_closed = False
+        self._keeps_finished_calls = keeps_finished_calls
+        self._finished_chunks: dict[int, RequestChunk] = {}
         self._generation = ChunkGeneration(
             resources, (), has_named_calls=True, is_session=True, keeps_failures=keeps_failures
         )
@@ -62,17 +79,40 @@ class GenerationSession:
         """
         return self._generation.outstanding_load
 
-    def submit_requests(self, key: int, requests: Sequence[GenerateRequest]) -> None:
+    def submit_requests(
+        self,
+        key: int,
+        requests: Sequence[GenerateRequest],
+        preference: EnginePreference | None = None,
+    ) -> None:
         """Queue work under a key: all its requests go to one engine, as soon as one has room.
-        Return at once.
+        Return at once. `preference`: the engine that has the beginning of the prompts in its cache.
 
         `key` must not be running; a key that came back or was aborted may be used again.
         """
         assert requests, f"key {key} has no request"
         assert key not in self._chunk_by_key, f"key {key} is running"
         assert not self._is_closed, "the session is closed"
-        self._chunk_by_key[key] = RequestChunk(key, tuple(requests), is_session=True)
-        self._generation.add_chunk(self._chunk_by_key[key])
+        chunk = RequestChunk(key, tuple(requests), is_session=True, preference=preference)
+        self._chunk_by_key[key] = chunk
+        self._generation.add_chunk(chunk)
+
+    def take_finished_call(self, key: int) -> FinishedCall:
+        """Return where a key that `poll_finished` has returned was generated, and how long that
+        took; once for each key, before it is submitted again.
+        """
+        chunk = self._finished_chunks.pop(key)
+        return FinishedCall(chunk.preference, chunk.engine_seconds)
+
+    def measure_engine_seconds(self, key: int) -> float:
+        """Return the seconds that a running key has spent at engines; 0 while it waits for one, and
+        for a key that does not run. The time in a queue of the engine itself counts.
+        """
+        chunk = self._chunk_by_key.get(key)
+        if chunk is None:
+            return 0.0
+        with self._lock.hold_lock():
+            return self._generation.measure_engine_seconds(chunk)
 
     def poll_finished(self) -> list[tuple[int, SampleGroups]]:
         """Return the keys that finished since the last call, each with one list of samples for each
@@ -178,7 +218,9 @@ class GenerationSession:
                 (chunk.start, groups) for chunk, groups in self._generation.harvest_answers(version)
             ]
             for key, _ in finished:
-                del self._chunk_by_key[key]
+                chunk = self._chunk_by_key.pop(key)
+                if self._keeps_finished_calls:
+                    self._finished_chunks[key] = chunk
             try:
                 self._generation.dispatch_chunks(version, self._get_other_load())
             except EngineError:

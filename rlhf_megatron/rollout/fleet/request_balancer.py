@@ -27,6 +27,16 @@ from rlhf_megatron.rollout.fleet.engine_supervisor import FleetMember
 _DEFAULT_MAX_RUNNING = 256  # samples, of an engine that does not say what it decodes at once
 
 
+@dataclass(frozen=True)
+class EnginePreference:
+    """The engine that a chunk should go to, because its prefix cache holds the beginning of the
+    prompts, and the version of weights with which the cache was filled.
+    """
+
+    member_name: str
+    version: int | None
+
+
 @dataclass(eq=False, slots=True)
 class RequestChunk:
     """Neighbouring groups that travel together."""
@@ -38,6 +48,8 @@ class RequestChunk:
     num_failures: int = 0
     num_driver_losses: int = 0  # with drivers that ended
     is_session: bool = False  # of a session
+    preference: EnginePreference | None = None
+    engine_seconds: float = 0.0  # that its ended calls have spent at engines
 
     @property
     def num_samples(self) -> int:
@@ -192,9 +204,9 @@ class RequestBalancer(Protocol):
 
 
 class LeastOutstandingBalancer:
-    """Sends each chunk to the engine with the fewest outstanding samples, and a failed chunk to
-    another engine where there is one. An engine has at most two chunks of a `generate` at once, and
-    as many of a session as keep it full.
+    """Sends each chunk to the engine that it prefers, else to the engine with the fewest
+    outstanding samples, and a failed chunk to another engine where there is one. An engine has at
+    most two chunks of a `generate` at once, and as many of a session as keep it full.
     """
 
     def cut_chunks(
@@ -210,23 +222,20 @@ class LeastOutstandingBalancer:
         load: OutstandingLoad,
         version: int | None,
     ) -> ChunkAssignment | None:
-        """Assign the chunk to the engine with the fewest outstanding samples, preferably one that
-        has not failed with it; return None where that engine is full.
+        """Assign the chunk to the engine that it prefers, where that one serves the version of the
+        preference and has room, else to the engine with the fewest outstanding samples. An engine
+        that has failed with the chunk comes last. Return None where the engine is full.
         """
         fresh = [
             member for member in serving_members if member.name not in chunk.failure_by_engine
         ] or serving_members
-        member = min(fresh, key=load.count_all_samples)
-        if chunk.is_session:
-            is_full = load.count_samples(member, True) >= compute_session_sample_limit(member)
-        else:
-            is_full = load.count_chunks(member, False) >= CHUNKS_IN_FLIGHT
-        return (
-            None
-            if is_full
-            else ChunkAssignment(
-                chunk, member.name, member.engine.generate_async, member, member.engine
-            )
+        member = _find_preferred_member(chunk, fresh, version)
+        if member is None or _is_full(member, chunk, load):
+            member = min(fresh, key=load.count_all_samples)
+        if _is_full(member, chunk, load):
+            return None
+        return ChunkAssignment(
+            chunk, member.name, member.engine.generate_async, member, member.engine
         )
 
     def abort_waiting_calls(self, call_names: Collection[str]) -> None:
@@ -238,6 +247,25 @@ class LeastOutstandingBalancer:
 
     def close(self) -> None:
         """Do nothing: the balancer has started nothing."""
+
+
+def _find_preferred_member(
+    chunk: RequestChunk, members: Sequence[FleetMember], version: int | None
+) -> FleetMember | None:
+    """Return the member that the chunk prefers; None where there is no such member, or its cache is
+    of other weights.
+    """
+    preference = chunk.preference
+    if preference is None or preference.version != version:
+        return None
+    return next((member for member in members if member.name == preference.member_name), None)
+
+
+def _is_full(member: FleetMember, chunk: RequestChunk, load: OutstandingLoad) -> bool:
+    """Return whether an engine has as much work of the chunk's kind as it should have at once."""
+    if chunk.is_session:
+        return load.count_samples(member, True) >= compute_session_sample_limit(member)
+    return load.count_chunks(member, False) >= CHUNKS_IN_FLIGHT
 
 
 def compute_session_sample_limit(member: FleetMember) -> int:

@@ -1,0 +1,216 @@
+"""What an environment is: code that talks with the policy for several turns and rewards it.
+
+An environment is a class that is registered under a name. Each episode gets an object of its own,
+made from the environment's parameters. A class has either `run`, for any code that calls
+`await chat(messages)`, or `reset` and `step`, from which `TurnEnvironment` makes a `run`:
+
+    @ENVIRONMENTS.register("guess_number", params=GuessParams)
+    class GuessNumber(TurnEnvironment):
+        def __init__(self, params):
+            self.params = params
+
+        def reset(self, task):
+            self.secret = int(task.label)
+            return Observation()  # the row's prompt begins the talk
+
+        def step(self, turn):
+            is_right = turn.text == str(self.secret)
+            return Observation("higher", reward=float(is_right), is_done=is_right)
+
+User code runs in worker processes. `reset`, `step` and `close` may be plain functions, which run in
+a thread, or async.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Protocol, TypeVar
+
+from rlhf_megatron.part_hooks import required_hook
+from rlhf_megatron.registry import Registry
+
+Message = dict[str, Any]
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an episode is about: a row of the data, and the seed of the episode."""
+
+    messages: tuple[Message, ...]  # the row's prompt; a prompt that is text is one user message
+    prompt: str  # the same as the model reads it, after all templates
+    label: str
+    source: str
+    columns: Mapping[str, Any]  # the row's other columns
+    seed: int  # in [0, 2^31); the same for the same episode of a resumed run
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy has said in one turn."""
+
+    number: int  # counts from 0
+    message: Message  # {"role": "assistant", "content": text}
+    text: str  # without special tokens
+    token_ids: tuple[int, ...]  # as sampled, the stop token included
+    log_probs: tuple[float, ...]  # one a token, as the engine reported
+    finish_reason: str  # "stop", or "length" where the answer was cut
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What the environment answers to a turn.
+
+    `messages`: what is added to the talk; a text is a message of the role "user". `reward`: of the
+    turn that was just taken; an episode's reward is the sum. `metrics`: numbers of the episode,
+    averaged over the episodes of a step under `agents/environment/<name>`.
+    """
+
+    messages: str | Sequence[Message] = ()
+    reward: float = 0.0
+    is_done: bool = False
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How an episode went, as the environment judges it.
+
+    `reward`: of the whole episode, without the rewards of turns; None: the scorers of the section
+    `reward` judge it. `turn_rewards`: one for each turn that was taken, or () for none.
+    """
+
+    reward: float | None = None
+    turn_rewards: tuple[float, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+class EpisodeOver(Exception):
+    """Raised by `chat` when the episode ends by one of its limits. Code that catches it may return
+    an Outcome for what was reached; else the episode is rewarded without one.
+    """
+
+    def __init__(self, end: str) -> None:
+        """Take the name of the end: max_turns or max_tokens."""
+        super().__init__(end)
+        self.end = end
+
+
+class Chat(Protocol):
+    """The way from an environment to the policy."""
+
+    async def __call__(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> Turn:
+        """Send the whole talk so far and return what the policy says. `messages` must go on from
+        the former call: its messages, the policy's message, and new ones. Raise EpisodeOver at a
+        limit of the episode.
+        """
+
+
+class Environment:
+    """The base class of environments. An object serves one episode."""
+
+    is_deterministic: ClassVar[bool] = False
+    """True: the episode is a function of its task, its seed and the policy's answers, so that
+    `trainer.deterministic` may use the environment."""
+
+    @required_hook
+    async def run(self, task: Task, chat: Chat) -> Outcome:
+        """Carry out one episode: call `chat` for each turn, and return the outcome."""
+        raise NotImplementedError
+
+    def close(self) -> Awaitable[None] | None:
+        """Release what the episode holds. Called once at the end of each episode, whatever ended
+        it; may be async.
+        """
+        return None
+
+
+class TurnEnvironment(Environment):
+    """The base class of environments that answer turn by turn."""
+
+    @required_hook
+    def reset(self, task: Task) -> Observation | Awaitable[Observation]:
+        """Begin an episode, and return the messages that follow the row's prompt; an Observation
+        without messages where the prompt says all.
+        """
+        raise NotImplementedError
+
+    @required_hook
+    def step(self, turn: Turn) -> Observation | Awaitable[Observation]:
+        """Answer a turn of the policy. Called for each turn, also for the last one."""
+        raise NotImplementedError
+
+    async def run(self, task: Task, chat: Chat) -> Outcome:
+        """Reset, then take turns until the environment is done or a limit ends the episode."""
+        metrics: dict[str, float] = {}
+        rewards: list[float] = []
+        observation = check_observation(await call_user_code(self.reset, task))
+        messages = [*task.messages, *list_observed_messages(observation)]
+        metrics.update(observation.metrics)
+        while not observation.is_done:
+            try:
+                turn = await chat(messages)
+            except EpisodeOver:
+                break
+            observation = check_observation(await call_user_code(self.step, turn))
+            rewards.append(observation.reward)
+            metrics.update(observation.metrics)
+            messages += [turn.message, *list_observed_messages(observation)]
+        return Outcome(0.0, tuple(rewards), metrics)
+
+
+ENVIRONMENTS: Registry[type[Environment]] = Registry("environment", interface=Environment)
+
+
+def check_observation(value: object) -> Observation:
+    """Return the value if it is an Observation with messages that a chat can hold. Raise TypeError
+    for any other value.
+    """
+    if not isinstance(value, Observation):
+        raise TypeError(f"reset and step must return an Observation, not {type(value).__name__}.")
+    messages = value.messages
+    if not isinstance(messages, str):
+        for message in messages:
+            if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+                raise TypeError(
+                    f"Observation.messages has {message!r:.100}; each must be a dict with role and"
+                    " content."
+                )
+    if isinstance(value.reward, bool) or not isinstance(value.reward, int | float):
+        raise TypeError(
+            f"Observation.reward ({value.reward!r:.50}) must be a number, not"
+            f" {type(value.reward).__name__}."
+        )
+    return value
+
+
+def list_observed_messages(observation: Observation) -> list[Message]:
+    """Return the messages of an observation; a text is one message of the user, an empty text
+    none.
+    """
+    if isinstance(observation.messages, str):
+        text = observation.messages
+        return [{"role": "user", "content": text}] if text else []
+    return [dict(message) for message in observation.messages]
+
+
+_threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="environment")
+"""Threads for user code that is not async: as many as a worker has episodes, so that one slow call
+never waits for another. A thread is made when it is first needed."""
+
+
+async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function of the user's: an async one in the event loop, any other in a thread, so that
+    a slow call holds up no other episode. Return its result.
+    """
+    if inspect.iscoroutinefunction(function):
+        return await function(*arguments)
+    loop = asyncio.get_running_loop()
+    result = await loop.run_in_executor(_threads, function, *arguments)
+    return await result if inspect.isawaitable(result) else result
