@@ -67,8 +67,14 @@ class DialogueFormat:
 
     @cached_property
     def encoder(self) -> PlainTextEncoder:
-        """Return the encoder that reads special tokens in the text of messages as plain text."""
-        return PlainTextEncoder(self.tokenizer)
+        """Return the encoder that reads special tokens in the text of messages, and other tokens
+        with which the template borders messages, as plain text.
+        """
+        if self.chat is None:
+            return PlainTextEncoder(self.tokenizer)
+        added_texts = self.tokenizer.added_tokens_by_id.values()
+        border_texts = self.suffix_renderer.find_border_texts(added_texts)
+        return PlainTextEncoder(self.tokenizer, border_texts)
 
 
 def make_dialogue_format(
@@ -132,7 +138,7 @@ class Dialogue:
         new, and where the template fails or writes no ids that can stand behind the sampled ones;
         the dialogue is then as before. Raise ValueError for messages that are malformed.
         """
-        _check_messages(messages)
+        self._check_messages(messages)
         tools_text = json.dumps(list(tools or ()), sort_keys=True)
         if not self._messages:
             ids = self._encode_first_prompt(messages, tools)
@@ -189,6 +195,15 @@ class Dialogue:
         except ValueError as error:
             raise JoinRefusedError(str(error)) from error
         return self._encode(text, hidden)
+
+    def _check_messages(self, messages: Sequence[Any]) -> None:
+        """Raise ValueError for messages that are malformed, but those that are known."""
+        for index, message in enumerate(messages):
+            if index < len(self._messages) and message == self._messages[index]:
+                continue
+            problem = _describe_message_problem(message)
+            if problem is not None:
+                raise ValueError(f"message {index + 1} of the conversation {problem}")
 
     def _check_past(self, messages: Sequence[Message], tools_text: str) -> None:
         """Raise JoinRefusedError unless the messages are those that are known and new ones."""
@@ -316,32 +331,24 @@ def _refuse_tools(tools: Sequence[Mapping[str, Any]] | None) -> None:
         )
 
 
-def _check_messages(messages: Sequence[Any]) -> None:
-    """Raise ValueError for messages that are malformed."""
-    for index, message in enumerate(messages):
-        name = f"message {index + 1} of the conversation"
-        if not isinstance(message, Mapping):
-            raise ValueError(
-                f"{name} ({str(message)[:SHOWN_CHARACTERS]!r}) must be an object with role and"
-                " content."
-            )
-        if not isinstance(message.get("role"), str) or not message["role"]:
-            raise ValueError(f"{name} has the role {message.get('role')!r}; it must be a text.")
-        content = message.get("content")
-        part_type = find_other_part_type(content)
-        if part_type is not None:
-            raise ValueError(f"{name} has a part of the type {part_type!r}; only text is taken.")
-        if not isinstance(join_text_parts(content), str) and content not in (None, []):
-            raise ValueError(
-                f"{name} has the content {str(content)[:SHOWN_CHARACTERS]!r}; it must be a text or"
-                " a list of text parts."
-            )
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
-            raise ValueError(
-                f"{name} has the tool_calls {str(calls)[:SHOWN_CHARACTERS]!r}; each must be an"
-                " object with function: {name, arguments}."
-            )
+def _describe_message_problem(message: Any) -> str | None:
+    """Return what is wrong with the form of a message, as the end of a sentence, or None."""
+    if not isinstance(message, Mapping):
+        return f"({str(message)[:SHOWN_CHARACTERS]!r}) must be an object with role and content."
+    if not isinstance(message.get("role"), str) or not message["role"]:
+        return f"has the role {message.get('role')!r}; it must be a text."
+    content = message.get("content")
+    part_type = find_other_part_type(content)
+    if part_type is not None:
+        return f"has a part of the type {part_type!r}; only text is taken."
+    if not isinstance(join_text_parts(content), str) and content not in (None, []):
+        shown = str(content)[:SHOWN_CHARACTERS]
+        return f"has the content {shown!r}; it must be a text or a list of text parts."
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, Sequence) or not all(map(_is_call, calls)):
+        shown = str(calls)[:SHOWN_CHARACTERS]
+        return f"has the tool_calls {shown!r}; each must be an object with a function's name."
+    return None
 
 
 def _is_call(call: Any) -> bool:

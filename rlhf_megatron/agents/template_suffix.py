@@ -34,6 +34,20 @@ END_MARK = "QZX7XZQ"  # the end of the answer
 INNER_MARK = "QZX8XZQ"  # other texts of the answer
 NEXT_MARK = "QZX9XZQ"  # the message behind the answer
 MADE_UP_QUESTION: Message = {"role": "user", "content": "u"}
+MADE_UP_CALL = {
+    "id": "call00001",
+    "type": "function",
+    "function": {"name": "f", "arguments": {"a": END_MARK}},
+}
+MADE_UP_TOOL: Message = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "description": "d",
+        "parameters": {"type": "object", "properties": {"a": {"type": "string"}}},
+    },
+}
+THOUGHT_TEXTS = ("<think>", "</think>")
 REASONING_ENTRIES = ("reasoning_content", "reasoning", "thinking")
 # messages of the past whose order counts; of those before them it counts which shapes there were
 NUM_ORDERED_MESSAGES = 4
@@ -69,7 +83,9 @@ SPELLINGS = tuple(
 class _AnswerEnd:
     """How a template ends answers of a shape when messages of certain shapes follow."""
 
-    num_head_messages: int  # system messages that the made-up past needs
+    # messages of the past that the made-up past begins with: system messages; None: the template
+    # takes no made-up past
+    num_head_messages: int | None
     closing: str
     end: str
     is_plain_end: bool
@@ -103,6 +119,42 @@ class SuffixRenderer:
         self._ends: dict[Any, _AnswerEnd] = {}
         self._uses: dict[Any, _ShapeUses] = {}
 
+    def find_border_texts(self, added_texts: Iterable[str]) -> frozenset[str]:
+        """Return those of the texts of a tokenizer's added tokens that are no special tokens, and
+        with which the template borders messages all the same, such as <｜User｜> of DeepSeek: what
+        it writes between an answer and the next question, and in the other borders where no special
+        token stands. The tokens around thoughts are none. Qwen3's <tool_response> stands inside of
+        <|im_start|> and <|im_end|>, and environments write it themselves in a user's message.
+        """
+        question = {"role": "user", "content": INNER_MARK}
+        answer = {"role": "assistant", "content": END_MARK}
+        follow_up = {"role": "user", "content": NEXT_MARK}
+        caller = {"role": "assistant", "content": "", "tool_calls": [MADE_UP_CALL]}
+        result = {"role": "tool", "content": NEXT_MARK, "tool_call_id": "call00001", "name": "f"}
+        talks = (
+            ([question, answer, follow_up], None),
+            ([question, caller, result], [MADE_UP_TOOL]),
+        )
+        borders = []
+        between_turns = ""
+        for messages, tools in talks:
+            try:
+                text = self.render_prompt(messages, tools)
+            except ValueError:
+                continue
+            behind_question = text.rpartition(INNER_MARK)[2]
+            before_answer, _, behind_answer = behind_question.partition(END_MARK)
+            before_next, _, behind_next = behind_answer.partition(NEXT_MARK)
+            borders += [before_answer, before_next, behind_next]
+            between_turns = before_next if tools is None else between_turns
+        texts = [text for text in added_texts if text not in (*self._special_texts, *THOUGHT_TEXTS)]
+        return frozenset(
+            text
+            for text in texts
+            for border in borders
+            if text in between_turns or (text in border and not self._find_first_special(border)[1])
+        )
+
     def render_prompt(self, messages: Sequence[Message], tools: Tools | None) -> str:
         """Return a conversation as text that ends with the prompt for an answer. Raise ValueError
         where the template refuses it.
@@ -120,9 +172,8 @@ class SuffixRenderer:
         `new_messages` follow the answer and the next answer is asked for. Raise ValueError where
         the template fails, or writes nothing that can be put behind the answer alone.
         """
-        has_tools = bool(tools)
         new_shapes = tuple(_describe_shape(message) for message in new_messages)
-        end_key = (_describe_shape(answer), new_shapes, has_tools)
+        end_key = (_describe_shape(answer), new_shapes, bool(tools))
         end = self._ends.get(end_key)
         if end is None:
             end = self._find_answer_end(_list_heads(past), answer, new_messages, tools)
@@ -135,19 +186,21 @@ class SuffixRenderer:
         )
         uses = self._uses.setdefault(uses_key, _ShapeUses())
         uses.num_uses += 1
-        made_up_past = [*past[: end.num_head_messages], MADE_UP_QUESTION]
-        if not uses.needs_whole:
+        behind = None
+        made_up_past = past
+        if end.num_head_messages is not None and not uses.needs_whole:
+            made_up_past = [*past[: end.num_head_messages], MADE_UP_QUESTION]
             behind = self._render_behind(made_up_past, answer, new_messages, tools)
-        if uses.needs_whole or uses.is_check_due():
+        if behind is None or uses.is_check_due():
+            # stays so where the template refuses the whole conversation
+            uses.needs_whole = True
             whole = self._render_behind(past, answer, new_messages, tools)
-            if not uses.needs_whole and whole != behind:
-                uses.needs_whole = True
-                logger.debug("the text behind an answer depends on the past: %s", uses_key)
+            uses.needs_whole = whole != behind
             behind = whole
         if not behind.startswith(end.closing) or (uses.needs_whole and not end.end):
             # the ids of calls stand behind their arguments, or the past changes the end
-            heads = [past if uses.needs_whole else made_up_past]
-            end = self._find_answer_end(heads, answer, new_messages, tools)
+            head = past if uses.needs_whole else made_up_past
+            end = self._find_answer_end([head], answer, new_messages, tools)
             if not behind.startswith(end.closing):
                 raise ValueError(
                     "the chat template ends the answer with"
@@ -181,7 +234,7 @@ class SuffixRenderer:
                 )
             closing = self._cut_behind_end(between, answer)
             end = self._find_last_special(closing)
-            num_head_messages = len(head) - 1 if head[-1] is MADE_UP_QUESTION else 0
+            num_head_messages = len(head) - 1 if head[-1] is MADE_UP_QUESTION else None
             header = between[len(closing) :]
             is_plain_end = bool(self._find_first_special(header)[1])
             return _AnswerEnd(num_head_messages, closing, end, is_plain_end)
@@ -318,11 +371,14 @@ def _describe_shape(message: Message) -> tuple[Any, ...]:
 
 
 def _list_heads(past: Sequence[Message]) -> Iterator[Sequence[Message]]:
-    """Yield the made-up pasts to try: a question alone, then with the system messages."""
+    """Yield the pasts to try: a made-up question alone, then with the system messages, then the
+    past itself.
+    """
     yield [MADE_UP_QUESTION]
     num_system = next((i for i, m in enumerate(past) if m["role"] != "system"), len(past))
     if num_system:
         yield [*past[:num_system], MADE_UP_QUESTION]
+    yield past
 
 
 def _mark_answer(answer: Message, spelling: CallSpelling) -> dict[str, Any]:
