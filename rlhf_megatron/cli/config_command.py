@@ -14,6 +14,7 @@ from rlhf_megatron.config.rules import PreflightCheck
 from rlhf_megatron.config.rules.part_rules import list_unchecked_parts
 from rlhf_megatron.config.rules.validate import find_config_problems, list_file_problems
 from rlhf_megatron.config.show import format_settings_table, render_config_yaml
+from rlhf_megatron.controller.settings_checks import list_settings_checks
 
 
 def run_config_show_command(args: argparse.Namespace) -> None:
@@ -35,10 +36,10 @@ def run_config_show_command(args: argparse.Namespace) -> None:
 
 def run_config_check_command(args: argparse.Namespace) -> None:
     """Run the plugins, after printing their names, and all checks that `train` makes before it
-    starts anything; print the configuration's size if all pass. Raise ConfigError with every
-    problem.
+    starts anything, with --no-files those that need only settings; print the configuration's size
+    if all pass. Raise ConfigError with every problem.
     """
-    checks: list[PreflightCheck] = []
+    checks: list[PreflightCheck] = list_settings_checks()
     if not args.no_files:
         from rlhf_megatron.controller.preflight import list_preflight_checks
 

@@ -176,8 +176,8 @@ def list_idle_correction_settings(config: RunConfig) -> Iterator[IdleSettings]:
     if config.algorithm.rollout_correction.preset not in PRESETS:
         return
     settings = resolve_rollout_correction(config.algorithm.rollout_correction)
-    yield settings.rollout_is is None, (IS_BOUNDS, NORM), IS, "set that to token or sequence"
-    yield not settings.rollout_rs, (RS_BOUNDS,), RS, "name filters there"
+    yield settings.rollout_is is None, (IS_BOUNDS, NORM), IS, "set {switch} to token or sequence"
+    yield not settings.rollout_rs, (RS_BOUNDS,), RS, "name filters in {switch}"
 
 
 @register_rl_rule
@@ -233,7 +233,8 @@ def check_correction_bounds(loaded: LoadedConfig) -> OptionalProblems:
         yield ConfigProblem(
             (
                 f"{RS_BOUNDS} ({len(texts)} entries) must have one entry for each of the"
-                f" {len(names)} filters of {RS} ({', '.join(names)}); write them together."
+                f" {len(names)} filters of {RS} ({', '.join(names)}); write names and bounds"
+                " together."
             ),
             (RS_BOUNDS, RS),
         )
@@ -272,7 +273,7 @@ def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
             loaded.config.algorithm.rollout_correction.loss_type is not None,
             (
                 f"{LOSS_TYPE} ({settings.loss_type}) would be ignored because {MODE} is decoupled,"
-                f" where any {LOSS_MODE} may stand; remove it, or set mode: bypass."
+                f" where any {LOSS_MODE} may stand; remove {LOSS_TYPE}, or set mode: bypass."
             ),
             (LOSS_TYPE, MODE),
         )
@@ -281,8 +282,8 @@ def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
         loss_mode != settings.loss_type,
         (
             f"{LOSS_MODE} ({loss_mode}) must be {settings.loss_type}, which {LOSS_TYPE} asks"
-            f" for{_describe_preset(loaded)}; set it, or use mode: decoupled, where any"
-            " loss may stand."
+            f" for{_describe_preset(loaded)}; set {LOSS_MODE} to that loss, or use mode:"
+            " decoupled, where any loss may stand."
         ),
         (LOSS_MODE, LOSS_TYPE, MODE, PRESET),
     )
@@ -291,7 +292,7 @@ def check_correction_mode(loaded: LoadedConfig) -> OptionalProblems:
         (
             f"{IS} ({settings.rollout_is}) must be null with {MODE} bypass and {LOSS_TYPE}"
             " ppo_clip, whose ratio is already that of policy and engine: it would count twice;"
-            " remove it, or use loss_type: reinforce."
+            f" remove {IS}, or use loss_type: reinforce."
         ),
         (IS, LOSS_TYPE, MODE, PRESET),
     )

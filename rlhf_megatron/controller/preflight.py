@@ -30,11 +30,10 @@ from rlhf_megatron.config.schema import (
 )
 from rlhf_megatron.config.secrets import reveal_secrets
 from rlhf_megatron.controller.observe.loggers import check_logger_setups
-from rlhf_megatron.controller.observe.metrics.former_metric_names import find_current_name
-from rlhf_megatron.controller.observe.metrics.metric_catalogue import find_metric
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.controller.recovery.skip_capsule import read_skip_capsule
 from rlhf_megatron.controller.scheduler.algorithm_setup import load_run_prompts, make_run_data
+from rlhf_megatron.controller.settings_checks import list_settings_checks
 from rlhf_megatron.controller.supervised.supervised_run import load_supervised_data
 from rlhf_megatron.data.prompts import check_source_rows
 from rlhf_megatron.data.tokenizer import load_tokenizer
@@ -92,6 +91,7 @@ def list_preflight_checks(
     be said of the responses that the rewards read.
     """
     found = [
+        *list_settings_checks(),
         PreflightCheck(("rollout.sglang.env",), lambda c: reveal_secrets(c, os.environ)),
         PreflightCheck(
             ("model",),
@@ -144,7 +144,6 @@ def list_preflight_checks(
             ("trainer.default_local_dir",),
             lambda c: _check_output_directory(Path(c.trainer.default_local_dir)),
         ),
-        PreflightCheck(("trainer.keep_best",), lambda c: _check_metric_name(c.trainer.keep_best)),
         PreflightCheck(
             ("trainer.device", "trainer.n_gpus_per_node"), lambda c: _check_devices(c.trainer)
         ),
@@ -169,7 +168,7 @@ def list_preflight_checks(
             DATA_KEYS, lambda c: check_source_rows(c.data) if c.job == "train" else None
         ),
     )
-    found[1:1] = [PreflightCheck(("reward",), lambda c: check_rewards_load(c.reward)), data]
+    found[2:2] = [PreflightCheck(("reward",), lambda c: check_rewards_load(c.reward)), data]
     found.append(
         PreflightCheck(("trainer.logger",), lambda c: check_logger_setups(c.trainer.logger))
     )
@@ -298,15 +297,6 @@ def _check_devices(trainer: TrainerConfig) -> None:
             f"trainer.n_gpus_per_node ({wanted}) must be at most the number of GPUs that torch"
             f" finds here ({found}); use {found}, trainer.device: cpu, or look"
             " at CUDA_VISIBLE_DEVICES."
-        )
-
-
-def _check_metric_name(metric_name: str | None) -> None:
-    """Raise ValueError where `trainer.keep_best` names no metric of a run."""
-    if metric_name is not None and find_metric(find_current_name(metric_name)) is None:
-        raise ValueError(
-            f"trainer.keep_best ({metric_name}) is no metric of a run; docs/metrics.md lists them,"
-            " such as val/accuracy or critic/rewards/mean."
         )
 
 

@@ -15,7 +15,8 @@ from rlhf_megatron.config.yaml_nodes import LoadedConfig
 OptionalProblems: TypeAlias = Iterator[ConfigProblem | None]
 Rule: TypeAlias = Callable[[LoadedConfig], OptionalProblems]
 IdleSettings: TypeAlias = tuple[bool, tuple[str, ...], str, str]
-"""(whether the settings are idle, the settings, the switch that decides, how to make them act)"""
+"""(whether the settings are idle, the settings, the switch that decides, how to make them act); in
+the last, "{switch}" stands for the switch's name, so that no message says "it" of two settings."""
 IdleRule: TypeAlias = Callable[[RunConfig], Iterable[IdleSettings]]
 
 RULES: list[Rule] = []

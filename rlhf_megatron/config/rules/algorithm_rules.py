@@ -73,21 +73,21 @@ def list_idle_algorithm_settings(config: RunConfig) -> Iterable[IdleSettings]:
     draws = config.algorithm.pf_ppo
     has_kl = algorithm.use_kl_in_reward
     return (
-        (not has_kl, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set it to true"),
+        (not has_kl, ("algorithm.kl_ctrl", "algorithm.kl_penalty"), SWITCH, "set {switch} to true"),
         (
             has_kl and algorithm.kl_ctrl.type == "fixed",
             (TARGET, HORIZON),
             TYPE,
-            "set that to adaptive",
+            "set {switch} to adaptive",
         ),
         (
             not algorithm.filter_groups.enable,
             (METRIC, MAX_BATCHES),
             f"{FILTER}.enable",
-            "set it to true",
+            "set {switch} to true",
         ),
-        (not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set it to true"),
-        (draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set that to pow"),
+        (not draws.enable, (METHOD, POWER), f"{PF_PPO}.enable", "set {switch} to true"),
+        (draws.enable and draws.reweight_method != "pow", (POWER,), METHOD, "set {switch} to pow"),
     )
 
 
@@ -101,7 +101,7 @@ def check_kl_weight(loaded: LoadedConfig) -> OptionalProblems:
         algorithm.use_kl_in_reward and algorithm.kl_ctrl.kl_coef == 0,
         (
             f"{COEF} (0) must be above 0 with {SWITCH}, or the reference is run for nothing; give"
-            " it a weight such as 0.001 or set use_kl_in_reward: false."
+            f" {COEF} a weight such as 0.001 or set use_kl_in_reward: false."
         ),
         (COEF, SWITCH),
     )
@@ -174,7 +174,7 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
         c.algorithm.use_kl_in_reward,
         (
             f"{SWITCH} (true) would be ignored: {ESTIMATOR} {name} reads the parts of the reward,"
-            " and the KL term is none of them; set it to false, or use actor.use_kl_loss."
+            f" and the KL term is none of them; set {SWITCH} to false, or use actor.use_kl_loss."
         ),
         (SWITCH, ESTIMATOR),
     )
@@ -191,7 +191,7 @@ def check_reward_part_estimator(loaded: LoadedConfig) -> OptionalProblems:
             hint = (
                 f"; did you mean {near[0]!r}?"
                 if near
-                else "; rename it, or add that reward to reward.terms."
+                else f"; rename {key!r}, or add a reward of that name to reward.terms."
             )
             yield ConfigProblem(
                 (
@@ -282,7 +282,7 @@ def list_idle_loss_scale_factor(config: RunConfig) -> Iterator[IdleSettings]:
     known = load_registry("aggregation")
     needed = [mode for mode in known if "scale_factor" in known.get(mode).needs]
     is_idle = all(mode in known and mode not in needed for mode in modes if mode is not None)
-    yield is_idle, (FACTOR,), MODE, f"set that to {' or '.join(needed)}"
+    yield is_idle, (FACTOR,), MODE, f"set {{switch}} to {' or '.join(needed)}"
 
 
 @register_rl_rule
@@ -319,7 +319,7 @@ def list_idle_critic_settings(config: RunConfig) -> Iterator[IdleSettings]:
         not is_there,
         ("critic", "trainer.critic_warmup"),
         estimator,
-        f"use one that needs values: {of_values}",
+        f"set {{switch}} to one that needs values: {of_values}",
     )
     shares = is_there and config.critic.num_ranks == 0
     yield shares, ("critic.megatron",), NUM_RANKS, "give the critic ranks of its own"
@@ -341,7 +341,7 @@ def check_separate_pools(loaded: LoadedConfig) -> OptionalProblems:
             c.trainer.runtime == "inline",
             (
                 f"{key} ({num_ranks}) needs several processes, but trainer.runtime (inline) has"
-                " one; set it to 0 or use runtime: torchrun."
+                f" one; set {key} to 0 or use runtime: torchrun."
             ),
             (key, "trainer.runtime"),
         )

@@ -54,19 +54,19 @@ def list_idle_data_settings(config: RunConfig) -> Iterable[IdleSettings]:
 
     details = ("data.few_shot.template", "data.few_shot.seed")
     return (
-        (not d.apply_chat_template, OF_CHAT, CHAT, "set it to true"),
+        (not d.apply_chat_template, OF_CHAT, CHAT, "set {switch} to true"),
         (
             d.filter_overlong_prompts,
             ("data.truncation",),
             "data.filter_overlong_prompts",
-            "set that to false",
+            "set {switch} to false",
         ),
         (is_set_in_all_sources("task"), OF_ROWS, SOURCES, "give a source files"),
         (
             is_set_in_all_sources("prompt_template"),
             ("data.prompt_template",),
             SOURCES,
-            "leave it out of a source",
+            "leave prompt_template out of a source",
         ),
         (
             is_set_in_all_sources("few_shot"),
@@ -78,7 +78,7 @@ def list_idle_data_settings(config: RunConfig) -> Iterable[IdleSettings]:
             d.few_shot.num_shots == 0,
             details,
             "data.few_shot.num_shots",
-            "give that a number of rows",
+            "give {switch} a number of rows",
         ),
     )
 
@@ -156,7 +156,7 @@ def _check_source_content(entry_key: str, source: DataSourceConfig) -> OptionalP
         source.task is None and source.task_params,
         (
             f"{name}: task_params ({source.task_params}) would be ignored because task is null;"
-            " remove them."
+            " remove task_params."
         ),
         (f"{entry_key}.task_params",),
     )
@@ -301,7 +301,7 @@ def list_idle_reward_settings(config: RunConfig) -> Iterator[IdleSettings]:
         all_have_their_own,
         ("reward.name", "reward.params"),
         BY_SOURCE,
-        "leave a source out there",
+        "leave a source out of {switch}",
     )
 
 
@@ -345,7 +345,7 @@ def find_unknown_reward_sources(
             hint = f"; did you mean {near[0]!r}?" if near else ""
             yield ConfigProblem(
                 f"{BY_SOURCE} has a reward for {name!r}, but the data sources of this run are"
-                f" {', '.join(map(repr, known_sources))}{hint or '; rename or remove it.'}",
+                f" {', '.join(map(repr, known_sources))}{hint or f'; rename or remove {name!r}.'}",
                 (BY_SOURCE, "data.sources"),
             )
 

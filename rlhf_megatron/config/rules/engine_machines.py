@@ -31,6 +31,7 @@ MACHINES = "rollout.engine_machines"
 COLOCATED = "rollout.colocated"
 TRANSPORT = "rollout.weight_transport"
 NUM_ENGINES = "rollout.num_engines"
+TRANSFER_DIR = "rollout.transfer_dir"
 MAX_ENGINES_PER_MACHINE = 64  # processes with a model each; no machine has more devices
 
 
@@ -170,7 +171,7 @@ def list_idle_machine_settings(config: RunConfig) -> Iterator[IdleSettings]:
         config.trainer.runtime != "torchrun",
         (MACHINES,),
         "trainer.runtime",
-        "set that to torchrun",
+        "set {switch} to torchrun",
     )
 
 
@@ -251,6 +252,34 @@ def check_multi_machine_engines(loaded: LoadedConfig) -> OptionalProblems:
             " lower nnodes."
         ),
         (key, NODES, MACHINES, "trainer.runtime"),
+    )
+
+
+@register_rl_rule
+def check_transfer_directory(loaded: LoadedConfig) -> OptionalProblems:
+    """Yield a problem for engines on other machines than the controller's without a directory that
+    all machines see: what the servers say of a weight sync is a file there. Yield nothing for
+    transport disk, whose files are in the run's directory, and for engines that weights reach
+    through memory of their own machine alone.
+    """
+    c = loaded.config
+    if c.rollout.endpoints or c.rollout.transfer_dir is not None:
+        return
+    kind = find_registered_part("engine", c.rollout.engine)
+    if kind is None or not kind.build.can_run_elsewhere or c.rollout.weight_transport == "disk":
+        return
+    machines = sorted(set(assign_part_machines(c)))
+    if not _are_engines_dealt(c) and _can_engines_be_anywhere(c):
+        machines = [*range(c.trainer.nnodes)]  # where Ray finds room
+    yield make_problem_if(
+        any(machine != 0 for machine in machines),
+        (
+            f"{TRANSFER_DIR} (null) must name a directory that all machines see: engines of"
+            f" {c.rollout.engine} can be on machines {machines}, and what they say of a weight sync"
+            " comes back through it; name one on a shared file system, or keep the engines on"
+            " machine 0."
+        ),
+        (TRANSFER_DIR, MACHINES, NODES, "rollout.engine"),
     )
 
 

@@ -50,7 +50,7 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
         and loaded.is_set("rollout.num_engines")
         and c.rollout.num_engines != len(c.rollout.endpoints),
         f"rollout.num_engines ({c.rollout.num_engines}) must be the number of rollout.endpoints"
-        f" ({len(c.rollout.endpoints)}); remove it.",
+        f" ({len(c.rollout.endpoints)}); remove rollout.num_engines.",
         ("rollout.num_engines", "rollout.endpoints"),
     )
     yield make_problem_if(
@@ -76,7 +76,7 @@ def check_engines(loaded: LoadedConfig) -> OptionalProblems:
         and c.actor.backend == "megatron",
         (
             "rollout.dtype (float32) must not be wider than model.dtype (bfloat16): the engine"
-            " would spend twice the memory on the same values; remove it or set"
+            " would spend twice the memory on the same values; remove rollout.dtype or set"
             " model.dtype: float32."
         ),
         ("rollout.dtype", "model.dtype"),
@@ -104,7 +104,12 @@ def list_idle_engine_settings(config: RunConfig) -> Iterator[IdleSettings]:
     balancer = find_registered_part("balancer", config.rollout.router)
     of_balancer = balancer.build.setting_keys if balancer is not None else ()
     keys = ("rollout.sglang.api_key_file", "rollout.sglang.admin_api_key_file")
-    yield not is_attached, keys, "rollout.endpoints", "name the servers that want these keys there"
+    yield (
+        not is_attached,
+        keys,
+        "rollout.endpoints",
+        "name the servers that want these keys in {switch}",
+    )
     fix = "start the servers with them"
     yield is_attached, ("rollout.sglang.args",), "rollout.endpoints", fix
     own = tuple(
@@ -179,7 +184,7 @@ def _check_router(config: RunConfig) -> OptionalProblems:
         balancer is not None and balancer.build.min_engines > count_engines(config),
         (
             f"rollout.router ({config.rollout.router}) has nothing to choose with one engine;"
-            " remove it, or set rollout.num_engines or rollout.endpoints to more."
+            " remove rollout.router, or set rollout.num_engines or rollout.endpoints to more."
         ),
         ("rollout.router", "rollout.num_engines", "rollout.endpoints"),
     )
@@ -257,7 +262,8 @@ def _check_engine_capabilities(config: RunConfig) -> OptionalProblems:
             yield ConfigProblem(
                 (
                     f"rollout.{name} ({value}) needs rollout.engine {able}, which is"
-                    f" {config.rollout.engine}; set that, or remove it."
+                    f" {config.rollout.engine}; set rollout.engine to {able}, or remove"
+                    f" rollout.{name}."
                 ),
                 (f"rollout.{name}", "rollout.engine"),
             )
@@ -329,7 +335,7 @@ def check_colocation(loaded: LoadedConfig) -> OptionalProblems:
         needs_reference(c) and not c.reference.num_ranks and not c.reference.param_offload,
         (
             f"reference.param_offload (false) must be true with {COLOCATED}: the reference would"
-            " keep memory that the engines are to use; set it to true."
+            " keep memory that the engines are to use; set reference.param_offload to true."
         ),
         ("reference.param_offload", COLOCATED),
     )
@@ -357,7 +363,7 @@ def check_ray_engine_devices(loaded: LoadedConfig) -> OptionalProblems:
         yield ConfigProblem(
             (
                 f"{key} names devices, but with {RUNTIME} ray each server sees those that Ray gives"
-                " it; remove it."
+                f" it; remove {key}."
             ),
             (key,),
         )
@@ -369,7 +375,7 @@ def list_idle_ray_settings(config: RunConfig) -> Iterator[IdleSettings]:
     the configuration ignores that group.
     """
     is_ray = config.trainer.runtime == "ray"
-    yield not is_ray, ("ray",), RUNTIME, "set that to ray"
+    yield not is_ray, ("ray",), RUNTIME, "set {switch} to ray"
     has_engines = not config.rollout.endpoints
     yield (
         is_ray and not has_engines,
@@ -385,7 +391,12 @@ def list_idle_ray_settings(config: RunConfig) -> Iterator[IdleSettings]:
     )
     num_actors = config.ray.reward_actors
     of_one = ("ray.num_cpus_per_reward_actor",)
-    yield is_ray and num_actors == 0, of_one, "ray.reward_actors", "give it a number of actors"
+    yield (
+        is_ray and num_actors == 0,
+        of_one,
+        "ray.reward_actors",
+        "give {switch} a number of actors",
+    )
 
 
 @register_rule

@@ -28,31 +28,31 @@ def list_idle_backend_settings(config: RunConfig) -> Iterable[IdleSettings]:
     is_fsdp = config.actor.backend == "fsdp"
     of_lora = tuple(f"actor.lora.{name}" for name in ("alpha", "target_modules", "path"))
     return (
-        (not is_fsdp, ("actor.fsdp", "actor.lora"), BACKEND, "set it to fsdp"),
-        (is_fsdp and not config.actor.lora.rank, of_lora, "actor.lora.rank", "set it to 16"),
+        (not is_fsdp, ("actor.fsdp", "actor.lora"), BACKEND, "set {switch} to fsdp"),
+        (is_fsdp and not config.actor.lora.rank, of_lora, "actor.lora.rank", "set {switch} to 16"),
         (
             is_fsdp,
             _list_changed_settings("actor.megatron", config.actor.megatron),
             BACKEND,
-            "set it to megatron",
+            "set {switch} to megatron",
         ),
         (
             is_fsdp,
             _list_changed_settings("critic.megatron", config.critic.megatron),
             BACKEND,
-            "set it to megatron",
+            "set {switch} to megatron",
         ),
         (
             is_fsdp,
             _list_changed_settings("reward_model.megatron", config.reward_model.megatron),
             BACKEND,
-            "set it to megatron",
+            "set {switch} to megatron",
         ),
         (
             is_fsdp,
             _list_changed_settings("reference.megatron", config.reference.megatron),
             BACKEND,
-            "set it to megatron",
+            "set {switch} to megatron",
         ),
     )
 
@@ -88,7 +88,7 @@ def check_fsdp_backend(loaded: LoadedConfig) -> OptionalProblems:
         is_fsdp and config.actor.router_replay != "none",
         (
             f"actor.router_replay ({config.actor.router_replay}) is not for {BACKEND} fsdp, which"
-            " has no models with experts; set it to none, or use megatron."
+            " has no models with experts; set actor.router_replay to none, or use megatron."
         ),
         (BACKEND, REPLAY),
     )
@@ -96,7 +96,7 @@ def check_fsdp_backend(loaded: LoadedConfig) -> OptionalProblems:
         is_fsdp and config.rollout.colocated,
         (
             f"rollout.colocated (true) is not for {BACKEND} fsdp: its memory is not given to"
-            " engines; set it to false, or use megatron."
+            " engines; set rollout.colocated to false, or use megatron."
         ),
         (BACKEND, "rollout.colocated"),
     )
@@ -105,12 +105,12 @@ def check_fsdp_backend(loaded: LoadedConfig) -> OptionalProblems:
         lora.rank > 0 and config.job == "reward-model",
         (
             f"actor.lora.rank ({lora.rank}) is not for job: reward-model, whose head has no"
-            " adapter; set it to 0."
+            " adapter; set actor.lora.rank to 0."
         ),
         ("actor.lora.rank", "job"),
     )
     yield make_problem_if(
         lora.rank > 0 and not lora.target_modules,
-        "actor.lora.target_modules is empty: nothing would train; set it to [all-linear].",
+        "actor.lora.target_modules is empty: nothing would train; write [all-linear].",
         ("actor.lora.target_modules",),
     )

@@ -41,7 +41,8 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
         and megatron.pipeline_model_parallel_size == 1,
         (
             f"{vpp} ({megatron.virtual_pipeline_model_parallel_size}) cuts pipeline stages into"
-            " chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or remove it."
+            " chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or"
+            f" remove {vpp}."
         ),
         (vpp, f"{section}.pipeline_model_parallel_size"),
     )
@@ -49,7 +50,8 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
         megatron.sequence_parallel and megatron.tensor_model_parallel_size == 1,
         (
             f"{sequence_parallel} (true) splits tokens over tensor-parallel ranks, but"
-            " tensor_model_parallel_size is 1; use 2 or more, or set it to false."
+            " tensor_model_parallel_size is 1; use 2 or more, or set"
+            f" {sequence_parallel} to false."
         ),
         (sequence_parallel, f"{section}.tensor_model_parallel_size"),
     )
@@ -58,7 +60,8 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
         megatron.share_prompts and megatron.context_parallel_size > 1,
         (
             f"{shared} (true) keeps a prompt whole, but context_parallel_size"
-            f" ({megatron.context_parallel_size}) cuts it; use 1, or set it to false."
+            f" ({megatron.context_parallel_size}) cuts it; use 1, or set {shared} to"
+            " false."
         ),
         (shared, f"{section}.context_parallel_size"),
     )
@@ -71,7 +74,7 @@ def _check_parallel_axes(section: str, megatron: MegatronConfig) -> OptionalProb
             ),
             (
                 f"{section}.{key} ({getattr(megatron, key)}) needs pipeline_model_parallel_size"
-                " over 1 and no virtual stages; remove it."
+                f" over 1 and no virtual stages; remove {section}.{key}."
             ),
             (f"{section}.{key}", vpp, f"{section}.pipeline_model_parallel_size"),
         )
@@ -129,7 +132,7 @@ def _check_param_gather_overlap(section: str, megatron: MegatronConfig) -> Optio
             (
                 f"{key} (true) needs use_distributed_optimizer, whose shards it gathers, and"
                 f" overlap_grad_reduce, which cuts parameters into buckets; set {names} to true, or"
-                " it to false."
+                f" {key} to false."
             ),
             (key, *missing),
         )
@@ -148,7 +151,7 @@ def _check_optimizer_precision(
         short and not megatron.use_precision_aware_optimizer,
         (
             f"{section}.{' and '.join(short)} (bfloat16) would be ignored without {key}; set"
-            " it to true."
+            f" {key} to true."
         ),
         (key, *(f"{section}.{name}" for name in short)),
     )
@@ -156,7 +159,7 @@ def _check_optimizer_precision(
         megatron.use_precision_aware_optimizer and dtype == "float32" and not short,
         (
             f"{key} (true) would be ignored: a float32 model has no main parameters beside its own;"
-            " set exp_avg_dtype or exp_avg_sq_dtype to bfloat16, or it to false."
+            f" set exp_avg_dtype or exp_avg_sq_dtype to bfloat16, or {key} to false."
         ),
         (key, "model.dtype", *(f"{section}.{name}" for name in names)),
     )
@@ -200,7 +203,7 @@ def _check_selective_recompute(section: str, megatron: MegatronConfig) -> Option
         not modules or len(set(modules)) != len(modules),
         (
             f"{key} ({list(modules)}) must name at least one module and none twice, for"
-            " recompute_granularity selective; use [core_attn] or remove it."
+            f" recompute_granularity selective; use [core_attn] or remove {key}."
         ),
         (key, f"{section}.recompute_granularity"),
     )
@@ -208,8 +211,8 @@ def _check_selective_recompute(section: str, megatron: MegatronConfig) -> Option
         "layernorm" in modules and megatron.transformer_impl == "transformer_engine",
         (
             f"{key} ({list(modules)}) has layernorm, which does nothing for transformer_impl"
-            " transformer_engine: its norms are parts of the linear layers; remove it, or use"
-            " transformer_impl: local."
+            " transformer_engine: its norms are parts of the linear layers; remove layernorm, or"
+            " use transformer_impl: local."
         ),
         (key, f"{section}.transformer_impl"),
     )

@@ -15,7 +15,7 @@ from rlhf_megatron.config.rules.batch_rules import describe_longest_sample, list
 from rlhf_megatron.config.rules.expert_rules import (
     REPLAY,
     find_expert_bias_problems,
-    find_expert_layout_problems,
+    find_expert_model_problems,
     find_ignored_expert_settings,
     find_router_replay_problems,
     find_shared_expert_problems,
@@ -211,7 +211,7 @@ def _check_attention_sinks(
         rollout.quantization,
         (
             "SGLang loads experts with biases as they are, and rollout.quantization"
-            f" ({rollout.quantization}) cannot be sent; leave it out."
+            f" ({rollout.quantization}) cannot be sent; leave rollout.quantization out."
         ),
         ("rollout.quantization",),
     )
@@ -225,7 +225,7 @@ def _check_attention_sinks(
     )
     yield make_problem_if(
         hf_config.get("swiglu_limit") is None,
-        "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
+        "SGLang needs swiglu_limit, which the file lacks; add swiglu_limit: 7.0 to the file.",
         ("model.path",),
     )
 
@@ -276,7 +276,7 @@ def _check_family_model(
             ("model.path",),
         )
     known = {key: value for key, value in sizes.items() if value is not None}
-    for section, megatron, num_ranks in pools:
+    for section, megatron, _ in pools:
         if hf_config.get("mlp_bias"):
             yield from _check_recompute_with_biases(section, megatron)
         key = f"{section}.recompute_modules"
@@ -284,12 +284,12 @@ def _check_family_model(
             "mla_up_proj" in megatron.recompute_modules and not hf_config.get("kv_lora_rank"),
             (
                 f"{key} ({list(megatron.recompute_modules)}) has mla_up_proj, which is of latent"
-                " attention, and the model has none; remove it."
+                " attention, and the model has none; remove mla_up_proj."
             ),
             ("model.path", key),
         )
         yield from _check_layout_divides_model(section, megatron, known)
-        yield from _check_experts(config, section, megatron, num_ranks, hf_config)
+        yield from _check_experts(config, section, megatron, hf_config)
     for text in find_router_replay_problems(config, hf_config):
         yield _make_model_problem(text, "model.path", REPLAY)
     if has_engine_setting(config.rollout, "rollout.sglang"):
@@ -328,7 +328,6 @@ def _check_experts(
     config: RunConfig,
     section: str,
     megatron: MegatronConfig,
-    num_ranks: int,
     hf_config: Mapping[str, Any],
 ) -> OptionalProblems:
     """Yield the problems of a layout for the experts of a model, or settings of experts if the
@@ -336,14 +335,9 @@ def _check_experts(
     without experts mixed under SGLang.
     """
     num = read_num_experts(hf_config)
-    pp = megatron.pipeline_model_parallel_size
-    if pp < 1:
-        return  # other rules say it
     width = hf_config.get("moe_intermediate_size") or hf_config.get("intermediate_size")
     found = (
-        find_expert_layout_problems(
-            num, width if isinstance(width, int) else 0, num_ranks // pp, megatron
-        )
+        find_expert_model_problems(num, width if isinstance(width, int) else 0, megatron)
         if num
         else find_ignored_expert_settings(megatron)
     )
@@ -356,7 +350,8 @@ def _check_experts(
         yield _make_model_problem(
             (
                 f"{section}.moe_router_bias_update_rate ({megatron.moe_router_bias_update_rate}) is"
-                " of routers that pick by a bias, and this model's have none; remove it."
+                " of routers that pick by a bias, and this model's have none; remove"
+                f" {section}.moe_router_bias_update_rate."
             ),
             f"{section}.moe_router_bias_update_rate",
         )
@@ -447,7 +442,7 @@ def _check_layout_divides_model(
         yield ConfigProblem(
             f"num_hidden_layers ({sizes['num_hidden_layers']}) less those of"
             f" {' and '.join(end_layers)} ({' + '.join(map(str, end_layers.values()))}) must be a"
-            f" multiple of the stages left ({num_inner_stages}); change these.",
+            f" multiple of the stages left ({num_inner_stages}); change {' or '.join(end_layers)}.",
             ("model.path", *end_layers, pp_key),
         )
     for name, key, ways in divisible:

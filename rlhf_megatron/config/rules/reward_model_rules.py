@@ -64,7 +64,7 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         not has_reward_model(config) and not is_served,
         ("reward_model",),
         PATH,
-        "name a model there",
+        "name a model in {switch}",
     )
     names = ("judge", "dtype", "ending", "skip_special_tokens", "python", "args", "env", "machines")
     of_served = tuple(f"reward_model.served.{name}" for name in names)
@@ -72,10 +72,10 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         is_served and config.trainer.runtime != "torchrun",
         (OF_SERVERS,),
         "trainer.runtime",
-        "set that to torchrun",
+        "set {switch} to torchrun",
     )
-    yield not is_served, of_served, SERVERS, "give it a number of servers"
-    yield is_served, OF_RANKS, SERVERS, "set that to 0"
+    yield not is_served, of_served, SERVERS, "give {switch} a number of servers"
+    yield is_served, OF_RANKS, SERVERS, "set {switch} to 0"
     of_numbers = (
         "reward_model.mean",
         "reward_model.std",
@@ -87,7 +87,7 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         is_served and chosen.served.judge is not None,
         of_numbers,
         JUDGE,
-        "set that to null: a verdict is from 0 to 1",
+        "set {switch} to null: a verdict is from 0 to 1",
     )
     yield (
         chosen.num_ranks == 0,
@@ -95,7 +95,7 @@ def list_idle_reward_model_settings(config: RunConfig) -> Iterator[IdleSettings]
         "reward_model.num_ranks",
         "give the model ranks of its own",
     )
-    fix = "set that to step"
+    fix = "set {switch} to step"
     yield chosen.granularity != "step", ("reward_model.step_separator",), GRANULARITY, fix
     yield chosen.granularity == "response", ("reward_model.step_reduction",), GRANULARITY, fix
 
@@ -158,7 +158,8 @@ def check_reward_model(loaded: LoadedConfig) -> OptionalProblems:
         c.rollout.colocated and not chosen.param_offload,
         (
             "reward_model.param_offload (false) must be true with rollout.colocated: the model"
-            " would keep memory that the engines need; set it to true."
+            " would keep memory that the engines need; set reward_model.param_offload to"
+            " true."
         ),
         ("reward_model.param_offload", "rollout.colocated"),
     )
@@ -174,7 +175,8 @@ def _check_reward_name_clash(config: RunConfig) -> ConfigProblem | None:
     }
     return make_problem_if(
         MODEL_PART in names,
-        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename it.",
+        f"a reward named {MODEL_PART} would share its metrics with the model of {PATH}; rename"
+        " the reward.",
         ("reward", PATH),
     )
 
@@ -190,7 +192,7 @@ def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
         (
             f"{SERVERS} ({config.reward_model.served.num_servers}): what a server scores beside a"
             " text changes the last bits of its score, so a run with trainer.deterministic would"
-            " not repeat; set it to 0."
+            f" not repeat; set {SERVERS} to 0."
         ),
         (SERVERS, "trainer.deterministic"),
     )
@@ -199,7 +201,10 @@ def _check_served_reward_model(config: RunConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         bool(own),
-        f"{JUDGE} must not have {', '.join(own)}: the run starts its servers; remove that.",
+        (
+            f"{JUDGE} must not have {', '.join(own)}: the run starts its servers; remove"
+            f" {' and '.join(own)}."
+        ),
         (JUDGE,),
     )
     given = config.reward_model.served.machines

@@ -199,23 +199,23 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
     first value says whether the configuration ignores that group.
     """
     of_loss = ("actor.kl_loss_coef", "actor.kl_loss_type")
-    yield not config.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set it to true"
+    yield not config.actor.use_kl_loss, of_loss, "actor.use_kl_loss", "set {switch} to true"
     teacher = "actor.distillation.loss_mode"
     of_teacher = tuple(f"actor.distillation.{name}" for name in ("coef", "others_coef", "params"))
     yield (
         config.job == "train" and not has_teacher(config),
         of_teacher,
         teacher,
-        "set that to reverse_kl",
+        "set {switch} to reverse_kl",
     )
     switch = "actor.use_kl_loss"
-    fix = "set it or algorithm.use_kl_in_reward to true"
+    fix = "set {switch} or algorithm.use_kl_in_reward to true"
     if config.job != "train":
         switch = "sft.loss_mode"
-        fix = "set that to a preference loss, such as dpo"
+        fix = "set {switch} to a preference loss, such as dpo"
     if has_teacher(config) and config.job != "train":
         switch = "sft.teacher_key"
-        fix = "set that to null, and the teacher is asked"
+        fix = "set {switch} to null, and the teacher is asked"
     yield not needs_reference(config), ("reference",), switch, fix
     own = "reference.num_ranks"
     yield (
@@ -228,7 +228,7 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
         config.reference.num_ranks > 0,
         ("reference.param_offload",),
         own,
-        "set that to 0: it has no other use for its ranks",
+        "set {switch} to 0: the reference has no other use for ranks",
     )
     engines = load_registry("engine")
     for setting in sorted(
@@ -240,12 +240,12 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
         is_idle = config.rollout.engine in engines and not has_engine_setting(
             config.rollout, setting
         )
-        yield is_idle, (setting,), "rollout.engine", f"set that to {others}"
+        yield is_idle, (setting,), "rollout.engine", f"set {{switch}} to {others}"
     yield config.data.task is not None, FILE_KEYS, "data.task", "use files (task: null)"
     yield config.data.task is None, ("data.task_params",), "data.task", "name a task"
     warmup = ("batch_size", "stop_accuracy", "test_freq", "test_samples", "save_hf", "optim")
     keys = tuple(f"warmup.{name}" for name in warmup)
-    yield config.warmup.max_steps == 0, keys, "warmup.max_steps", "give that a number of steps"
+    yield config.warmup.max_steps == 0, keys, "warmup.max_steps", "give {switch} a number of steps"
     for section, optim in (
         ("actor", config.actor.optim),
         ("warmup", config.warmup.optim),
@@ -273,41 +273,41 @@ def list_idle_run_settings(config: RunConfig) -> Iterator[IdleSettings]:
     decides = "rollout.quantization" if config.rollout.quantization else decides
     fix = (
         "bound checks.log_prob_p50_abs_diff, log_prob_p99_abs_diff and log_prob_mean_kl, which"
-        " it is held to"
+        " other types are held to"
     )
     yield not config.is_float32_throughout, ("checks.log_prob_max_abs_diff",), decides, fix
     for section, m, _ in list_pool_layouts(config):
         granularity = f"{section}.recompute_granularity"
         of_full = (f"{section}.recompute_method", f"{section}.recompute_num_layers")
-        yield m.recompute_granularity != "full", of_full, granularity, "set that to full"
+        yield m.recompute_granularity != "full", of_full, granularity, "set {switch} to full"
         of_selective = (f"{section}.recompute_modules",)
         yield (
             m.recompute_granularity != "selective",
             of_selective,
             granularity,
-            "set that to selective",
+            "set {switch} to selective",
         )
     is_never = config.trainer.test_freq > config.trainer.total_training_steps
     yield (
         is_never,
         ("trainer.test_freq",),
         "trainer.total_training_steps",
-        "make it smaller than that",
+        "set trainer.test_freq to {switch} or less",
     )
     of_saving = ("trainer.async_save", "trainer.max_ckpt_to_keep", "trainer.save_failure")
     yield (
         not config.trainer.save_freq and config.trainer.save_last != "state",
         of_saving,
         SAVE_FREQ,
-        "give that a number of steps",
+        "give {switch} a number of steps",
     )
     yield (
         not config.trainer.save_freq,
         ("trainer.keep_best",),
         SAVE_FREQ,
-        "give that a number of steps",
+        "give {switch} a number of steps",
     )
-    fix = "set it to resume_path"
+    fix = "set {switch} to resume_path"
     yield config.trainer.resume_mode != "resume_path", (RESUME_FROM,), RESUME_MODE, fix
 
 
@@ -411,7 +411,8 @@ def check_sampling(loaded: LoadedConfig) -> OptionalProblems:
             r.val_kwargs.temperature == 0 and value != off,
             (
                 f"rollout.val_kwargs.{name} ({value}) would be ignored because"
-                " rollout.val_kwargs.temperature is 0 (greedy); remove it or set a temperature."
+                " rollout.val_kwargs.temperature is 0 (greedy); remove"
+                f" rollout.val_kwargs.{name}, or set a temperature."
             ),
             (f"rollout.val_kwargs.{name}", "rollout.val_kwargs.temperature"),
         )
@@ -447,7 +448,8 @@ def check_term_weights(loaded: LoadedConfig) -> OptionalProblems:
         actor.use_kl_loss and actor.kl_loss_coef == 0,
         (
             "actor.kl_loss_coef (0) must be above 0 with actor.use_kl_loss, or the reference is run"
-            " for nothing; give it a weight such as 0.001 or set use_kl_loss: false."
+            " for nothing; give actor.kl_loss_coef a weight such as 0.001, or set use_kl_loss:"
+            " false."
         ),
         ("actor.kl_loss_coef", "actor.use_kl_loss"),
     )
@@ -479,7 +481,8 @@ def check_teacher(loaded: LoadedConfig) -> OptionalProblems:
         count_reference_ranks(c) > 0 and c.reference.path is None,
         (
             f"reference.num_ranks ({c.reference.num_ranks}) is for a model of reference.path: the"
-            " policy as it was stands beside the policy; name a directory, or set it to 0."
+            " policy as it was stands beside the policy; name a directory, or set"
+            " reference.num_ranks to 0."
         ),
         ("reference.num_ranks", "reference.path"),
     )
@@ -554,7 +557,8 @@ def check_lr_schedule(
     """
     yield make_problem_if(
         optim.min_lr > optim.lr,
-        f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr}); lower it.",
+        f"{section}.min_lr ({optim.min_lr}) must not be above {section}.lr ({optim.lr});"
+        f" lower {section}.min_lr.",
         (f"{section}.min_lr", f"{section}.lr"),
     )
     decay = optim.lr_decay_steps
@@ -573,8 +577,8 @@ def check_lr_schedule(
         optim.weight_decay_end is not None and optim.weight_decay_end < optim.weight_decay,
         (
             f"{section}.weight_decay_end ({optim.weight_decay_end}) must be at least"
-            f" {section}.weight_decay ({optim.weight_decay}): the schedule only rises; swap them"
-            " or remove it."
+            f" {section}.weight_decay ({optim.weight_decay}): the schedule only rises; swap the"
+            f" two, or remove {section}.weight_decay_end."
         ),
         (f"{section}.weight_decay_end", f"{section}.weight_decay"),
     )
@@ -611,7 +615,7 @@ def check_output_names(loaded: LoadedConfig) -> OptionalProblems:
     )
     yield make_problem_if(
         not loaded.config.model.path,
-        "model.path ('') must name a model directory; set it.",
+        "model.path ('') must name a model directory; give one.",
         ("model.path",),
     )
 

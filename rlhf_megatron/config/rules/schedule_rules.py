@@ -133,7 +133,8 @@ def check_spare_groups(loaded: LoadedConfig) -> OptionalProblems:
         and not c.algorithm.filter_groups.enable,
         (
             f"{PARAMS} ({c.schedule.params}) of {c.schedule.name} start groups that no step trains"
-            f" on: only {FILTER} makes room for them; set that, or change the parameters."
+            f" on: only {FILTER} makes room for them; set {FILTER}, or change the"
+            " parameters."
         ),
         (PARAMS, FILTER),
     )

@@ -82,19 +82,19 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
         not learns_from_pairs(config) and not has_teacher(config),
         ("sft.params",),
         LOSS,
-        "name a loss with parameters there",
+        "name a loss with parameters in {switch}",
     )
     yield (
         not learns_from_pairs(config),
         ("sft.chosen_key", "sft.rejected_key"),
         LOSS,
-        "name a preference loss there",
+        "name a preference loss in {switch}",
     )
     yield (
         learns_from_pairs(config),
         (MESSAGES, TEXT, "data.label_key", "actor.loss_agg_mode"),
         LOSS,
-        "set that to sft",
+        "set {switch} to sft",
     )
     yield (
         config.sft.messages_key is None,
@@ -102,9 +102,9 @@ def list_idle_job_settings(config: RunConfig) -> Iterator[IdleSettings]:
         MESSAGES,
         "name the key of conversations",
     )
-    yield not has_teacher(config), (TEACHER,), LOSS, "set that to forward_kl or reverse_kl"
-    yield config.sft.messages_key is not None, (*ROWS, TEXT), MESSAGES, "set that to null"
-    yield config.sft.text_key is not None, (*ROWS, CHAT), TEXT, "set that to null"
+    yield not has_teacher(config), (TEACHER,), LOSS, "set {switch} to forward_kl or reverse_kl"
+    yield config.sft.messages_key is not None, (*ROWS, TEXT), MESSAGES, "set {switch} to null"
+    yield config.sft.text_key is not None, (*ROWS, CHAT), TEXT, "set {switch} to null"
 
 
 @register_rule
@@ -156,7 +156,7 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
     yield make_problem_if(
         learns_from_pairs(c)
         and (c.data.few_shot.num_shots or any(s.few_shot for s in c.data.sources)),
-        f"data.few_shot is not read by {LOSS} {c.sft.loss_mode}; remove it.",
+        f"data.few_shot is not read by {LOSS} {c.sft.loss_mode}; remove data.few_shot.",
         ("data.few_shot", LOSS),
     )
     yield make_problem_if(
@@ -176,8 +176,8 @@ def check_supervised_job(loaded: LoadedConfig) -> OptionalProblems:
         not c.sft.in_memory and (tables or not reads_other_rows),
         (
             "sft.in_memory (false) reads conversations, plain texts or pairs of JSONL"
-            f" files{f', not {tables[0]}' if tables else ''}; set it to true, or name {MESSAGES}"
-            f" or {TEXT}, and JSONL files."
+            f" files{f', not {tables[0]}' if tables else ''}; set sft.in_memory to true, or"
+            f" name {MESSAGES} or {TEXT}, and JSONL files."
         ),
         ("sft.in_memory", MESSAGES, TEXT),
     )

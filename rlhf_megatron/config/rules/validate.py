@@ -24,6 +24,7 @@ from rlhf_megatron.config.rules import (
     drop_none,
     engine_machines,
     engine_rules,
+    expert_rules,
     fsdp_rules,
     model_rules,
     reward_model_rules,
@@ -41,6 +42,7 @@ from rlhf_megatron.config.yaml_nodes import DEFAULT, LoadedConfig
 _REGISTERED = (
     run_rules,
     batch_rules,
+    expert_rules,
     model_rules,
     fsdp_rules,
     reward_model_rules,
@@ -74,8 +76,8 @@ def find_ignored_settings(loaded: LoadedConfig) -> Iterator[ConfigProblem]:
                     yield ConfigProblem(
                         (
                             f"{key} ({_format_value(value)}) would be ignored because {switch} is"
-                            f" {_format_value(get_config_value(loaded.config, switch))}; remove it,"
-                            f" or {fix}."
+                            f" {_format_value(get_config_value(loaded.config, switch))}; remove"
+                            f" {key}, or {fix.replace('{switch}', switch)}."
                         ),
                         (key, switch),
                     )
@@ -114,8 +116,8 @@ def _find_useless_sharing_settings(
                     f"{key} (true) would be ignored because data- and context-parallel size are"
                     f" both 1 ({num_ranks} ranks for {section}.tensor_model_parallel_size x"
                     f" pipeline_model_parallel_size = {megatron.tensor_model_parallel_size} x"
-                    f" {megatron.pipeline_model_parallel_size}); set it to false, or use"
-                    f" {2 * num_ranks} ranks."
+                    f" {megatron.pipeline_model_parallel_size}); set {key} to false, or"
+                    f" use {2 * num_ranks} ranks."
                 ),
                 (key, *switches),
             )

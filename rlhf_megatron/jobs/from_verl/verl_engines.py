@@ -36,6 +36,11 @@ CORRECTION = "algorithm.rollout_correction"
 
 ARGS = "rollout.sglang.args"
 OFF = {"top_p": (1, 1.0), "top_k": (-1, 0), "min_p": (0, 0.0)}
+TRANSFER_DIR = "runs/transfer"
+TRANSFER_NOTE = (
+    "what engines say of a weight sync comes back through this directory: make it where all"
+    " machines see it"
+)
 OFFLOADS = ("param_offload", "grad_offload", "optimizer_offload")
 
 
@@ -505,6 +510,10 @@ def translate_engines(draft: ConfigDraft) -> None:
         draft.set_value(f"{ARGS}.disable_cuda_graph", True, ("rollout.enforce_eager",))
     for argument in g.use_values_below("rollout.engine_kwargs.sglang"):
         draft.convert_setting(f"rollout.engine_kwargs.sglang.{argument}", f"{ARGS}.{argument}")
+    replay = draft.values.get("actor.router_replay")
+    if replay is not None and replay.value == "r3":
+        note = "router replay r3 asks servers which experts tokens met"
+        draft.set_value(f"{ARGS}.enable_return_routed_experts", True, (), note)
     name = "update_weights_bucket_megabytes"
     draft.convert_setting(f"rollout.checkpoint_engine.{name}", f"rollout.{name}")
 
@@ -555,6 +564,9 @@ def _translate_engine_servers(draft: ConfigDraft) -> None:
     if takes_turns and nnodes > 1:
         num = num * nnodes
         note = f"{nnodes} x {gpus} devices / {sizes[0] * sizes[1]} an engine"
+    num_trainer_nodes = g.peek_value("trainer.nnodes")
+    if nnodes > 1 or (isinstance(num_trainer_nodes, int) and num_trainer_nodes > 1):
+        draft.set_value("rollout.transfer_dir", TRANSFER_DIR, (), TRANSFER_NOTE)
     draft.set_value(
         "rollout.num_engines",
         num,

@@ -135,7 +135,8 @@ def test_names_and_parameters(config: RunConfig, expected: str) -> None:
          )),
         (GDPO, [], (
             "algorithm.params.gdpo_reward_keys has 'format', but the rewards of this run are"
-            " 'exact_match'; rename it, or add that reward to reward.terms."
+            " 'exact_match'; rename 'format', or add a reward of that name to"
+            " reward.terms."
         )),
         (GDPO.replace("format",
                       "formt/x") + (

@@ -279,6 +279,7 @@ def test_paths_of_experts(facts: MachineFacts, tmp_path: Path, run_file: Path) -
     gpu = on_gpu(facts)
     asks = (
         "actor.megatron.moe_token_dispatcher_type=flex",
+        "actor.megatron.expert_model_parallel_size=2",
         "actor.megatron.moe_permute_fusion=true",
     )
     config = run_config(

@@ -51,8 +51,9 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
     [
         (["algorithm.kl_ctrl.kl_coef=0.001"],
          (
-             "algorithm.kl_ctrl.kl_coef (0.001) would be ignored because algorithm.use_kl_in_reward"
-             " is false; remove it, or set it to true."
+             "algorithm.kl_ctrl.kl_coef (0.001) would be ignored because"
+             " algorithm.use_kl_in_reward is false; remove algorithm.kl_ctrl.kl_coef, or set"
+             " algorithm.use_kl_in_reward to true."
          )),
         (["algorithm.kl_penalty=k3"],
          "algorithm.kl_penalty (k3) would be ignored because algorithm.use_kl_in_reward is false"),
@@ -63,8 +64,9 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
          )),
         ([KL, "algorithm.kl_ctrl.target_kl=6"],
          (
-             "algorithm.kl_ctrl.target_kl (6.0) would be ignored because algorithm.kl_ctrl.type is"
-             " fixed; remove it, or set that to adaptive."
+             "algorithm.kl_ctrl.target_kl (6.0) would be ignored because"
+             " algorithm.kl_ctrl.type is fixed; remove algorithm.kl_ctrl.target_kl, or set"
+             " algorithm.kl_ctrl.type to adaptive."
          )),
         ([KL, "algorithm.kl_ctrl.horizon=6"],
          "algorithm.kl_ctrl.horizon (6) would be ignored because algorithm.kl_ctrl.type is fixed"),
@@ -84,7 +86,8 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
         (["algorithm.filter_groups.metric=exact_match"],
          (
              "algorithm.filter_groups.metric (exact_match) would be ignored because"
-             " algorithm.filter_groups.enable is false; remove it, or set it to true."
+             " algorithm.filter_groups.enable is false; remove algorithm.filter_groups.metric,"
+             " or set algorithm.filter_groups.enable to true."
          )),
         (["algorithm.filter_groups.max_num_gen_batches=3"],
          (
@@ -107,8 +110,9 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
          "rollout.n (1) must be at least 2 with algorithm.filter_groups.enable"),
         (["algorithm.pf_ppo.weight_pow=3"],
          (
-             "algorithm.pf_ppo.weight_pow (3.0) would be ignored because algorithm.pf_ppo.enable is"
-             " false; remove it, or set it to true."
+             "algorithm.pf_ppo.weight_pow (3.0) would be ignored because"
+             " algorithm.pf_ppo.enable is false; remove algorithm.pf_ppo.weight_pow, or set"
+             " algorithm.pf_ppo.enable to true."
          )),
         (["algorithm.pf_ppo.reweight_method=max_min"],
          (
@@ -118,7 +122,8 @@ def test_what_may_stand_together(run_file: Path, overrides: list[str]) -> None:
         ([DRAWS, "algorithm.pf_ppo.reweight_method=max_min", "algorithm.pf_ppo.weight_pow=3"],
          (
              "algorithm.pf_ppo.weight_pow (3.0) would be ignored because"
-             " algorithm.pf_ppo.reweight_method is max_min; remove it, or set that to pow."
+             " algorithm.pf_ppo.reweight_method is max_min; remove"
+             " algorithm.pf_ppo.weight_pow, or set algorithm.pf_ppo.reweight_method to pow."
          )),
         ([DRAWS, "algorithm.pf_ppo.weight_pow=-1"],
          "algorithm.pf_ppo.weight_pow (-1.0) must be at least 0; the default is 2.0."),

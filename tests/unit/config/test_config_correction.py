@@ -82,8 +82,9 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
          f"{SECTION}.preset (decoupled_token_iss) must be one of disabled, decoupled_token_is, "),
         (["rollout_is_threshold=3.0"],
          (
-             f"{SECTION}.rollout_is_threshold (3.0) would be ignored because {SECTION}.rollout_is"
-             " is null; remove it, or set that to token or sequence."
+             f"{SECTION}.rollout_is_threshold (3.0) would be ignored because"
+             f" {SECTION}.rollout_is is null; remove {SECTION}.rollout_is_threshold, or set"
+             f" {SECTION}.rollout_is to token or sequence."
          )),
         (["rollout_is_batch_normalize=true"],
          (
@@ -93,7 +94,8 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
         (["rollout_rs_threshold=[2.0]"],
          (
              f"{SECTION}.rollout_rs_threshold (['2.0']) would be ignored because"
-             f" {SECTION}.rollout_rs is null; remove it, or name filters there."
+             f" {SECTION}.rollout_rs is null; remove {SECTION}.rollout_rs_threshold, or name"
+             f" filters in {SECTION}.rollout_rs."
          )),
         (["rollout_is=token", "rollout_is_threshold=5_0.5"],
          (
@@ -136,13 +138,14 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
         (["loss_type=reinforce"],
          (
              f"{SECTION}.loss_type (reinforce) would be ignored because {SECTION}.mode is"
-             " decoupled, where any actor.policy_loss.loss_mode may stand; remove it, or set"
-             " mode: bypass."
+             " decoupled, where any actor.policy_loss.loss_mode may stand; remove"
+             f" {SECTION}.loss_type, or set mode: bypass."
          )),
         (["preset=bypass_pg_is"],
          (
-             f"actor.policy_loss.loss_mode (ppo_clip) must be reinforce, which {SECTION}.loss_type"
-             " asks for (preset bypass_pg_is); set it, or use mode: decoupled, where any"
+             "actor.policy_loss.loss_mode (ppo_clip) must be reinforce, which"
+             f" {SECTION}.loss_type asks for (preset bypass_pg_is); set"
+             " actor.policy_loss.loss_mode to that loss, or use mode: decoupled, where any"
              " loss may stand."
          )),
         (["mode=bypass", "actor.policy_loss.loss_mode=gpg"],
@@ -150,8 +153,8 @@ def test_what_may_stand_together(run_file: Path, settings: list[str]) -> None:
         (["mode=bypass", "rollout_is=token"],
          (
              f"{SECTION}.rollout_is (token) must be null with {SECTION}.mode bypass and"
-             f" {SECTION}.loss_type ppo_clip, whose ratio is already that of policy and engine: it"
-             " would count twice; remove it, or use loss_type: reinforce."
+             f" {SECTION}.loss_type ppo_clip, whose ratio is already that of policy and engine:"
+             f" it would count twice; remove {SECTION}.rollout_is, or use loss_type: reinforce."
          )),
     ],
 )  # fmt: skip

@@ -92,8 +92,8 @@ def test_valid_runs_have_no_problem(problems: Problems) -> None:
          "reward_model.param_offload (false) must be true with rollout.colocated"),
         (["reward_model.path=null", "reward_model.weight=0.25"],
          (
-             "reward_model.weight (0.25) would be ignored because reward_model.path is null; remove"
-             " it, or name a model there."
+             "reward_model.weight (0.25) would be ignored because reward_model.path is null;"
+             " remove reward_model.weight, or name a model in reward_model.path."
          )),
     ],
 )  # fmt: skip
@@ -165,8 +165,8 @@ def test_rules_of_a_reference_with_a_pool(
           "actor.megatron.pipeline_model_parallel_size=1"]),
         (["trainer.runtime=inline", "trainer.n_gpus_per_node=1"],
          (
-             "critic.num_ranks (4) needs several processes, but trainer.runtime (inline) has one;"
-             " set it to 0 or use runtime: torchrun."
+             "critic.num_ranks (4) needs several processes, but trainer.runtime (inline) has"
+             " one; set critic.num_ranks to 0 or use runtime: torchrun."
          ), []),
         (["critic.mini_batch_size=96"],
          (
@@ -202,7 +202,8 @@ def test_rules_of_a_reference_with_a_pool(
              " policy is never trained; use 19 or less."
          ), ["trainer.critic_warmup=19"]),
         (["critic.optim.min_lr=0.5", "critic.optim.lr_decay_style=linear"],
-         "critic.optim.min_lr (0.5) must not be above critic.optim.lr (1e-05); lower it.",
+         "critic.optim.min_lr (0.5) must not be above critic.optim.lr (1e-05); lower"
+         " critic.optim.min_lr.",
          ["critic.optim.min_lr=1e-6", "critic.optim.lr_decay_style=linear"]),
         (["critic.optim.lr_decay_style=cosine", "critic.optim.lr_warmup_steps=160",
           "critic.mini_batch_size=64"],
@@ -256,7 +257,8 @@ def test_rules_of_a_critic_with_its_own_pool(
         (["critic.megatron.tensor_model_parallel_size=2"],
          (
              "critic.megatron.tensor_model_parallel_size (2) would be ignored because"
-             " critic.num_ranks is 0; remove it, or give the critic ranks of its own."
+             " critic.num_ranks is 0; remove critic.megatron.tensor_model_parallel_size, or"
+             " give the critic ranks of its own."
          )),
         (["actor.ppo_max_token_len_per_gpu=16", "actor.megatron.sequence_parallel=true",
           "data.max_response_length=9",
@@ -281,8 +283,8 @@ def test_rules_of_a_critic_in_the_actors_pool(
 def test_without_a_critic_its_settings_would_be_ignored(setting: str, problems: Problems) -> None:
     (found,) = problems(VALID, setting)
     assert (
-        "would be ignored because algorithm.adv_estimator is grpo; remove it, or use one that"
-        " needs values"
+        "would be ignored because algorithm.adv_estimator is grpo; remove"
+        f" {setting.partition('=')[0]}, or set algorithm.adv_estimator to one that needs values"
     ) in found
     assert problems(SHARED, setting) == []
 
@@ -387,7 +389,8 @@ SERVED = (
             ["reward_model.num_ranks=4"],
             (
                 "reward_model.num_ranks (4) would be ignored because"
-                " reward_model.served.num_servers is 2; remove it, or set that to 0."
+                " reward_model.served.num_servers is 2; remove reward_model.num_ranks, or set"
+                " reward_model.served.num_servers to 0."
             ),
         ),
         (
@@ -400,7 +403,8 @@ SERVED = (
         (["reward_model.param_offload=true"], "reward_model.param_offload (true) would be ignored"),
         (
             ["trainer.deterministic=true"],
-            "a run with trainer.deterministic would not repeat; set it to 0",
+            "a run with trainer.deterministic would not repeat; set"
+            " reward_model.served.num_servers to 0",
         ),
         (
             ["reward_model.served.machines=[1,1]"],
@@ -408,7 +412,7 @@ SERVED = (
         ),
         (
             ["trainer.runtime=ray", "reward_model.served.machines=[0]"],
-            "because trainer.runtime is ray; remove it",
+            "because trainer.runtime is ray; remove reward_model.served.machines",
         ),
         (
             ["reward.terms=[{name: reward_model, weight: 1.0, params: {}}]"],

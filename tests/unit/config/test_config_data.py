@@ -152,7 +152,7 @@ def test_a_setting_that_would_be_ignored(
     (problem,) = validate_config(read_run_config(run_file, overrides))
     assert (
         problem.startswith(f"{key} (")
-        and f"would be ignored because {switch}; remove it, or" in problem
+        and f"would be ignored because {switch}; remove {key}, or" in problem
     )
 
 

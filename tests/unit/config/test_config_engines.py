@@ -60,8 +60,8 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             VALID,
             [ONE],
             (
-                "rollout.endpoints (['http://127.0.0.1:1']) needs rollout.engine sglang, which is"
-                " local; set that, or remove it."
+                "rollout.endpoints (['http://127.0.0.1:1']) needs rollout.engine sglang, which"
+                " is local; set rollout.engine to sglang, or remove rollout.endpoints."
             ),
         ),
         (
@@ -72,7 +72,8 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
         (
             SGLANG,
             [ONE, "rollout.num_engines=2"],
-            "rollout.num_engines (2) must be the number of rollout.endpoints (1); remove it.",
+            "rollout.num_engines (2) must be the number of rollout.endpoints (1); remove"
+            " rollout.num_engines.",
         ),
         (
             SGLANG,
@@ -116,8 +117,8 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             SGLANG,
             [ONE, "rollout.router=sglang"],
             (
-                "rollout.router (sglang) has nothing to choose with one engine; remove it, or set"
-                " rollout.num_engines or rollout.endpoints to more."
+                "rollout.router (sglang) has nothing to choose with one engine; remove"
+                " rollout.router, or set rollout.num_engines or rollout.endpoints to more."
             ),
         ),
         (
@@ -130,7 +131,8 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             [ONE, "rollout.sglang.args={tp_size: 2}"],
             (
                 "rollout.sglang.args.tp_size (2) would be ignored because rollout.endpoints is"
-                " ['http://127.0.0.1:1']; remove it, or start the servers with them."
+                " ['http://127.0.0.1:1']; remove rollout.sglang.args.tp_size, or start the"
+                " servers with them."
             ),
         ),
         (
@@ -148,15 +150,17 @@ def test_engines_that_can_be(load: Load, overrides: list[str]) -> None:
             [ONE, "rollout.max_engine_restarts=1"],
             (
                 "rollout.max_engine_restarts (1) would be ignored because rollout.endpoints is"
-                " ['http://127.0.0.1:1']; remove it, or let the run start the servers."
+                " ['http://127.0.0.1:1']; remove rollout.max_engine_restarts, or let the run"
+                " start the servers."
             ),
         ),
         (
             SGLANG,
             ["rollout.sglang.api_key_file=key"],
             (
-                "rollout.sglang.api_key_file (key) would be ignored because rollout.endpoints is"
-                " []; remove it, or name the servers that want these keys there."
+                "rollout.sglang.api_key_file (key) would be ignored because rollout.endpoints"
+                " is []; remove rollout.sglang.api_key_file, or name the servers that want"
+                " these keys in rollout.endpoints."
             ),
         ),
         (

@@ -65,8 +65,9 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
         # Virtual stages and sequence parallelism.
         ({"virtual_pipeline_model_parallel_size": 2, "pipeline_model_parallel_size": 1},
          (
-             "actor.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages into"
-             " chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or remove it."
+             "actor.megatron.virtual_pipeline_model_parallel_size (2) cuts pipeline stages"
+             " into chunks, but pipeline_model_parallel_size is 1; use 2 or more stages, or"
+             " remove actor.megatron.virtual_pipeline_model_parallel_size."
          ), {"virtual_pipeline_model_parallel_size": 2}),
         ({"virtual_pipeline_model_parallel_size": 1},
          (
@@ -74,31 +75,36 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
              " default is null."
          ), {"virtual_pipeline_model_parallel_size": "null"}),
         (SP | TP1, (
-            "actor.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks, but"
-            " tensor_model_parallel_size is 1; use 2 or more, or set it to false."
+            "actor.megatron.sequence_parallel (true) splits tokens over tensor-parallel ranks,"
+            " but tensor_model_parallel_size is 1; use 2 or more, or set"
+            " actor.megatron.sequence_parallel to false."
         ), SP),
         (CP2 | {"share_prompts": "true"},
          (
-             "actor.megatron.share_prompts (true) keeps a prompt whole, but context_parallel_size"
-             " (2) cuts it; use 1, or set it to false."
+             "actor.megatron.share_prompts (true) keeps a prompt whole, but"
+             " context_parallel_size (2) cuts it; use 1, or set actor.megatron.share_prompts"
+             " to false."
          ), {"share_prompts": "true"}),
         # Distributed optimizer and overlap.
         ({"overlap_param_gather": "true"},
          (
-             "actor.megatron.overlap_param_gather (true) needs use_distributed_optimizer, whose"
-             " shards it gathers, and overlap_grad_reduce, which cuts parameters into buckets; set"
-             " use_distributed_optimizer and overlap_grad_reduce to true, or it to false."
+             "actor.megatron.overlap_param_gather (true) needs use_distributed_optimizer,"
+             " whose shards it gathers, and overlap_grad_reduce, which cuts parameters into"
+             " buckets; set use_distributed_optimizer and overlap_grad_reduce to true, or"
+             " actor.megatron.overlap_param_gather to false."
          ), ALL_OVERLAP),
         (OPTIMIZER | {"overlap_param_gather": "true"},
-         "set overlap_grad_reduce to true, or it to false.",
+         "set overlap_grad_reduce to true, or actor.megatron.overlap_param_gather to false.",
          OPTIMIZER | {"overlap_grad_reduce": "true"}),
         ({"overlap_grad_reduce": "true", "overlap_param_gather": "true"},
-         "set use_distributed_optimizer to true, or it to false.", {"overlap_grad_reduce": "true"}),
+         "set use_distributed_optimizer to true, or actor.megatron.overlap_param_gather to"
+         " false.", {"overlap_grad_reduce": "true"}),
         # What the optimizer keeps in fewer bits.
         ({"exp_avg_dtype": "bfloat16"},
          (
              "actor.megatron.exp_avg_dtype (bfloat16) would be ignored without"
-             " actor.megatron.use_precision_aware_optimizer; set it to true."
+             " actor.megatron.use_precision_aware_optimizer; set"
+             " actor.megatron.use_precision_aware_optimizer to true."
          ), SHORT | {"exp_avg_dtype": "bfloat16"}),
         (SHORT | {"model.dtype": "float32"},
          (
@@ -127,9 +133,9 @@ ALL_OVERLAP = OPTIMIZER | {"overlap_grad_reduce": "true", "overlap_param_gather"
          ), SELECTIVE | {"recompute_modules": "[mlp,core_attn,layernorm]"}),
         (SELECTIVE | {"recompute_modules": "[layernorm]", "transformer_impl": "transformer_engine"},
          (
-             "actor.megatron.recompute_modules (['layernorm']) has layernorm, which does nothing"
-             " for transformer_impl transformer_engine: its norms are parts of the linear layers;"
-             " remove it, or use transformer_impl: local."
+             "actor.megatron.recompute_modules (['layernorm']) has layernorm, which does"
+             " nothing for transformer_impl transformer_engine: its norms are parts of the"
+             " linear layers; remove layernorm, or use transformer_impl: local."
          ), SELECTIVE | {"recompute_modules": "[layernorm]", "transformer_impl": "local"}),
         # The longest sample has 10 tokens.
         ({BUDGET: 9},
@@ -366,7 +372,8 @@ SGLANG = ["rollout.engine=sglang"]
         ("r3", [], MIXTRAL, None),
         ("r3", [*SGLANG, "rollout.sglang.args.enable_return_routed_experts=true"], EXPERTS, None),
         ("r2", [], HF_CONFIG,
-         "actor.router_replay (r2) is of experts, and the model has none; remove it."),
+         "actor.router_replay (r2) is of experts, and the model has none; remove"
+         " actor.router_replay."),
         ("r3", [], {**EXPERTS, "num_experts_per_tok": 1},
          "actor.router_replay (r3) needs tokens that meet two experts or more"),
         ("r3", SGLANG, EXPERTS,
@@ -376,7 +383,8 @@ SGLANG = ["rollout.engine=sglang"]
          )),
         ("r2", ["rollout.routes_gb=2"], EXPERTS,
          "rollout.routes_gb (2) is of files that actor.router_replay r3 alone writes"),
-        ("r3", SGLANG, MIXTRAL, "actor.router_replay (r3) ends the server of a Mixtral"),
+        ("r3", [*SGLANG, "rollout.sglang.args.enable_return_routed_experts=true"], MIXTRAL,
+         "actor.router_replay (r3) ends the server of a Mixtral"),
         ("r2", ["actor.megatron.share_prompts=true"], EXPERTS,
          (
              "actor.router_replay (r2) has a route for each token of each sample; set"
@@ -392,9 +400,8 @@ def test_routing_is_replayed_where_there_is_one_to_replay(
     loaded = read_run_config(
         path, [f"actor.router_replay={mode}", "actor.megatron.sequence_parallel=true", *more]
     )
-    found = [
-        problem for problem in validate_model_config(loaded, model) if "router_replay" in problem
-    ]
+    problems = [*validate_config(loaded), *validate_model_config(loaded, model)]
+    found = [problem for problem in problems if "router_replay" in problem]
     assert len(found) == (expected is not None) and all(expected in problem for problem in found), (
         found
     )
@@ -416,8 +423,8 @@ TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
 @pytest.mark.parametrize(
     ("settings", "told"),
     [
-        (("actor.lora.rank=8",), "set it to fsdp"),
-        ((FSDP, "actor.lora.alpha=32"), "set it to 16"),
+        (("actor.lora.rank=8",), "set actor.backend to fsdp"),
+        ((FSDP, "actor.lora.alpha=32"), "set actor.lora.rank to 16"),
         ((FSDP, "actor.lora.rank=8", "actor.lora.target_modules=[]"),
          "target_modules is empty: nothing would train"),
         ((FSDP, "actor.lora.rank=8", "job=reward-model"),
@@ -426,13 +433,15 @@ TEACHER = ("actor.distillation.loss_mode=reverse_kl", "reference.path=teacher")
          "learns from a teacher; name its directory as reference.path"),
         ((*TAUGHT, "sft.teacher_key=t"), "name the key of conversations"),
         ((*TAUGHT, *CHATS, "sft.teacher_key=t", "reference.path=teacher"),
-         "set that to null, and the teacher is asked"),
+         "set sft.teacher_key to null, and the teacher is asked"),
         (("job=sft", "sft.in_memory=false"),
-         "reads conversations, plain texts or pairs of JSONL files; set it to true"),
+         "reads conversations, plain texts or pairs of JSONL files; set sft.in_memory to true"),
         (("job=sft", *CHATS, "sft.in_memory=false", "data.train_files=[a.parquet]"),
-         "a.parquet; set it to true, or name"),
-        (("job=sft", *CHATS, "sft.teacher_key=t"), "set that to forward_kl or reverse_kl"),
-        (("actor.distillation.others_coef=0",), "set that to reverse_kl"),
+         "a.parquet; set sft.in_memory to true, or name"),
+        (("job=sft", *CHATS, "sft.teacher_key=t"), "set sft.loss_mode to forward_kl or"
+                                                   " reverse_kl"),
+        (("actor.distillation.others_coef=0",), "set actor.distillation.loss_mode to"
+                                                " reverse_kl"),
         ((*TEACHER, "actor.distillation.coef=0"), "the teacher is run for nothing"),
         ((*TEACHER, "actor.distillation.params={top_n: 8}"), "top_n"),
         ((*TAUGHT, "actor.distillation.coef=2"), "job"),

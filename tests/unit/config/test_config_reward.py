@@ -61,7 +61,8 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
                 " what all tests of a sample may take, 60 for instance."
             ),
         ),
-        ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove it."),
+        ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove"
+                                                    " 'other'."),
         (
             [f"reward.by_source={{add: {FORMAT}, mul: {FORMAT}}}", "reward.name=math_verify"],
             "reward.name (math_verify) would be ignored because reward.by_source is",
@@ -69,9 +70,9 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
         (
             ["reward.num_workers=2"],
             (
-                "reward.num_workers (2) would be ignored because reward.name is exact_match; remove"
-                " it, or name a reward that runs in a process of its own, such as math_verify"
-                " or function."
+                "reward.num_workers (2) would be ignored because reward.name is exact_match;"
+                " remove reward.num_workers, or name a reward that runs in a process of its"
+                " own, such as math_verify or function."
             ),
         ),
         (

@@ -133,7 +133,8 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
         (["warmup.max_steps=5", "warmup.stop_accuracy=0.5"],
          "warmup.test_freq (20) must be at most warmup.max_steps (5)"),
         (["actor.optim.lr_decay_style=linear", "actor.optim.min_lr=1e-3"],
-         "actor.optim.min_lr (0.001) must not be above actor.optim.lr (1e-06); lower it."),
+         "actor.optim.min_lr (0.001) must not be above actor.optim.lr (1e-06); lower"
+         " actor.optim.min_lr."),
         (["actor.optim.lr_decay_style=linear", "actor.optim.lr_warmup_steps=80"],
          (
              "actor.optim.lr_warmup_steps (80) must be below the run's optimizer steps (80) for"
@@ -165,7 +166,7 @@ def test_the_base_of_these_tests_is_valid(run_file: Path) -> None:
              "trainer.stage_timeout_s (0.0) must be at least 0.001: clocks are not finer; the"
              " default is 1800.0."
          )),
-        (["model.path=''"], "model.path ('') must name a model directory; set it."),
+        (["model.path=''"], "model.path ('') must name a model directory; give one."),
     ],
 )  # fmt: skip
 def test_a_contradiction_is_one_problem(
@@ -225,8 +226,8 @@ def test_a_later_layer_may_switch_off_what_an_earlier_one_set(
 def test_without_provenance_what_differs_from_the_default_is_set(run_file: Path) -> None:
     config = read_run_config(run_file).config
     assert validate_config(replace(config, actor=replace(config.actor, kl_loss_coef=0.5))) == [
-        "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove it,"
-        " or set it to true."
+        "actor.kl_loss_coef (0.5) would be ignored because actor.use_kl_loss is false; remove"
+        " actor.kl_loss_coef, or set actor.use_kl_loss to true."
     ]
 
 
@@ -365,12 +366,12 @@ def test_what_a_gpt_oss_cannot_have(run_file: Path) -> None:
             " GPUs for the servers."
         ),
         "rollout.dtype (float32) would be rounded to it; set rollout.dtype: bfloat16.",
-        "rollout.quantization (fp8) cannot be sent; leave it out.",
+        "rollout.quantization (fp8) cannot be sent; leave rollout.quantization out.",
         (
             "which servers that the run did not start may drop without a word; leave"
             " rollout.endpoints out."
         ),
-        "SGLang needs swiglu_limit, which the file lacks; add it (7.0).",
+        "SGLang needs swiglu_limit, which the file lacks; add swiglu_limit: 7.0 to the file.",
     )
     assert len(found) == len(expected) and all(map(str.__contains__, found, expected)), found
     mended = [

@@ -407,7 +407,7 @@ MOE = MegatronConfig(
         ),
         (
             {"share_prompts": True, "moe_z_loss_coeff": 0.1},
-            "losses and loads; set it to false, or to 0: moe_z_loss_coeff (0.1).",
+            "losses and loads; set share_prompts to false, or to 0: moe_z_loss_coeff (0.1).",
         ),
         (
             {"moe_aux_loss_coeff": 0.01},

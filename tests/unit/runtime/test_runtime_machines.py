@@ -126,7 +126,7 @@ def test_the_rule_is_told(load) -> None:
             "(true) needs an engine on each machine with ranks, 0 to 1, and no other, but",
         ),
         (
-            [*SPANS, "rollout.weight_transport=tensor"],
+            [*SPANS, "rollout.weight_transport=tensor", "rollout.transfer_dir=/shared"],
             (
                 "(tensor) goes through memory of one machine, which an engine on 2"
                 " (rollout.sglang.args.nnodes) does not"

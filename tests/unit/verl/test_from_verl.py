@@ -400,6 +400,8 @@ def test_several_machines_and_other_shapes() -> None:
     )
     found = values(result)
     assert "rollout.colocated" not in found and found["rollout.weight_transport"] == "process_group"
+    assert found["rollout.transfer_dir"] == "runs/transfer"
+    assert "rollout.transfer_dir" not in values(translated(BASE)), "one machine"
     assert any("2 machines: engines get devices of their own" in note for note in result.notes)
     assert (
         found["actor.backend"] == "fsdp"
@@ -511,6 +513,7 @@ def test_router_replay() -> None:
     assert values(engines)["actor.router_replay"] == "r3" and not any(
         "replay" in one for one in learning(engines)
     )
+    assert values(engines)["rollout.sglang.args.enable_return_routed_experts"] is True
 
 
 def test_a_sandbox_server_becomes_the_reward_code(tmp_path: Path) -> None:
