@@ -103,13 +103,14 @@ def test_four_machines_of_two_ranks_give_the_numbers_of_one(
 @pytest.mark.sglang
 @pytest.mark.parametrize("transport", ["process_group", "disk"])
 def test_a_server_on_two_machines_is_one_engine_and_is_started_again_whole(
-    start, transport: str
+    start, tmp_path: Path, transport: str
 ) -> None:
     """Stock SGLang with nnodes 2. After the first step its part on machine 1 is killed."""
     steps = {
         "trainer.total_training_steps": 3,
         "trainer.nnodes": 2,
         "rollout.weight_transport": transport,
+        "rollout.transfer_dir": str(tmp_path),
     }
     machines = start(QUICK | RANK_EACH | ON_TWO_MACHINES | steps, 2)
     metrics = machines.directory / "runs" / "tiny" / "metrics.jsonl"
