@@ -33,8 +33,8 @@ from rlhf_megatron.agents.episode_messages import (
 )
 from rlhf_megatron.config.type_conversion import build_params
 from rlhf_megatron.data.extra_columns import parse_extra
+from rlhf_megatron.rewards.service.reward_worker import format_traceback_end
 
-TRACEBACK_LINES = 12
 CLOSE_S = 10.0  # for `close` of an environment, once its episode is over
 
 
@@ -198,13 +198,11 @@ async def _run_environment(
         outcome = Outcome()
         if chat.end is None:  # raised by the environment itself
             return _EpisodeResult("environment_failed", error=f"EpisodeOver was raised: {over}")
-    except TimeoutError:
-        # the deadline's own error passes here as CancelledError; this one is the environment's
-        return _EpisodeResult("environment_failed", error=format_traceback_end())
-    except (Exception, SystemExit):  # code of a user, which may raise anything
+    except (Exception, SystemExit) as error:  # code of a user, which may raise anything
+        # (the deadline passes here as CancelledError; a TimeoutError is the environment's own)
         if chat.end == "refused":
             return _EpisodeResult("refused", error=chat.refusal)
-        return _EpisodeResult("environment_failed", error=format_traceback_end())
+        return _EpisodeResult("environment_failed", error=format_traceback_end(error))
     if chat.end == "refused":
         return _EpisodeResult("refused", error=chat.refusal)
     return _EpisodeResult(chat.end or "done", outcome)
@@ -253,8 +251,3 @@ def check_outcome(value: object, num_turns: int) -> Outcome:
         if not math.isfinite(number):
             raise ValueError(f"the reward of turn {place} ({number}) must be a finite number.")
     return replace(value, reward=reward, turn_rewards=rewards, metrics=metrics)
-
-
-def format_traceback_end() -> str:
-    """Return the last lines of the traceback of the exception that is being handled."""
-    return "\n".join(traceback.format_exc().rstrip().splitlines()[-TRACEBACK_LINES:])

@@ -21,7 +21,7 @@ from rlhf_megatron.agents.episode_messages import (
     StartEpisode,
 )
 from rlhf_megatron.agents.episode_record import Episode, EpisodeTokens
-from rlhf_megatron.agents.worker_pool import EpisodeWorkerPool, EpisodeWorkerProcess, WorkerLoss
+from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool, EpisodeWorkerProcess, WorkerLoss
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.seeds import derive_seed
 

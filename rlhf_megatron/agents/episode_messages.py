@@ -135,7 +135,7 @@ _REPORTS: dict[str, type] = {
 }
 
 
-def encode_message(message: WorkerOrder | WorkerReport) -> bytes:
+def encode_worker_message(message: WorkerOrder | WorkerReport) -> bytes:
     """Return the message as a line of JSON. Raise TypeError or ValueError for values that JSON does
     not have.
     """

@@ -16,7 +16,7 @@ from typing import Protocol
 from rlhf_megatron.agents.episode_book import EpisodeBook, EpisodeSettings, GroupSize, LiveEpisode
 from rlhf_megatron.agents.episode_messages import DeliverTurn, RequestTurn
 from rlhf_megatron.agents.episode_record import Episode
-from rlhf_megatron.agents.worker_pool import EpisodeWorkerPool
+from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
 from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.rollout.engine_interface import GeneratedSample, GenerateRequest, SamplingParams
 from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet

@@ -24,9 +24,9 @@ from rlhf_megatron.agents.episode_runner import (
     LockStepEpisodeRunner,
     RecordGroups,
 )
-from rlhf_megatron.agents.worker_pool import EpisodeWorkerPool
+from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
 from rlhf_megatron.config.rules.batch_rules import compute_episode_tokens
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
@@ -130,34 +130,35 @@ class RunEpisodes:
         )
 
 
-def make_episode_settings(config: RunConfig) -> EpisodeSettings:
+def make_episode_settings(
+    environment: EnvironmentConfig, data: DataConfig, run_seed: int
+) -> EpisodeSettings:
     """Return what holds for all episodes of a run."""
-    environment = config.rollout.environment
     assert environment.name is not None, "the run has episodes"
     return EpisodeSettings(
         environment.name,
         environment.params,
         EpisodeLimits(
             environment.max_turns,
-            compute_episode_tokens(config),
-            config.data.max_response_length,
-            config.data.max_prompt_length,
+            compute_episode_tokens(environment, data),
+            data.max_response_length,
+            data.max_prompt_length,
         ),
         environment.timeout_s,
         environment.max_concurrent,
-        config.trainer.seed,
+        run_seed,
     )
 
 
-def make_episode_workers(config: RunConfig, run_dir: Path) -> EpisodeWorkerPool:
+def make_episode_workers(
+    rollout: RolloutConfig, model: ModelConfig, data: DataConfig, run_dir: Path
+) -> EpisodeWorkerPool:
     """Return the pool of a run's workers, not started."""
-    environment = config.rollout.environment
-    model = config.model
-    data = config.data
+    environment = rollout.environment
     dialogue: dict[str, Any] = {
         "tokenizer_path": model.tokenizer_path or model.path,
         "model_path": model.path,
-        "stop": list(config.rollout.stop),
+        "stop": list(rollout.stop),
         # the settings of `data` that say how messages become text
         "data": {
             "apply_chat_template": data.apply_chat_template,
@@ -174,21 +175,13 @@ def make_episode_workers(config: RunConfig, run_dir: Path) -> EpisodeWorkerPool:
     return EpisodeWorkerPool([named], dialogue, environment.num_workers, run_dir / WORKER_LOG)
 
 
-def make_run_episodes(
-    config: RunConfig,
-    run_dir: Path,
+def make_episode_runner(
     fleet: EngineFleet,
     pool: EpisodeWorkerPool,
-    tokenizer: Tokenizer,
-) -> RunEpisodes:
-    """Return the episodes of a run, over workers that are started."""
-    environment = config.rollout.environment
-    make_runner = LockStepEpisodeRunner if config.trainer.deterministic else FreeEpisodeRunner
-    return RunEpisodes(
-        make_runner(fleet, pool, make_episode_settings(config)),
-        tokenizer,
-        environment.reward_weight,
-        environment.scorer_weight,
-        config.reward.max_error_rate,
-        run_dir / WORKER_LOG,
-    )
+    settings: EpisodeSettings,
+    is_deterministic: bool,
+) -> EpisodeRunner:
+    """Return what runs the episodes: in lock-step for a deterministic run, else freely."""
+    if is_deterministic:
+        return LockStepEpisodeRunner(fleet, pool, settings)
+    return FreeEpisodeRunner(fleet, pool, settings)

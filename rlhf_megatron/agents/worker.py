@@ -34,7 +34,7 @@ from rlhf_megatron.agents.episode_messages import (
     StartEpisode,
     WorkerReport,
     decode_order,
-    encode_message,
+    encode_worker_message,
 )
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import DataConfig
@@ -138,11 +138,11 @@ class EpisodeWorker:
         wait for long. Messages of an environment that JSON does not have are left out.
         """
         try:
-            line = encode_message(report)
+            line = encode_worker_message(report)
         except (TypeError, ValueError) as error:
             assert isinstance(report, ReportEpisode), "all else is numbers"
             note = [{"role": "note", "content": f"The talk cannot be shown: {error}."}]
-            line = encode_message(
+            line = encode_worker_message(
                 ReportEpisode(
                     report.key,
                     report.attempt,

@@ -26,7 +26,7 @@ from rlhf_megatron.config.rules.run_rules import (
     count_reference_ranks,
     needs_reference,
 )
-from rlhf_megatron.config.schema import MegatronConfig, RunConfig
+from rlhf_megatron.config.schema import DataConfig, EnvironmentConfig, MegatronConfig, RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 
@@ -198,7 +198,7 @@ def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...
     d = config.data
     longest = compute_longest_rollout(config)
     if config.rollout.environment.name is not None:
-        max_tokens = compute_episode_tokens(config)
+        max_tokens = compute_episode_tokens(config.rollout.environment, d)
         text = (
             "data.max_prompt_length + rollout.environment.max_tokens"
             f" ({d.max_prompt_length} + {max_tokens} = {longest}"
@@ -211,12 +211,11 @@ def describe_longest_sample(config: RunConfig) -> tuple[int, str, tuple[str, ...
     return longest, text, LENGTHS
 
 
-def compute_episode_tokens(config: RunConfig) -> int:
+def compute_episode_tokens(environment: EnvironmentConfig, data: DataConfig) -> int:
     """Return the number of tokens that an episode may have behind its first prompt."""
-    environment = config.rollout.environment
     if environment.max_tokens is not None:
         return environment.max_tokens
-    return environment.max_turns * config.data.max_response_length
+    return environment.max_turns * data.max_response_length
 
 
 def compute_longest_rollout(config: RunConfig) -> int:
@@ -224,5 +223,6 @@ def compute_longest_rollout(config: RunConfig) -> int:
     answer, or of a whole episode.
     """
     if config.rollout.environment.name is not None:
-        return config.data.max_prompt_length + compute_episode_tokens(config)
+        max_tokens = compute_episode_tokens(config.rollout.environment, config.data)
+        return config.data.max_prompt_length + max_tokens
     return config.data.max_prompt_length + config.data.max_response_length

@@ -24,6 +24,7 @@ from rlhf_megatron.config.rules import (
     drop_none,
     engine_machines,
     engine_rules,
+    environment_rules,
     expert_rules,
     fsdp_rules,
     model_rules,
@@ -52,6 +53,7 @@ _REGISTERED = (
     rollout_correction_rules,
     data_rules,
     schedule_rules,
+    environment_rules,
     supervised_rules,
 )
 """Rules register as their file is imported."""

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from rlhf_megatron.config.schema.rollout_sections import (
     DataConfig,
     DataSourceConfig,
+    EnvironmentConfig,
     FewShotConfig,
     RewardConfig,
     RewardTermConfig,
@@ -280,7 +281,9 @@ class TrainerConfig:
         "names of registered loggers: where metrics go", ("console", "jsonl", "tensorboard")
     )
     samples_kept: int = declare_setting(
-        "samples of a step in samples.jsonl: best, worst and random ones", 6
+        "samples of a step in samples.jsonl (best, worst and random ones), and of an evaluation"
+        " in held_out_samples.jsonl",
+        6,
     )
     record: bool = declare_setting(
         "write every step's batches under the run directory, for --replay", False

@@ -12,8 +12,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rlhf_megatron.agents.run_episodes import make_episode_workers, make_run_episodes
-from rlhf_megatron.agents.worker_pool import EpisodeWorkerPool
+from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
+from rlhf_megatron.agents.run_episodes import (
+    WORKER_LOG,
+    RunEpisodes,
+    make_episode_runner,
+    make_episode_settings,
+    make_episode_workers,
+)
 from rlhf_megatron.config.resume_changes import compute_settings_digest, flatten_config_yaml
 from rlhf_megatron.config.rules.engine_machines import describe_engine_placement
 from rlhf_megatron.config.rules.engine_rules import count_engines
@@ -295,7 +301,9 @@ def _connect_run(
     )
     episode_workers = None
     if config.rollout.environment.name is not None:
-        episode_workers = stack.enter_context(make_episode_workers(config, run_dir))
+        episode_workers = stack.enter_context(
+            make_episode_workers(config.rollout, config.model, config.data, run_dir)
+        )
         episode_workers.start()
     return RunConnections(
         group, workers, fleet, transfer_dir, turns, reward_servers, scorer, episode_workers
@@ -323,7 +331,16 @@ def _make_step_stages(
     pool = connections.episode_workers
     episodes = None
     if pool is not None:
-        episodes = make_run_episodes(config, run_dir, connections.fleet, pool, run_data.tokenizer)
+        environment = config.rollout.environment
+        settings = make_episode_settings(environment, config.data, config.trainer.seed)
+        episodes = RunEpisodes(
+            make_episode_runner(connections.fleet, pool, settings, config.trainer.deterministic),
+            run_data.tokenizer,
+            environment.reward_weight,
+            environment.scorer_weight,
+            config.reward.max_error_rate,
+            run_dir / WORKER_LOG,
+        )
     policies = (workers.actor, workers.reference) if setup.needs_reference else (workers.actor,)
     watches = [
         LmHeadWatch(policies, tracker.show_note).collect_metrics,

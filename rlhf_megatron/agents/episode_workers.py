@@ -20,7 +20,7 @@ from rlhf_megatron.agents.episode_messages import (
     WorkerOrder,
     WorkerReport,
     decode_report,
-    encode_message,
+    encode_worker_message,
 )
 from rlhf_megatron.rewards.service.worker_messages import SocketLineReader
 from rlhf_megatron.rewards.service.worker_processes import TemplateProcess, WorkerEnd
@@ -54,7 +54,7 @@ class EpisodeWorkerProcess:
     def send_order(self, order: WorkerOrder) -> bool:
         """Send an order to the worker, and return whether that was possible."""
         try:
-            self.connection.sendall(encode_message(order))
+            self.connection.sendall(encode_worker_message(order))
         except OSError:
             return False
         return True
