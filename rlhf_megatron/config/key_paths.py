@@ -1,4 +1,4 @@
-"""Key paths of a tree of configuration dataclasses, and the nearest one to a misspelt path."""
+"""Key paths of a tree of configuration dataclasses, and the ones that an unknown path meant."""
 
 from __future__ import annotations
 
@@ -100,34 +100,105 @@ def has_field_default(cls: type, field_name: str) -> bool:
 
 
 def suggest_nearest_key(path: str, known_keys: Sequence[str]) -> KeySuggestion:
-    """Return a guess at the known key that an unknown `path` meant: the same name in another
-    section, or a similar spelling. The guess is empty where nothing is near.
+    """Return a guess at the known key that an unknown `path` meant: a misspelt path, a setting of
+    the same section whose name has the same words, the same name in another section, or a misspelt
+    name there. The guess is empty where nothing is really near.
     """
     section, _, name = path.rpartition(".")
-    elsewhere = [key for key in known_keys if key.rpartition(".")[2] == name]
+    if misspelt := [key for key in known_keys if _is_misspelt_path(path, key)]:
+        best = min(misspelt, key=lambda key: _count_edits(path, key))
+        return _make_suggestion([best])
     siblings = [key for key in known_keys if key.rpartition(".")[0] == section]
-    near_names = difflib.get_close_matches(
-        name, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.75
-    )
-    if near_names:
-        return _make_suggestion([join_key_path(section, near_names[0])])
+    if same_words := _find_keys_with_words(name, siblings):
+        return _make_suggestion(same_words)
+    elsewhere = [key for key in known_keys if key.rpartition(".")[2] == name]
+    if name in _NAMES_OF_MANY_THINGS:
+        top = path.partition(".")[0]
+        elsewhere = [key for key in elsewhere if _is_same_or_misspelt(top, key.partition(".")[0])]
     if elsewhere:
-        best = difflib.get_close_matches(path, elsewhere, n=3, cutoff=0.0)
-        return KeySuggestion(f"A key of that name exists as {' and '.join(best)}.", tuple(best))
-    near_names = difflib.get_close_matches(
-        name, [key.rpartition(".")[2] for key in siblings], n=1, cutoff=0.6
+        best_keys = difflib.get_close_matches(path, elsewhere, n=3, cutoff=0.0)
+        text = f"A key of that name exists as {' and '.join(best_keys)}."
+        return KeySuggestion(text, tuple(best_keys))
+    if len(name) < _LENGTH_OF_TELLING_NAMES:
+        return KeySuggestion("")
+    near = [key for key in known_keys if _is_misspelt_name(name, key.rpartition(".")[2])]
+    near = near or [key for key in known_keys if _contains_words(name, key.rpartition(".")[2])]
+    return _make_suggestion(sorted(near, key=lambda key: _count_edits(path, key))[:1])
+
+
+_NAMES_OF_MANY_THINGS = ("enable", "model", "name", "params", "path", "type")
+"""Names that say little without their section."""
+
+_LENGTH_OF_TELLING_NAMES = 6  # characters: shorter names are near to too many others
+
+
+def _find_keys_with_words(name: str, keys: Sequence[str]) -> list[str]:
+    """Return those of the keys, at most two, whose names have all words of `name` and one more, or
+    at least two words and all of them in `name`; in the order of `keys`.
+    """
+    words = {*name.split("_")}
+    if max(map(len, words)) >= 4:
+        names = {key: {*key.rpartition(".")[2].split("_")} for key in keys}
+        if with_one_more := [
+            key for key in keys if words < names[key] and len(names[key] - words) == 1
+        ]:
+            return with_one_more[:2]
+    return [key for key in keys if _contains_words(name, key.rpartition(".")[2])][:1]
+
+
+def _contains_words(name: str, known_name: str) -> bool:
+    """Return whether `name` has all words of `known_name`, which has two or more."""
+    known_words = {*known_name.split("_")}
+    return len(known_words) > 1 and known_words < {*name.split("_")}
+
+
+def _is_misspelt_path(path: str, known_key: str) -> bool:
+    """Return whether a path is as deep as a known key, and each of its parts is the key's or a
+    misspelling of it.
+    """
+    parts = path.split(".")
+    known_parts = known_key.split(".")
+    return len(parts) == len(known_parts) and all(
+        _is_same_or_misspelt(part, known_part)
+        for part, known_part in zip(parts, known_parts, strict=True)
     )
-    if near_names:
-        return _make_suggestion([join_key_path(section, near_names[0])])
-    near = difflib.get_close_matches(path, known_keys, n=1, cutoff=0.8)
-    if not near:
-        by_name = {key.rpartition(".")[2]: key for key in known_keys}
-        near = [by_name[n] for n in difflib.get_close_matches(name, by_name, n=1, cutoff=0.7)]
-    return _make_suggestion(near)
+
+
+def _is_same_or_misspelt(name: str, known_name: str) -> bool:
+    """Return whether two names are the same, or the first is a misspelling of the second."""
+    return name == known_name or _is_misspelt_name(name, known_name)
+
+
+def _is_misspelt_name(name: str, known_name: str) -> bool:
+    """Return whether a name differs from a known one in few letters: in 1 of up to 5, 2 of up to
+    12, or 3. Names of up to 3 letters are misspellings of nothing.
+    """
+    length = max(len(name), len(known_name))
+    if length < 4 or abs(len(name) - len(known_name)) > 3:
+        return False
+    most = 1 if length <= 5 else 2 if length <= 12 else 3
+    return _count_edits(name, known_name) <= most
+
+
+def _count_edits(text: str, other: str) -> int:
+    """Return the least number of letters to insert, remove, replace or swap with a neighbour that
+    turns one text into the other (optimal string alignment).
+    """
+    before_last: list[int] = []
+    last = list(range(len(other) + 1))
+    for i, letter in enumerate(text, 1):
+        row = [i]
+        for j, other_letter in enumerate(other, 1):
+            replaced = last[j - 1] + (letter != other_letter)
+            row.append(min(last[j] + 1, row[j - 1] + 1, replaced))
+            if i > 1 and j > 1 and (letter, text[i - 2]) == (other[j - 2], other_letter):
+                row[j] = min(row[j], before_last[j - 2] + 1)
+        before_last, last = last, row
+    return last[-1]
 
 
 def _make_suggestion(keys: Sequence[str]) -> KeySuggestion:
-    """Return the suggestion "Did you mean ...?" for the first key, or an empty suggestion without
+    """Return the suggestion "Did you mean ...?" for the keys, or an empty suggestion without
     keys.
     """
-    return KeySuggestion(f"Did you mean {keys[0]}?", tuple(keys)) if keys else KeySuggestion("")
+    return KeySuggestion(f"Did you mean {' or '.join(keys)}?" if keys else "", tuple(keys))

@@ -42,19 +42,80 @@ _ALIKE = (
 
 EPOCHS = "in steps of the loop: rows of data.train_files // data.train_batch_size x epochs"
 ELSEWHERE = {
-    "learning_rate": "actor.optim.lr",
-    "num_generations": "rollout.n",
-    "group_size": "rollout.n",
-    "beta": "actor.kl_loss_coef",
-    "kl_coef": "actor.kl_loss_coef",
-    "epochs": f"trainer.total_training_steps ({EPOCHS})",
-    "num_train_epochs": f"trainer.total_training_steps ({EPOCHS})",
+    **dict.fromkeys(("learning_rate", "actor_learning_rate"), "actor.optim.lr"),
+    "critic_learning_rate": "critic.optim.lr",
+    **dict.fromkeys(("num_generations", "group_size", "n_samples_per_prompt"), "rollout.n"),
+    **dict.fromkeys(("beta", "kl_coef", "init_kl_coef"), "actor.kl_loss_coef"),
+    **dict.fromkeys(
+        ("epochs", "num_epochs", "max_epochs", "num_train_epochs", "num_episodes"),
+        f"trainer.total_training_steps ({EPOCHS})",
+    ),
     "max_steps": "trainer.total_training_steps",
-    "save_steps": "trainer.save_freq",
-    "eval_steps": "trainer.test_freq",
-    "output_dir": "trainer.default_local_dir",
-    "model_name_or_path": "model.path",
-    "bf16": "model.dtype (bfloat16)",
+    **dict.fromkeys(("save_steps", "save_interval"), "trainer.save_freq"),
+    **dict.fromkeys(("eval_steps", "eval_interval"), "trainer.test_freq"),
+    "save_total_limit": "trainer.max_ckpt_to_keep",
+    **dict.fromkeys(("output_dir", "save_path", "ckpt_path"), "trainer.default_local_dir"),
+    "run_name": "trainer.experiment_name",
+    "wandb_project": "trainer.project_name",
+    **dict.fromkeys(("report_to", "use_wandb"), "trainer.logger"),
+    **dict.fromkeys(("num_nodes", "actor_num_nodes"), "trainer.nnodes"),
+    **dict.fromkeys(
+        ("gpus", "num_gpus_per_node", "actor_num_gpus_per_node"), "trainer.n_gpus_per_node"
+    ),
+    **dict.fromkeys(("model_name", "model_name_or_path", "name_or_path", "pretrain"), "model.path"),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), "model.tokenizer_path"),
+    **dict.fromkeys(("bf16", "precision"), "model.dtype (bfloat16)"),
+    **dict.fromkeys(("train_data", "prompt_data", "dataset_name"), "data.train_files"),
+    **dict.fromkeys(("val_data", "eval_dataset"), "data.val_files"),
+    "input_key": "data.prompt_key",
+    **dict.fromkeys(
+        ("rollout_batch_size", "global_batch_size"), "data.train_batch_size (in prompts)"
+    ),
+    **dict.fromkeys(
+        ("micro_batch_size", "micro_train_batch_size", "micro_rollout_batch_size"),
+        "actor.ppo_max_token_len_per_gpu (micro-batches are always cut by token budget)",
+    ),
+    **dict.fromkeys(
+        ("per_device_train_batch_size", "gradient_accumulation_steps"),
+        "actor.mini_batch_size (samples of an optimizer step, over all ranks)",
+    ),
+    **dict.fromkeys(
+        ("max_completion_length", "generate_max_len", "max_new_tokens"),
+        "data.max_response_length",
+    ),
+    "prompt_max_len": "data.max_prompt_length",
+    **dict.fromkeys(
+        ("eps_clip", "epsilon", "clip_range", "cliprange"),
+        "actor.policy_loss.params (as clip_ratio_low and clip_ratio_high)",
+    ),
+    "epsilon_high": "actor.policy_loss.params (as clip_ratio_high)",
+    "value_clip": "critic.cliprange_value",
+    **dict.fromkeys(("entropy_coef", "entropy_loss_coef"), "actor.entropy_coeff"),
+    **dict.fromkeys(("max_norm", "max_grad_norm", "gradient_clipping"), "actor.optim.clip_grad"),
+    "num_iterations": "actor.ppo_epochs",
+    **dict.fromkeys(("advantage", "advantage_estimator"), "algorithm.adv_estimator"),
+    "scale_rewards": "algorithm.params (as norm_adv_by_std_in_grpo of grpo)",
+    **dict.fromkeys(("reward_funcs", "funcs", "function"), "reward.name"),
+    **dict.fromkeys(("reward_weights", "weights"), "reward.terms (each has a weight)"),
+    "reward_pretrain": "reward_model.path",
+    "remote_rm_url": "reward.name (remote or reward_server, with reward.params)",
+    **dict.fromkeys(
+        ("warmup", "warmup_ratio", "warmup_steps", "lr_warmup_ratio"),
+        "actor.optim.lr_warmup_steps (in optimizer steps)",
+    ),
+    **dict.fromkeys(("lr_scheduler", "scheduler"), "actor.optim.lr_decay_style"),
+    **dict.fromkeys(
+        ("gradient_checkpointing", "activation_checkpointing"),
+        "actor.megatron.recompute_granularity (as full)",
+    ),
+    **dict.fromkeys(("tp", "tensor_parallel"), "actor.megatron.tensor_model_parallel_size"),
+    **dict.fromkeys(("pp", "pipeline_parallel"), "actor.megatron.pipeline_model_parallel_size"),
+    "vllm_num_engines": "rollout.num_engines",
+    **dict.fromkeys(("use_vllm", "vllm_mode"), "rollout.engine (local or sglang)"),
+    "vllm_gpu_memory_utilization": "rollout.sglang.args (as mem_fraction_static)",
+    **dict.fromkeys(("colocate_all_models", "colocate"), "rollout.colocated"),
+    "max_samples": "data.train_files (name a file with so many rows)",
+    "lora_r": "actor.lora.rank",
 }
 """Last parts of names that other trainers have -> what it is here."""
 
@@ -143,7 +204,13 @@ def suggest_setting(key: str) -> KeySuggestion:
     name = path.rpartition(".")[2]
     # verl's, without its section
     if entry is None and not any(other.rpartition(".")[2] == name for other in known):
-        named = [each for each in VERL_NAMES if each.name.rpartition(".")[2] == name]
+        top = "" if path == name else path.partition(".")[0]
+        named = [
+            each
+            for each in VERL_NAMES
+            if each.name.rpartition(".")[2] == name
+            and (top == each.name.partition(".")[0] or each.name.partition(".")[0] != "reward")
+        ]
         entry = min(named, key=lambda each: not each.name.startswith("trainer."), default=None)
     if entry is None:
         return suggest_nearest_key(
