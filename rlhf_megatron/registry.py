@@ -127,14 +127,17 @@ class Registry(Generic[T]):
                 raise ValueError(f"{description}: {problem}")
 
     def get(self, name: str) -> RegistryEntry[T]:
-        """Return the entry of a name. Raise ValueError that lists the known parts when the name is
-        unknown.
+        """Return the entry of a name. Raise ValueError that lists the known parts, and says where a
+        user's own come from, when the name is unknown.
         """
         if name not in self._entries:
             near = difflib.get_close_matches(name, self._entries, n=1)
             hint = f" Did you mean {near[0]!r}?" if near else ""
             known = ", ".join(sorted(self._entries)) or "none"
-            raise ValueError(f"unknown {self.kind} {name!r}.{hint} Known: {known}.")
+            raise ValueError(
+                f"unknown {self.kind} {name!r}.{hint} Known: {known}. For one of your own, name its"
+                " file or module in plugins: (docs/extending.md)."
+            )
         return self._entries[name]
 
     def find(self, name: str) -> RegistryEntry[T] | None:

@@ -155,7 +155,8 @@ def _check_model_config(
             kind = hf_config.get("model_type")
             yield _make_model_problem(
                 f"model_type ({kind!r}) must be one of {names}; choose such a model, or"
-                " actor.backend fsdp."
+                " actor.backend fsdp, or name the file that registers a family of your own in"
+                " plugins:."
             )
         return
     try:

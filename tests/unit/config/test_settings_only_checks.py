@@ -15,8 +15,9 @@ import rlhf_megatron
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules import IDLE_RULES
-from rlhf_megatron.config.rules.validate import validate_config
+from rlhf_megatron.config.rules.validate import validate_config, validate_model_config
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.registry import PACKAGES
 
 RULES_DIRECTORY = Path(rlhf_megatron.__file__).parent / "config" / "rules"
 RUN = """
@@ -182,6 +183,36 @@ def test_an_ignored_setting_and_its_switch_are_named(tmp_path: Path) -> None:
         "actor.lora.rank (16) would be ignored because actor.backend is megatron; remove"
         " actor.lora.rank, or set actor.backend to fsdp."
     )
+
+
+UNKNOWN_PARTS = {
+    "advantage estimator": ("algorithm.adv_estimator=mine",),
+    "policy loss": ("actor.policy_loss.loss_mode=mine",),
+    "aggregation": ("actor.loss_agg_mode=mine",),
+    "distillation loss": ("actor.distillation.loss_mode=mine",),
+    "preference loss": ("job=sft", "sft.loss_mode=mine"),
+    "reward": ("reward.name=mine",),
+    "engine": ("rollout.engine=mine",),
+    "balancer": ("rollout.router=mine",),
+    "schedule": ("schedule.name=mine",),
+    "logger": ("trainer.logger=[mine]",),
+    "task": ("data.task=mine", "data.train_files=[]", "data.val_files=[]"),
+    "environment": ("rollout.environment.name=mine",),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(PACKAGES))
+def test_an_unknown_part_is_answered_with_plugins(kind: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(RUN)
+    if kind == "model family":
+        problems = validate_model_config(read_run_config(path), {"model_type": "mine"})
+        expected = "model_type ('mine') must be one of "
+    else:
+        problems = validate_config(read_run_config(path, UNKNOWN_PARTS[kind]))
+        expected = f"unknown {kind} 'mine'. Known: "
+    (problem,) = [text for text in problems if expected in text]
+    assert "of your own" in problem and "in plugins:" in problem
 
 
 PRONOUN = re.compile(
