@@ -131,7 +131,7 @@ class SuffixRenderer:
         follow_up = {"role": "user", "content": NEXT_MARK}
         caller = {"role": "assistant", "content": "", "tool_calls": [MADE_UP_CALL]}
         result = {"role": "tool", "content": NEXT_MARK, "tool_call_id": "call00001", "name": "f"}
-        talks = (
+        talks: tuple[tuple[list[Message], Tools | None], ...] = (
             ([question, answer, follow_up], None),
             ([question, caller, result], [MADE_UP_TOOL]),
         )
@@ -144,7 +144,9 @@ class SuffixRenderer:
                 continue
             behind_question = text.rpartition(INNER_MARK)[2]
             before_answer, _, behind_answer = behind_question.partition(END_MARK)
-            before_next, _, behind_next = behind_answer.partition(NEXT_MARK)
+            before_next, mark, behind_next = behind_answer.partition(NEXT_MARK)
+            if not mark:
+                continue
             borders += [before_answer, before_next, behind_next]
             between_turns = before_next if tools is None else between_turns
         texts = [text for text in added_texts if text not in (*self._special_texts, *THOUGHT_TEXTS)]
@@ -313,6 +315,11 @@ class SuffixRenderer:
         if END_MARK not in text:
             part = "the calls" if answer.get("tool_calls") else "the text"
             raise ValueError(f"the chat template leaves out {part} of an answer")
+        if text.count(END_MARK) > 1:
+            raise ValueError(
+                f"the end of the answer is not known: the chat template writes it twice, or a"
+                f" message holds {END_MARK!r}, with which it is marked"
+            )
         behind = _cut_behind_mark(text)
         if INNER_MARK in behind:
             raise ValueError(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, TypeVar
@@ -188,17 +188,19 @@ def _iterate_texts(value: Any, kept_entries: Collection[str]) -> Iterator[str]:
             yield from _iterate_texts(item, kept_entries)
 
 
-def _replace_texts(value: Any, replace: Any, kept_entries: Collection[str]) -> Any:
+def _replace_texts(value: Any, replace: Callable[[str], str], kept_entries: Collection[str]) -> Any:
     """Return a value of JSON with its texts, those of keys too, replaced by a function."""
     if isinstance(value, str):
         return replace(value)
     if isinstance(value, Mapping):
-        return {
-            key if key in kept_entries else _replace_texts(key, replace, ()): item
-            if key in kept_entries
-            else _replace_texts(item, replace, kept_entries)
-            for key, item in value.items()
-        }
+        replaced = {}
+        for key, item in value.items():
+            if key in kept_entries:
+                replaced[key] = item
+            else:
+                new_key = _replace_texts(key, replace, ())
+                replaced[new_key] = _replace_texts(item, replace, kept_entries)
+        return replaced
     if isinstance(value, Sequence):
         return [_replace_texts(item, replace, kept_entries) for item in value]
     return value
