@@ -57,13 +57,23 @@ class DialogueFormat:
         }
 
     @cached_property
+    def end_texts(self) -> tuple[str, ...]:
+        """Return the texts of the stop tokens with which a template may end a turn: those that were
+        added to the vocabulary. Others, such as a newline of `rollout.stop`, stop an engine and end
+        no turn. All count where none was added, and in plain text.
+        """
+        added_ids = self.tokenizer.added_tokens_by_id
+        texts = tuple(text for i, text in self.stop_texts.items() if i in added_ids)
+        return texts if texts and self.chat is not None else tuple(self.stop_texts.values())
+
+    @cached_property
     def suffix_renderer(self) -> SuffixRenderer:
         """Return the renderer of what stands behind an answer. It remembers, for all dialogues,
         how the template ends answers.
         """
         assert self.chat is not None, "plain text has no template"
         special_texts = tuple(self.tokenizer.special_tokens_by_id.values())
-        return SuffixRenderer(self.chat, tuple(self.stop_texts.values()), special_texts)
+        return SuffixRenderer(self.chat, self.end_texts, special_texts)
 
     @cached_property
     def encoder(self) -> PlainTextEncoder:
@@ -252,11 +262,11 @@ class Dialogue:
             )
         except ValueError as error:
             raise JoinRefusedError(str(error)) from error
-        if not self._ends_with_stop:
+        if stop_text not in dialogue_format.end_texts:
             if answer.get("tool_calls"):
                 raise JoinRefusedError(
                     "the answer was cut before a stop token, and has calls: what of their end was"
-                    " sampled is not known; raise the limit of a turn's tokens."
+                    " sampled is not known; raise data.max_response_length."
                 )
             return self._encode_behind("", suffix.closing + suffix.tail, hidden)
         _check_stop(stop_text, suffix)

@@ -36,6 +36,9 @@ MADE_UP_TOOLS: tuple[Mapping[str, Any], ...] = (
 )
 
 
+SYSTEM_MESSAGE: Message = {"role": "system", "content": "Be short."}
+
+
 @dataclass(frozen=True)
 class JoinCheck:
     """Whether messages of a kind can be put behind an answer."""
@@ -65,7 +68,12 @@ def check_joins(dialogue_format: DialogueFormat) -> tuple[JoinCheck, ...]:
     """Return for each kind of talk whether its new messages have exact ids behind the answer, at
     least behind one of the stop tokens. Plain text has two kinds, without tools and thoughts.
     """
-    talks = _list_plain_talks() if dialogue_format.chat is None else _list_chat_talks()
+    if dialogue_format.chat is None:
+        talks = _list_plain_talks()
+    else:
+        # a conversation has one system message, that of the settings or its own
+        has_system_prompt = dialogue_format.chat.system_prompt is not None
+        talks = _list_chat_talks(() if has_system_prompt else (SYSTEM_MESSAGE,))
     return tuple(_check_talk(dialogue_format, talk) for talk in talks)
 
 
@@ -129,9 +137,8 @@ def _list_plain_talks() -> list[_Talk]:
     ]
 
 
-def _list_chat_talks() -> list[_Talk]:
-    """Return the talks of chats."""
-    system: Message = {"role": "system", "content": "Be short."}
+def _list_chat_talks(system: tuple[Message, ...]) -> list[_Talk]:
+    """Return the talks of chats; two of them begin with the messages `system`."""
     question: Message = {"role": "user", "content": "How much is 1 + 2?"}
     again: Message = {"role": "user", "content": "And in words?"}
     answer = _make_answer("It is 3.")
@@ -150,7 +157,7 @@ def _list_chat_talks() -> list[_Talk]:
             _make_answer("It is 3.", ""),
             (again,),
         ),
-        _Talk("third turn of a user", (system, question, answer, again), answer, (again,)),
+        _Talk("third turn of a user", (*system, question, answer, again), answer, (again,)),
         _Talk("tool after a call", (question,), call, (result,)),
         _Talk(
             "tool after text and a call",
@@ -162,7 +169,7 @@ def _list_chat_talks() -> list[_Talk]:
         _Talk("two results after two calls", (question,), two_calls, results),
         _Talk(
             "second turn of tools",
-            (system, question, thought_call, result),
+            (*system, question, thought_call, result),
             thought_call,
             (result,),
         ),

@@ -238,10 +238,31 @@ class SuffixRenderer:
             end = self._find_last_special(closing)
             num_head_messages = len(head) - 1 if head[-1] is MADE_UP_QUESTION else None
             header = between[len(closing) :]
-            is_plain_end = bool(self._find_first_special(header)[1])
+            is_plain_end = bool(self._find_first_special(header)[1]) and self._has_same_end(
+                closing, head, answer, new_messages[0]["role"], tools
+            )
             return _AnswerEnd(num_head_messages, closing, end, is_plain_end)
         assert problem is not None, "there is at least one head"
         raise problem
+
+    def _has_same_end(
+        self,
+        closing: str,
+        head: Sequence[Message],
+        answer: Message,
+        next_role: str,
+        tools: Tools | None,
+    ) -> bool:
+        """Return whether the template ends the answer with `closing` before a message of another
+        role, too, or refuses such a message.
+        """
+        other_role = "assistant" if next_role == "user" else "user"
+        other_message = {"role": other_role, "content": NEXT_MARK}
+        try:
+            behind = self._render_behind(head, answer, [other_message], tools)
+        except ValueError:
+            return True
+        return self._cut_behind_end(behind.partition(NEXT_MARK)[0], answer) == closing
 
     def _cut_behind_end(self, between: str, answer: Message) -> str:
         """Return what stands between an answer and the next message up to the token that ends the

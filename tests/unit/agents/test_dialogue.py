@@ -73,6 +73,18 @@ def ask(dialogue: Dialogue, messages: list[Message], text: str, stop: str = END)
     return [*messages, dialogue.append_answer(encode(text + stop))]
 
 
+def set_special_tokens(made: DialogueFormat, special_texts: set[str]) -> DialogueFormat:
+    """The same format, with these of the added tokens as special ones."""
+    content = json.loads(made.tokenizer.write_json())
+    for token in content["added_tokens"]:
+        token["special"] = token["content"] in special_texts
+    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
+    stop_ids = made.stop_token_ids
+    old = made.tokenizer
+    tokenizer = Tokenizer(backend, stop_ids, stop_ids[0], old.chat_template, old.special_tokens)
+    return DialogueFormat(tokenizer, make_chat_format(tokenizer, None, {}), stop_ids)
+
+
 def show(dialogue_format: DialogueFormat, ids: Sequence[int]) -> str:
     return dialogue_format.tokenizer.decode_with_special_tokens(ids)
 
@@ -160,12 +172,29 @@ def test_another_stop_token_stands_in_place_of_the_template_s_own(chatml: Dialog
     assert OTHER_END + "\n<|im_start|>user" in show(chatml, dialogue.token_ids)
 
 
-def test_a_stop_token_that_begins_another_role_is_refused() -> None:
+def test_a_stop_that_is_ordinary_text_ends_no_turn(chatml: DialogueFormat) -> None:
+    """With `rollout.stop` a newline, the template's own end is put behind the newline."""
+    newline = chatml.tokenizer.encode_single_token("\n")
+    stopped = DialogueFormat(chatml.tokenizer, chatml.chat, (*chatml.stop_token_ids, newline))
+    dialogue = Dialogue(stopped)
+    messages = ask(dialogue, [user("Hi.")], "Yes.", "\n")
+    assert messages[-1]["content"] == "Yes."
+    ids = dialogue.append_messages([*messages, user("?")])
+    assert (
+        show(stopped, ids) == "<|im_end|>\n<|im_start|>user\n?<|im_end|>\n<|im_start|>assistant\n"
+    )
+    assert show(stopped, dialogue.token_ids).count("Yes.\n<|im_end|>\n<|im_start|>user\n?") == 1
+
+
+@pytest.mark.parametrize("is_special", [False, True])
+def test_a_stop_token_that_begins_another_role_is_refused(is_special: bool) -> None:
     """GLM's stop tokens begin the next message: a model that begins a user's message cannot be
-    followed by a tool's.
+    followed by a tool's, whether or not the tool's wrapping is a special token.
     """
-    template, _, _ = PUBLISHED["glm45"]
-    glm = make_template_format(template, ["<|endoftext|>", "<|user|>", "<|observation|>"])
+    template, stops, _ = PUBLISHED["glm45"]
+    made = make_template_format(template, ["<|endoftext|>", *stops[1:]])
+    special_texts = set(made.tokenizer.special_tokens_by_id.values())
+    glm = set_special_tokens(made, special_texts | ({"<tool_response>"} if is_special else set()))
     call = says("", tool_calls=calls(1))
     for stop, is_joined in (("<|observation|>", True), ("<|user|>", False)):
         dialogue = Dialogue(glm)
@@ -318,14 +347,8 @@ def test_a_message_cannot_forge_a_turn(place: str) -> None:
 def test_tokens_that_border_messages_without_being_special_forge_nothing() -> None:
     """<｜User｜> of DeepSeek is no special token, and begins a user's message."""
     template, stops, _ = PUBLISHED["deepseek_v3"]
-    made = make_template_format(template, stops)
-    content = json.loads(made.tokenizer.write_json())
-    for token in content["added_tokens"]:
-        token["special"] = token["content"] in stops
-    backend = tokenizers.Tokenizer.from_str(json.dumps(content))
-    stop_ids = made.stop_token_ids
-    tokenizer = Tokenizer(backend, stop_ids, stop_ids[0], template, made.tokenizer.special_tokens)
-    deepseek = DialogueFormat(tokenizer, make_chat_format(tokenizer, None, {}), stop_ids)
+    deepseek = set_special_tokens(make_template_format(template, stops), set(stops))
+    tokenizer = deepseek.tokenizer
     assert "<｜User｜>" not in tokenizer.special_tokens_by_id.values()
     assert {"<｜User｜>", "<｜Assistant｜>"} <= deepseek.encoder.control_texts
     assert "<think>" not in deepseek.encoder.control_texts

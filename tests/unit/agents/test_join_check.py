@@ -8,9 +8,10 @@ import pytest
 from join_talks import make_template_format
 from published_templates import PUBLISHED
 
-from rlhf_megatron.agents.dialogue import make_dialogue_format
+from rlhf_megatron.agents.dialogue import DialogueFormat, make_dialogue_format
 from rlhf_megatron.agents.join_check import JoinCheck, check_joins, describe_joins
 from rlhf_megatron.config.schema import DataConfig
+from rlhf_megatron.data.chat_template import make_chat_format
 from rlhf_megatron.data.tokenizer import load_tokenizer, write_character_tokenizer
 
 KINDS = (
@@ -54,6 +55,15 @@ def test_kinds_of_known_templates(family: str) -> None:
     assert {check.kind for check in checks if not check.is_exact} == refused_kinds
     for check in checks:
         assert (words in check.reason) if not check.is_exact else check.reason == ""
+
+
+def test_a_run_with_a_system_prompt() -> None:
+    """The talks have no system message of their own then."""
+    template, stops, _ = PUBLISHED["qwen3"]
+    made = make_template_format(template, stops)
+    chat = make_chat_format(made.tokenizer, "Be short.", {})
+    checks = check_joins(DialogueFormat(made.tokenizer, chat, made.stop_token_ids))
+    assert [check for check in checks if not check.is_exact] == []
 
 
 def test_a_template_that_ends_no_call_is_refused_behind_calls() -> None:
