@@ -13,6 +13,7 @@ from contextlib import suppress
 
 from rlhf_megatron import api
 from rlhf_megatron.controller.observe.report.report_writer import WrittenReport
+from rlhf_megatron.install_hints import format_install_command
 
 
 def run_report_command(args: argparse.Namespace) -> None:
@@ -41,7 +42,7 @@ def _print_written_report(args: argparse.Namespace, written_report: WrittenRepor
     for note in written_report.notes:
         print(f"note: {note}")
     if written_report.picture_names is None:
-        print("no pictures: install matplotlib (pip install '.[demo]')")
+        print(f"no pictures: install matplotlib ({format_install_command('demo')})")
     else:
         print(f"pictures: {', '.join(written_report.picture_names)}")
     print(f"report: {written_report.page_path}")

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from rlhf_megatron.install_hints import format_install_command
+
 DATASET_STATE_FILE = "state.json"
 ARROW_BATCH_ROWS = 1024  # rows that are held as Python objects at once
 
@@ -275,8 +277,8 @@ def _iterate_arrow_rows(
     except ImportError:
         kind = "saved datasets" if path.is_dir() else "parquet files"
         raise ValueError(
-            f"{path}: {kind} need pyarrow; install the extra (pip install '.[parquet]'), or"
-            " convert the rows to JSONL."
+            f"{path}: {kind} need pyarrow; install the extra"
+            f" ({format_install_command('parquet')}), or convert the rows to JSONL."
         ) from None
     number = 0
     try:

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from rlhf_megatron.data.atomic_directory import refuse_nonempty_directory
 from rlhf_megatron.import_folders import make_import_environment
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.weights.checkpoint_manifest import compute_file_sha256
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.hf_reader import HFReader, read_hf_config
@@ -63,7 +64,8 @@ class GGUFSource:
             from gguf import GGUFReader
         except ImportError as error:
             raise ValueError(
-                "reading GGUF files needs the package gguf; install rlhf-megatron[demo]."
+                "reading GGUF files needs the package gguf; install the extra"
+                f" ({format_install_command('demo')})."
             ) from error
         self.path = Path(path)
         self._reader = GGUFReader(str(path))

@@ -40,8 +40,16 @@ from rlhf_megatron.config.rules.expert_rules import read_num_experts
 from rlhf_megatron.config.rules.part_rules import has_engine_setting
 from rlhf_megatron.config.rules.run_rules import list_pool_layouts
 from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.ranks.models.fused_kernel_choice import DeviceType
 from rlhf_megatron.ranks.parallel.optional_packages import INSTALL, find_package
+
+EXTRAS_BY_REWARD = {
+    "json_schema": ("jsonschema", "json-schema"),
+    "math_verify": ("math_verify", "math"),
+    "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
+}
+"""Reward -> (module that it needs, extra that installs the module)."""
 
 AREA_TITLES = {
     "device": "Devices",
@@ -298,10 +306,6 @@ def _find_unmet_engine_settings(config: RunConfig) -> Iterator[UnmetSetting]:
 
 def _find_unmet_reward_settings(config: RunConfig) -> Iterator[UnmetSetting]:
     """Yield each setting that names a reward whose package is not usable here."""
-    needs = {
-        "math_verify": ("math_verify", "math"),
-        "reasoning_gym": ("reasoning_gym", "reasoning-gym"),
-    }
     named = [("reward.name", config.reward.name)]
     named += [
         (f"reward.by_source.{source}.name", term.name)
@@ -312,13 +316,11 @@ def _find_unmet_reward_settings(config: RunConfig) -> Iterator[UnmetSetting]:
         for number, term in enumerate(config.reward.terms)
     ]
     for setting, name in named:
-        if name in needs:
-            module, extra = needs[name]
+        if name in EXTRAS_BY_REWARD:
+            module, extra = EXTRAS_BY_REWARD[name]
             package = find_package(module)
             if not package.is_usable:
-                yield UnmetSetting(
-                    setting, name, package.why_not, f"pip install 'rlhf-megatron[{extra}]'"
-                )
+                yield UnmetSetting(setting, name, package.why_not, format_install_command(extra))
 
 
 def _find_unmet_device_settings(config: RunConfig, facts: MachineFacts) -> Iterator[UnmetSetting]:
@@ -345,7 +347,7 @@ def _find_unmet_logger_settings(config: RunConfig, facts: MachineFacts) -> Itera
     """Yield trainer.logger for each logger whose package is not usable here."""
     for name, install in (
         ("tensorboard", "pip install tensorboard"),
-        ("wandb", "pip install 'rlhf-megatron[wandb]'"),
+        ("wandb", format_install_command("wandb")),
     ):
         package = facts.packages[name]
         if name in config.trainer.logger and not package.is_usable:

@@ -11,6 +11,7 @@ from pathlib import Path
 from rlhf_megatron.cli.doctor.machine_facts import HostLimits, MachineFacts, read_tool_output
 from rlhf_megatron.cli.doctor.trainer_rows import DoctorRow, PathState
 from rlhf_megatron.config.rules.engine_rules import OLDEST_RAY
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.ranks.parallel.optional_packages import OptionalPackage
 from rlhf_megatron.rollout.sglang.sglang_environment import check_sglang_version
 
@@ -87,7 +88,7 @@ def make_launcher_and_logger_rows(facts: MachineFacts) -> list[DoctorRow]:
         DoctorRow("around", "torchrun", "live", "the launcher of several ranks"),
         _make_ray_row(ray),
         _make_package_row("around", facts.packages["tensorboard"], "pip install tensorboard"),
-        _make_package_row("around", facts.packages["wandb"], "pip install 'rlhf-megatron[wandb]'"),
+        _make_package_row("around", facts.packages["wandb"], format_install_command("wandb")),
     ]
 
 

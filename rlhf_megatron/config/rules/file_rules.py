@@ -31,6 +31,7 @@ from rlhf_megatron.config.rules.run_rules import (
 )
 from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.secrets import read_key_file
+from rlhf_megatron.install_hints import format_install_command
 
 MAX_JSON = 1 << 24  # characters of a config.json; the longest have thousands
 SAME_IN_REFERENCE = (
@@ -171,7 +172,7 @@ def _check_data_files(data: DataConfig) -> Iterator[ConfigProblem]:
                 yield ConfigProblem(
                     (
                         f"{name} ({file}) needs pyarrow, which is not installed; install the extra"
-                        " (pip install '.[parquet]'), or convert the file to JSONL."
+                        f" ({format_install_command('parquet')}), or convert the file to JSONL."
                     ),
                     (key,),
                 )

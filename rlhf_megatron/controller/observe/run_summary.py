@@ -24,6 +24,7 @@ from rlhf_megatron.controller.observe.run_facts import read_package_versions
 from rlhf_megatron.controller.observe.tracker import RunTracker
 from rlhf_megatron.data.extra_columns import describe_left_out_columns
 from rlhf_megatron.data.prompts import PromptSets
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.write_errors import explain_write_error, explain_write_errors
 
@@ -233,7 +234,7 @@ def _write_summary_and_curve(
         tracker.show_note(
             f"curve: {run_dir / 'curve.png'}"
             if has_curve
-            else "no curve: install matplotlib (pip install '.[demo]')"
+            else f"no curve: install matplotlib ({format_install_command('demo')})"
         )
     except OSError as error:
         tracker.show_note(f"no curve: {explain_write_error(run_dir / 'curve.png', error).strerror}")

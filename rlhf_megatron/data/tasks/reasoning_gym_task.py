@@ -14,6 +14,7 @@ from typing import Any
 
 from rlhf_megatron.data.data_rows import PromptRow, TaskRows
 from rlhf_megatron.data.tasks import TASKS
+from rlhf_megatron.install_hints import format_install_command
 
 EXTRA_KEY = "reasoning_gym"
 MAX_DRAWS = 20  # a problem wanted: so many are looked at before the dataset counts as too small
@@ -129,7 +130,7 @@ def make_reasoning_gym_dataset(dataset_name: str, config: dict[str, Any]) -> Any
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
         raise ValueError(
-            f"reasoning-gym is not there ({error}); pip install 'rlhf-megatron[reasoning-gym]',"
+            f"reasoning-gym is not there ({error}); {format_install_command('reasoning-gym')},"
             " which needs a C compiler."
         ) from error
     if dataset_name not in DATASETS:

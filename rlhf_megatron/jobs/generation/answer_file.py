@@ -20,6 +20,7 @@ from rlhf_megatron.controller.observe.line_file import LineFile, write_file_atom
 from rlhf_megatron.data.data_rows import parse_prompt_row
 from rlhf_megatron.data.extra_columns import ExtraColumnWriter
 from rlhf_megatron.data.row_files import iterate_raw_rows
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.jobs.generation.answer_columns import complete_answer_row
 
 JOB_FILE = "job.json"
@@ -210,7 +211,7 @@ def _import_pyarrow() -> Any:
         import pyarrow.parquet
     except ImportError as error:
         raise ValueError(
-            "parquet needs pyarrow; install the extra (pip install '.[parquet]')."
+            f"parquet needs pyarrow; install the extra ({format_install_command('parquet')})."
         ) from error
     return pyarrow
 

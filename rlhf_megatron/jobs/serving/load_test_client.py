@@ -18,6 +18,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.write_errors import explain_write_errors
 
 QUANTILES = (50, 90, 99)
@@ -243,7 +244,7 @@ def plot_load_levels(load_levels: Sequence[LoadLevel], path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ValueError(
-            "a picture needs matplotlib; install the extra (pip install '.[demo]')."
+            f"a picture needs matplotlib; install the extra ({format_install_command('demo')})."
         ) from error
     figure = Figure(figsize=(12, 4), layout="constrained")
     FigureCanvasAgg(figure)

@@ -12,6 +12,7 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.rewards.scorers.answer_params import find_last_block
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
@@ -51,8 +52,8 @@ def _make_validator(schema: str) -> Any:
         from referencing import Registry
     except ImportError as error:
         raise ValueError(
-            f"the reward json_schema needs a package that is not there ({error}); pip install"
-            " 'rlhf-megatron[json-schema]'."
+            f"the reward json_schema needs a package that is not there ({error});"
+            f" {format_install_command('json-schema')}."
         ) from error
     parsed_schema = json.loads(schema)
     kind = validator_for(parsed_schema, default=Draft202012Validator)

@@ -20,6 +20,7 @@ from itertools import groupby
 from math import log10
 from typing import Any
 
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.rewards.scorers.answer_params import (
     AnswerParams,
     find_last_box,
@@ -165,7 +166,7 @@ class MathVerifyParams(AnswerParams):
         except ImportError as error:
             raise ValueError(
                 f"the reward math_verify needs a package that is not there ({error});"
-                " pip install 'rlhf-megatron[math]'."
+                f" {format_install_command('math')}."
             ) from error
         # it warns at each call that it has no time-out
         logging.getLogger("math_verify").setLevel(logging.ERROR)

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Literal
 
 from rlhf_megatron.data.extra_columns import parse_extra
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.rewards.scorers.answer_params import AnswerParams
 from rlhf_megatron.rewards.scorers.reward_types import (
     MALFORMED,
@@ -52,7 +53,7 @@ class ReasoningGymRewardParams(AnswerParams):
         except ImportError as error:
             raise ValueError(
                 f"the reward reasoning_gym needs a package that is not there ({error});"
-                " pip install 'rlhf-megatron[reasoning-gym]', which needs a C compiler."
+                f" {format_install_command('reasoning-gym')}, which needs a C compiler."
             ) from error
 
 

@@ -27,6 +27,7 @@ from rlhf_megatron.config.rules.batch_rules import list_divisors
 from rlhf_megatron.config.schema import SGLangConfig
 from rlhf_megatron.config.schema.rollout_sections import SIZES_OF_SGLANG
 from rlhf_megatron.import_folders import make_import_environment
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.rollout.sglang.sglang_arguments import (
     ARGUMENTS_QUERY,
     DETERMINISTIC,
@@ -96,7 +97,7 @@ ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
 OPTIONS_CACHE_DIR = Path(".cache")
 _INSTALL_ADVICE = (
     "install it there (`make sglang-cpu` on a machine without a GPU, else pip"
-    " install 'rlhf-megatron[sglang]')"
+    f" install 'sglang>={OLDEST_SGLANG}')"
 )
 _INTERPRETER_TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
@@ -406,8 +407,9 @@ def find_interpreter(python: str | None) -> str:
     if python is None:
         if importlib.util.find_spec("sglang") is None:
             raise ValueError(
-                "rollout.engine (sglang) needs sglang in this environment; install it (pip install"
-                " 'rlhf-megatron[sglang]'), name the interpreter of another environment in"
+                "rollout.engine (sglang) needs sglang in this environment; install it"
+                f" ({format_install_command('sglang')}), name the interpreter of another"
+                " environment in"
                 " rollout.sglang.python (`make sglang-cpu` makes .venv-sglang/bin/python), or set"
                 " rollout.engine: local."
             )

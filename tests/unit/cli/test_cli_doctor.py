@@ -336,7 +336,7 @@ def test_a_run_on_a_gpu_that_asks_for_what_is_not_there(
     found = {problem.setting: str(problem) for problem in find_unmet_settings(config, gpu)}
     assert "(true): in bfloat16 it needs" in found["actor.megatron.gradient_accumulation_fusion"]
     assert "torch sees 2 devices" in found["trainer.n_gpus_per_node"]
-    assert "wandb is not installed; pip install 'rlhf-megatron[wandb]'" in found["trainer.logger"]
+    assert "wandb is not installed; pip install -e '.[wandb]'" in found["trainer.logger"]
     fits = run_config(
         run_file, "trainer.n_gpus_per_node=2", "model.dtype=bfloat16", "trainer.logger=[console]"
     )

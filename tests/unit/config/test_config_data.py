@@ -12,6 +12,7 @@ from rlhf_megatron.config.load import load_run_config, read_run_config
 from rlhf_megatron.config.rules import file_rules
 from rlhf_megatron.config.rules.validate import validate_config
 from rlhf_megatron.config.show import render_config_yaml
+from rlhf_megatron.install_hints import format_install_command
 
 ADD = "{name: add, task: few_shot_addition}"
 MUL = "{name: mul, task: few_shot_addition, weight: 2}"
@@ -223,7 +224,8 @@ def test_files_of_sources(
     assert problems(sources_file, "data.sources=[{name: a, train_files: [here.parquet]}]") == [
         (
             "data.sources[0].train_files (here.parquet) needs pyarrow, which is not installed;"
-            " install the extra (pip install '.[parquet]'), or convert the file to JSONL."
+            f" install the extra ({format_install_command('parquet')}), or convert the file to"
+            " JSONL."
         ),
     ]
 

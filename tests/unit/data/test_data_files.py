@@ -368,6 +368,6 @@ def test_parquet_without_pyarrow(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(
         ValueError,
-        match=r"a.parquet: parquet files need pyarrow; install the extra \(pip install '.\[",
+        match=r"a.parquet: parquet files need pyarrow; install the extra \(pip install -e '.\[",
     ):
         read_prompt_rows([path], *KEYS, skip_bad_rows=False)

@@ -38,6 +38,7 @@ INTERNAL_IMPORTS = {
     "GRPOParams": "parameters of another estimator; a user's has its own",
     "JSON_LABEL_KEY": "how a list of labels is marked; has_json_label tells",
     "ONE_TEXT": "words of our messages",
+    "format_install_command": "how an extra of this package is installed",
     "FAILOVER_S": "a number of our messages",
     "FIELDS_BY_VERL_NAME": "the other names of a sample's fields",
     "find_last_box": "find_last_boxed returns its content",

@@ -104,7 +104,7 @@ def test_without_matplotlib_there_is_the_page_and_a_line(
     monkeypatch.setitem(sys.modules, "matplotlib", None)  # importing it raises ImportError
     path = write_run_dir(tmp_path / "run")
     assert main(["report", str(path), "--open", "no"]) == 0
-    assert "no pictures: install matplotlib (pip install '.[demo]')" in capsys.readouterr().out
+    assert "no pictures: install matplotlib (pip install -e '.[demo]')" in capsys.readouterr().out
     assert [p.name for p in (path / "report").iterdir()] == ["index.html"]
     assert "matplotlib was not installed" in Page((path / "report" / "index.html").read_text()).text
 

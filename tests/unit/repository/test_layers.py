@@ -30,6 +30,7 @@ PURE = (
     "import_folders",
     "http_guard",
     "write_errors",
+    "install_hints",
     "faults",
     "device",
     "mcore_patch",

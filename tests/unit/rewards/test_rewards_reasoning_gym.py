@@ -145,10 +145,10 @@ def test_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(
         ValueError,
-        match=r"reasoning-gym is not there.*pip install 'rlhf-megatron\[reasoning-gym\]'",
+        match=r"reasoning-gym is not there.*pip install -e '\.\[reasoning-gym\]'",
     ):
         rows()
-    with pytest.raises(ValueError, match=r"pip install 'rlhf-megatron\[reasoning-gym\]'"):
+    with pytest.raises(ValueError, match=r"pip install -e '\.\[reasoning-gym\]'"):
         RewardParams().prepare()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rlhf_megatron.controller.observe.loggers import LOGGERS, RunLogger, shorten_error_text
+from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.write_errors import write_text_file
 
 if TYPE_CHECKING:
@@ -114,8 +115,8 @@ class MlflowLogger(RunLogger):
         """
         if importlib.util.find_spec("mlflow") is None:
             raise ValueError(
-                "mlflow is not installed; install it (pip install '.[mlflow]') or take mlflow out"
-                " of trainer.logger."
+                f"mlflow is not installed; install it ({format_install_command('mlflow')})"
+                " or take mlflow out of trainer.logger."
             )
         from mlflow import get_tracking_uri
 

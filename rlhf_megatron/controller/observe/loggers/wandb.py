@@ -16,6 +16,7 @@ from rlhf_megatron.controller.observe.loggers import (
     load_or_draw_run_id,
     shorten_error_text,
 )
+from rlhf_megatron.install_hints import format_install_command
 
 if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.run_facts import RunFacts
@@ -57,8 +58,8 @@ class WandbLogger(RunLogger):
         """
         if importlib.util.find_spec("wandb") is None:
             raise ValueError(
-                "wandb is not installed; install it (pip install '.[wandb]') or take wandb out"
-                " of trainer.logger."
+                f"wandb is not installed; install it ({format_install_command('wandb')})"
+                " or take wandb out of trainer.logger."
             )
         import wandb
 
