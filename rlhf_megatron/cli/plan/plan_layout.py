@@ -8,7 +8,7 @@ import argparse
 
 import torch
 
-from rlhf_megatron.planning.plan.gpu_memory import GB, GPU_MEMORY_GB
+from rlhf_megatron.planning.plan.gpu_memory import GB, GIB, GPU_MEMORY_GB
 from rlhf_megatron.planning.plan.layout_search import (
     LayoutPlan,
     LayoutRequest,
@@ -39,7 +39,7 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
         raise ValueError(explain_no_fit(question, found))
     print(
         f"{len(fits)} of {len({str(plan.layout) for plan in found})} layouts fit into"
-        f" {question.max_rank_bytes / GB:.1f} GB of {args.gpu} with samples of {args.seq} tokens,"
+        f" {question.max_rank_bytes / GIB:.1f} GiB of {args.gpu} with samples of {args.seq} tokens,"
         f" {args.samples} an optimizer step; fewest ranks a copy first"
     )
     header = (
@@ -48,7 +48,7 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
         "states",
         "activations",
         "head",
-        "peak GB",
+        "peak GiB",
         "bubble",
         "tp",
         "ep",
@@ -62,8 +62,8 @@ def run_plan_layout_command(args: argparse.Namespace) -> None:
             "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         )
     print(
-        "tp, ep, pp: that a rank sends for one sample, GB; dp: of an optimizer step. Times need a"
-        " GPU: gpu-check."
+        "tp, ep, pp: what a rank sends for one sample, GB of 10^9 bytes, as networks count; dp:"
+        " what it sends for an optimizer step. Times need a GPU: gpu-check."
     )
 
 
@@ -80,6 +80,6 @@ def _format_layout_row(plan: LayoutPlan) -> tuple[str, ...]:
     cells = [
         f"{own}{ends}",
         "full" if plan.is_recomputed else "none",
-        *(f"{size / GB:.1f}" for size in sizes),
+        *(f"{size / GIB:.1f}" for size in sizes),
     ]
     return (*cells, f"{plan.bubble_fraction:.1%}", *(f"{size / GB:.2f}" for size in sent))

@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.batch_rules import compute_longest_rollout
 from rlhf_megatron.config.rules.run_rules import count_reward_model_ranks
-from rlhf_megatron.planning.plan.gpu_memory import GB, GPU_MEMORY_GB
+from rlhf_megatron.planning.plan.gpu_memory import GB, GIB, GPU_MEMORY_GB
 from rlhf_megatron.planning.plan.memory_phases import (
     MemoryPhase,
     draw_memory_chart,
@@ -47,7 +47,8 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
     engine = plan_run_engine_memory(config.rollout, config.model.dtype, policy, gpu_bytes)
     rows: list[tuple[str, MemoryPhase]] = []
     print(
-        f"{args.gpu}: {gpu_bytes / GB:.0f} GB; GB of 10^9 bytes on the fullest rank of each stage"
+        f"{args.gpu}: {gpu_bytes / GB:.0f} GB, which are {gpu_bytes / GIB:.1f} GiB; GiB on the"
+        " fullest rank of each stage"
     )
     phases = [
         (f"stage {stage} ({own.num_ranks} ranks)", phase)
@@ -60,35 +61,35 @@ def run_plan_memory_command(args: argparse.Namespace) -> int:
     ):
         rows.append((f"{place.partition(' (')[0]} {phase.name}", phase))
         parts = ", ".join(
-            f"{name} {num_bytes / GB:.2f}"
+            f"{name} {num_bytes / GIB:.2f}"
             for name, num_bytes in phase.bytes_by_use.items()
             if num_bytes
         )
-        print(f"  {place} {phase.name:<9} {phase.total_bytes / GB:7.2f}: {parts}")
+        print(f"  {place} {phase.name:<9} {phase.total_bytes / GIB:7.2f}: {parts}")
     if engine is not None:
         where = "on the trainer's GPUs" if config.rollout.colocated else "on GPUs of their own"
         print(
-            f"engines {where}: weights {engine.weight_bytes / GB:.2f}, cache"
-            f" {engine.cache_bytes / GB:.2f}, which is {engine.num_cache_tokens} tokens of"
+            f"engines {where}: weights {engine.weight_bytes / GIB:.2f}, cache"
+            f" {engine.cache_bytes / GIB:.2f}, which is {engine.num_cache_tokens} tokens of"
             f" {engine.bytes_per_token} bytes"
         )
     for name, num_bytes in estimate_host_bytes(
         config.rollout, config.trainer.n_gpus_per_node, found
     ).items():
-        print(f"host memory of a machine: {name} {num_bytes / GB:.1f}")
+        print(f"host memory of a machine: {name} {num_bytes / GIB:.1f}")
     if args.picture is not None:
         write_text_file(
             args.picture, draw_memory_chart(rows, gpu_bytes, f"{args.config} on {args.gpu}")
         )
         print(f"picture: {args.picture}")
     wrong = [
-        f"{label} needs {p.total_bytes / GB:.1f} GB"
+        f"{label} needs {p.total_bytes / GIB:.1f} GiB"
         for label, p in rows
         if p.total_bytes > _get_phase_limit_bytes(p, gpu_bytes, USABLE_MEMORY_SHARE)
     ]
     if engine is not None and engine.num_cache_tokens < compute_longest_rollout(config):
         wrong.append(
-            f"the cache of an engine ({engine.cache_bytes / GB:.1f} GB) does not hold one sample"
+            f"the cache of an engine ({engine.cache_bytes / GIB:.1f} GiB) does not hold one sample"
         )
     if wrong:
         print(f"does not fit: {'; '.join(wrong)}; rlhf-megatron plan layout lists layouts that do")

@@ -24,6 +24,8 @@ GPU_MEMORY_GB = {
 what a driver reports is a little more.
 """
 GB = 10**9
+GIB = 1 << 30
+"""The unit of memory in all that a user reads, as in torch, in drivers and in the run's metrics."""
 ENGINE_MEMORY_SHARE = 0.85
 """Of a GPU that an engine takes, where `rollout.sglang.args` has no mem_fraction_static:
 weights and cache.

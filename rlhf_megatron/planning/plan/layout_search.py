@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from rlhf_megatron.config.schema import MegatronConfig
-from rlhf_megatron.planning.plan.gpu_memory import GB
+from rlhf_megatron.planning.plan.gpu_memory import GB, GIB
 from rlhf_megatron.ranks.kernels.head_memory import HeadCallShape, compute_head_memory_bound
 from rlhf_megatron.ranks.workers.peak_memory import (
     USABLE_MEMORY_SHARE,
@@ -108,10 +108,10 @@ def explain_no_fit(request: LayoutRequest, plans: Sequence[LayoutPlan]) -> str:
         return f"no layout divides this model over {request.num_gpus} GPUs; try a power of two."
     least = min(plans, key=lambda plan: plan.peak_bytes)
     return (
-        f"nothing fits into {request.max_rank_bytes / GB:.1f} GB a GPU ({USABLE_MEMORY_SHARE:.0%}"
+        f"nothing fits into {request.max_rank_bytes / GIB:.1f} GiB a GPU ({USABLE_MEMORY_SHARE:.0%}"
         f" of {request.gpu_bytes / GB:.0f} GB): the nearest is {least.layout} with"
-        f" {least.peak_bytes / GB:.1f} GB ({least.state_bytes / GB:.1f} GB of states). Take more"
-        " or larger GPUs, or shorter samples."
+        f" {least.peak_bytes / GIB:.1f} GiB ({least.state_bytes / GIB:.1f} GiB of states)."
+        " Take more or larger GPUs, or shorter samples."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from rlhf_megatron.config.schema import RolloutConfig
 from rlhf_megatron.planning.check.memory_table import RunMemory
-from rlhf_megatron.planning.plan.gpu_memory import GB, EngineGpuMemory, plan_engine_memory
+from rlhf_megatron.planning.plan.gpu_memory import GIB, EngineGpuMemory, plan_engine_memory
 from rlhf_megatron.weights.families.family_lookup import make_weight_table
 from rlhf_megatron.weights.fp8_engine_weights import make_engine_table
 
@@ -168,9 +168,9 @@ def draw_memory_chart(
                 f'<rect x="{left:.1f}" y="{top}" width="{width:.1f}"'
                 f' height="{_BAR - 4}" fill="{colour[name]}">'
             )
-            body.append(f"{shape}<title>{escape(name)} {num_bytes / GB:.2f} GB</title></rect>")
+            body.append(f"{shape}<title>{escape(name)} {num_bytes / GIB:.2f} GiB</title></rect>")
             left += width
-        body.append(f'<text x="{left + 4:.1f}" y="{top + 14}">{phase.total_bytes / GB:.1f}</text>')
+        body.append(f'<text x="{left + 4:.1f}" y="{top + 14}">{phase.total_bytes / GIB:.1f}</text>')
     line = _LEFT + gpu_bytes / widest * _SCALE
     body.append(f'<path d="M{line:.1f} 36V{height - 24}" stroke="black" stroke-dasharray="4"/>')
     for number, name in enumerate(names):
