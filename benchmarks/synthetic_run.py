@@ -59,8 +59,8 @@ class Shape:
 
 
 def write_run(directory: Path, shape: Shape) -> None:
-    """config.yaml, metrics.jsonl, trace.json, samples.jsonl, mismatch.jsonl and, if it
-    finished, summary.json.
+    """config.yaml, metrics.jsonl, trace.json, samples.jsonl, held_out_samples.jsonl, mismatch.jsonl
+    and, if it finished, summary.json.
     """
     directory.mkdir(parents=True)
     noise = random.Random(shape.seed)
@@ -69,6 +69,10 @@ def write_run(directory: Path, shape: Shape) -> None:
     _write_lines(directory / "metrics.jsonl", rows)
     _write_lines(directory / "samples.jsonl", sample_lines(shape, noise))
     _write_lines(directory / "mismatch.jsonl", mismatch_lines(shape, noise))
+    evaluated_steps = [row["step"] for row in rows if row["kind"] == "evaluation"]
+    _write_lines(
+        directory / "held_out_samples.jsonl", held_out_sample_lines(shape, evaluated_steps)
+    )
     _write_trace(directory / "trace.json", [row for row in rows if row["kind"] != "warmup"])
     if shape.is_finished:
         write_json_atomically(directory / "summary.json", summary(rows, shape))
@@ -262,6 +266,7 @@ def held_out(step: int, shape: Shape, noise: random.Random) -> dict[str, float]:
     half = 1.96 * math.sqrt(whole * (1 - whole) / HELD_OUT)
     row |= {"val/accuracy": whole, "val/accuracy_low": max(0.0, whole - half)}
     row |= {"val/accuracy_high": min(1.0, whole + half), "val/num_items": float(HELD_OUT)}
+    row["val/binary_scores"] = 1.0
     return {**row, "val/response_length": 45.0, "timing_s/evaluate": 6.0}
 
 
@@ -299,6 +304,33 @@ def sample_lines(shape: Shape, noise: random.Random) -> Iterator[dict[str, Any]]
                 "version_spans": [],
                 "num_tokens": 20 + 9 * steps.count("\n"),
                 "policy_version": step,
+            }
+
+
+def held_out_sample_lines(shape: Shape, evaluated_steps: list[int]) -> Iterator[dict[str, Any]]:
+    """The same prompts in each evaluation; the later, the more of them are answered rightly."""
+    noise = random.Random(shape.seed)
+    items = [
+        (source, item, noise.randrange(10, 999), noise.randrange(10, 999))
+        for source in SOURCES
+        for item in range(max(1, shape.samples_kept // len(SOURCES)))
+    ]
+    for step in evaluated_steps:
+        for source, item, a, b in items:
+            is_right = noise.random() < 0.3 + 0.6 * step / shape.total_steps
+            answer = a + b if is_right else a + b + noise.randrange(1, 30)
+            yield {
+                "step": step,
+                "source": source,
+                "item": item,
+                "prompt": f"<|user|>\nWhat is {a} + {b}?\n<|assistant|>\n",
+                "response": f"The sum is {answer}.\n<answer>{answer}</answer>",
+                "label": str(a + b),
+                "score": float(is_right),
+                "reward": 1.1 if is_right else 0.1,
+                "status": "ok",
+                "parts": {"correct": float(is_right), "format": 0.1},
+                "num_tokens": 12,
             }
 
 

@@ -152,7 +152,11 @@ def _render_figure_table(result: EvaluationResult) -> str:
 def _render_examples(result: EvaluationResult) -> list[str]:
     """Return the HTML of a result's examples: score, label, prompt and response of each."""
     parts = ["<h2>Examples</h2>"] if result.examples else []
-    for prompt, response, label, score in result.examples:
-        parts.append(f"<p>score {score:g}, answer {escape(label)}</p><pre>{escape(prompt)}</pre>")
-        parts.append(f"<pre>{escape(response)}</pre>")
+    for example in result.examples:
+        score = example.status if example.score is None else f"score {example.score:g}"
+        parts.append(
+            f"<p>{escape(score)}, answer {escape(example.label)}</p>"
+            f"<pre>{escape(example.prompt)}</pre>"
+        )
+        parts.append(f"<pre>{escape(example.response)}</pre>")
     return parts

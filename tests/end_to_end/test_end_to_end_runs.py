@@ -101,6 +101,7 @@ def test_one_rank_writes_what_it_promises(one_rank: Finished) -> None:
         ),
         *(
             "samples.jsonl",
+            "held_out_samples.jsonl",
             "mismatch.jsonl",
             "trace.json",
             "run.lock",

@@ -107,7 +107,7 @@ def test_a_run_that_is_killed_again_and_again_is_the_run_that_was_left_alone(
     assert last.weights() == undisturbed.weights()
     rng = "checkpoints/step_000005/rng/rank0.safetensors"
     assert (last.run_dir / rng).read_bytes() == (undisturbed.run_dir / rng).read_bytes()
-    for name in ("samples.jsonl", "mismatch.jsonl"):
+    for name in ("samples.jsonl", "held_out_samples.jsonl", "mismatch.jsonl"):
         assert (last.run_dir / name).read_bytes() == (undisturbed.run_dir / name).read_bytes()
     steps = [start["resumed_from_step"] for start in last.starts()]
     assert (
@@ -250,7 +250,13 @@ def test_what_a_changed_configuration_does(
     assert rates == pytest.approx((1.0669873e-4, 1.3397460e-5))
     assert rows[:-1] == undisturbed[:-1] and changed.weights() != alone[1].weights()
     superseded = sorted(path.name for path in (run_dir / "superseded" / "attempt_001").iterdir())
-    assert superseded == ["hf", "metrics.jsonl", "mismatch.jsonl", "samples.jsonl"]
+    assert superseded == [
+        "held_out_samples.jsonl",
+        "hf",
+        "metrics.jsonl",
+        "mismatch.jsonl",
+        "samples.jsonl",
+    ]
     moved = [
         json.loads(line)
         for line in (run_dir / "superseded/attempt_001/metrics.jsonl").read_text().splitlines()

@@ -5,7 +5,7 @@ their intervals.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import chain
 from math import comb, inf, sqrt
@@ -62,6 +62,22 @@ class SetResult:
 
 
 @dataclass(frozen=True)
+class HeldOutExample:
+    """The first sample of an item of an evaluation set, for people to look at."""
+
+    set_name: str
+    item: int  # index in the set, the same in every evaluation
+    prompt: str
+    response: str
+    label: str
+    score: float | None  # main reward; None, here and below, where the status is masked
+    reward: float | None  # whole reward
+    status: str
+    parts: Mapping[str, float]  # named components of the reward
+    num_tokens: int  # of the response
+
+
+@dataclass(frozen=True)
 class EvaluationResult:
     """Figures of one evaluation, all sets together. A sample's score is its main reward
     (`get_main_score`), which says whether the answer is right; an item's score is the mean
@@ -74,11 +90,11 @@ class EvaluationResult:
     high: float
     num_items: int
     mean_response_length: float  # tokens
-    # prompt, response, label, score of a few items
-    examples: tuple[tuple[str, str, str, float], ...]
+    examples: tuple[HeldOutExample, ...]  # of the first items of each set
     sets: tuple[SetResult, ...] = ()
     # mean over items of the whole reward, with terms; None where that is the score
     reward: float | None = None
+    has_binary_scores: bool = False  # all scores are 0 or 1: `accuracy` is one
 
 
 @dataclass(frozen=True)
@@ -132,9 +148,11 @@ def evaluate_sets(
     generate: Callable[[PromptBatch], Sequence[Sequence[GeneratedSample]]],
     reader: ResponseReader,
     score: Callable[[list[RewardSample]], Sequence[RewardResult]],
+    num_examples: int = MAX_EXAMPLES,
 ) -> EvaluationResult:
     """Generate the samples of all prompts in one call, score all of them in one call, and return
-    the figures of each set and of all together. `reader` decodes the responses.
+    the figures of each set and of all together, with about `num_examples` examples. `reader`
+    decodes the responses.
 
     Raise ValueError when no sample of a set could be scored.
     """
@@ -166,11 +184,15 @@ def evaluate_sets(
         )
         first_item = first_item + len(of_set)
         first_row = last_row
-    return summarize_evaluation(answered)
+    return summarize_evaluation(answered, num_examples)
 
 
-def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> EvaluationResult:
-    """Return the figures of each set and of all sets together, with some examples."""
+def summarize_evaluation(
+    scored_sets: Sequence[ScoredEvaluationSet], num_examples: int = MAX_EXAMPLES
+) -> EvaluationResult:
+    """Return the figures of each set and of all sets together. The examples are equally many of
+    each set, `num_examples` in all where that is no less than one of each; none for 0.
+    """
     sets = tuple(summarize_set(a) for a in scored_sets)
     item_scores = [
         sum(scores) / len(scores)
@@ -179,16 +201,20 @@ def summarize_evaluation(scored_sets: Sequence[ScoredEvaluationSet]) -> Evaluati
         if scores
     ]
     lengths = list(chain.from_iterable(length for a in scored_sets for length in a.lengths))
-    examples = tuple(
-        chain.from_iterable(
-            _collect_examples(a, max(1, MAX_EXAMPLES // len(scored_sets))) for a in scored_sets
-        )
-    )
+    num_of_set = max(1, num_examples // len(scored_sets)) if num_examples else 0
+    examples = tuple(chain.from_iterable(_collect_examples(a, num_of_set) for a in scored_sets))
+    scores = {score for a in scored_sets for item in a.collect_valid_scores() for score in item}
     has_rewards = any(a.has_separate_main_reward for a in scored_sets)
     rewards = list(chain.from_iterable(a.compute_item_rewards() for a in scored_sets))
     reward = _compute_mean(rewards) if has_rewards else None
     result = compute_accuracy(item_scores, lengths)
-    return replace(result, examples=examples, sets=sets, reward=reward)
+    return replace(
+        result,
+        examples=examples,
+        sets=sets,
+        reward=reward,
+        has_binary_scores=scores <= {0.0, 1.0},
+    )
 
 
 def compute_accuracy(
@@ -315,18 +341,29 @@ def _make_reward_sample(
     )
 
 
-def _collect_examples(
-    scored_set: ScoredEvaluationSet, num_examples: int
-) -> list[tuple[str, str, str, float]]:
-    """Return (prompt, response, label, score) of the first samples of a set."""
-    p = scored_set.prompts
-    return [
-        (prompt, response, label, get_main_score(result))
-        for prompt, label, responses, results in zip(
-            p.prompts, p.labels, scored_set.responses, scored_set.results, strict=True
+def _collect_examples(scored_set: ScoredEvaluationSet, num_items: int) -> list[HeldOutExample]:
+    """Return the first sample of each of the first items of a set."""
+    prompts = scored_set.prompts
+    examples = []
+    for item in range(min(num_items, len(prompts))):
+        if not scored_set.results[item]:
+            continue
+        result = scored_set.results[item][0]
+        examples.append(
+            HeldOutExample(
+                set_name=scored_set.name,
+                item=item,
+                prompt=prompts.prompts[item],
+                response=scored_set.responses[item][0],
+                label=prompts.labels[item],
+                score=None if is_masked(result.status) else get_main_score(result),
+                reward=None if is_masked(result.status) else result.score,
+                status=result.status,
+                parts=dict(result.parts),
+                num_tokens=scored_set.lengths[item][0],
+            )
         )
-        for response, result in zip(responses, results, strict=True)
-    ][:num_examples]
+    return examples
 
 
 def _split_by_counts(values: Sequence, counts: Sequence[int]) -> tuple:

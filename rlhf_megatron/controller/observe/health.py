@@ -190,6 +190,8 @@ class HealthRule:
     name: str
     judge: Callable[[StepMetrics], RuleFinding | None]
     fix: str
+    meaning: str  # why a bad verdict is trouble, as a sentence
+    metric_keys: tuple[str, ...]  # metrics to look at
 
 
 HEALTH_RULES = (
@@ -200,6 +202,11 @@ HEALTH_RULES = (
             "Raise actor.entropy_coeff or the upper clip of the policy loss, lower actor.optim.lr,"
             " or add a KL term."
         ),
+        meaning="The policy answers each prompt in one way only, and finds nothing new any more.",
+        metric_keys=(
+            "actor/entropy",
+            "reward/solve_all",
+        ),
     ),
     HealthRule(
         "kl_runaway",
@@ -208,6 +215,11 @@ HEALTH_RULES = (
             "Lower actor.optim.lr or actor.ppo_epochs; against the reference raise the weight of"
             " the KL term."
         ),
+        meaning=(
+            "The policy leaves the reference, or its former self, faster than its samples can tell"
+            " whether that is good."
+        ),
+        metric_keys=(*KL_LIMITS,),
     ),
     HealthRule(
         "reward_errors",
@@ -216,6 +228,8 @@ HEALTH_RULES = (
             "See reward/status/* for why, and the log of the reward's processes; such samples"
             " train nothing."
         ),
+        meaning="The step is smaller than it was meant to be.",
+        metric_keys=("reward/masked",),
     ),
     HealthRule(
         "no_signal",
@@ -223,6 +237,13 @@ HEALTH_RULES = (
         (
             "If reward/solve_all is high take harder prompts, if reward/solve_none is easier ones"
             " or a warm-up; or raise rollout.n."
+        ),
+        meaning="A group whose samples have one reward has no advantage: it teaches nothing.",
+        metric_keys=(
+            "reward/uniform_groups",
+            "reward/mixed_groups",
+            "reward/solve_all",
+            "reward/solve_none",
         ),
     ),
     HealthRule(
@@ -232,6 +253,11 @@ HEALTH_RULES = (
             "Most of the update is thrown away: lower actor.optim.lr or actor.ppo_epochs, or use"
             " larger mini-batches."
         ),
+        meaning="The ratio leaves its bounds at many tokens, whose gradient is dropped.",
+        metric_keys=(
+            "actor/pg_clipfrac",
+            "actor/ppo_kl",
+        ),
     ),
     HealthRule(
         "clip_zero",
@@ -240,11 +266,22 @@ HEALTH_RULES = (
             "The policy hardly moves: raise actor.optim.lr, and look whether advantages are"
             " 0 (reward/mixed_groups)."
         ),
+        meaning="After the first optimizer step of a step ratios should move away from 1.",
+        metric_keys=(
+            "actor/pg_clipfrac",
+            "actor/lr",
+            "reward/mixed_groups",
+        ),
     ),
     HealthRule(
         "length_limit",
         _make_upper_limit_rule("response_length/clip_ratio", MAX_TRUNCATED_SHARE),
         "Raise data.max_response_length, or penalise overlong responses in the reward.",
+        meaning="A response that is cut off has no end, and often no answer that could be scored.",
+        metric_keys=(
+            "response_length/clip_ratio",
+            "response_length/mean",
+        ),
     ),
     HealthRule(
         "mismatch_growing",
@@ -252,6 +289,11 @@ HEALTH_RULES = (
         (
             "Look at the report, section Mismatch; use the engine's dtype in the trainer"
             " or algorithm.rollout_correction."
+        ),
+        meaning="The engines sample from another policy than the trainer thinks, more and more so.",
+        metric_keys=(
+            "training/rollout_kl",
+            "training/rollout_log_probs_diff_p99",
         ),
     ),
     HealthRule(
@@ -261,6 +303,11 @@ HEALTH_RULES = (
             "One such step is clipped by actor.optim.clip_grad; if they come often lower"
             " actor.optim.lr, and look at the worst samples of the step."
         ),
+        meaning=(
+            "One batch pulls far harder than those before: a broken sample, or the beginning of a"
+            " divergence."
+        ),
+        metric_keys=("actor/grad_norm",),
     ),
 )
 

@@ -31,7 +31,7 @@ MAX_DISK_WAIT_S = 600.0
 DISK_POLL_S = 2.0
 
 SUPERSEDED_DIR = "superseded"
-STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "mismatch.jsonl")
+STEP_ROW_FILES = ("metrics.jsonl", "samples.jsonl", "held_out_samples.jsonl", "mismatch.jsonl")
 FINAL_OUTPUTS = ("summary.json", "hf", "hf_critic")  # of a run that had all of its steps, or nearly
 
 # No figure of a run is larger, also no square of one that a report sums up; what is, is damage.

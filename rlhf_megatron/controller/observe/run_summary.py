@@ -6,9 +6,10 @@ matplotlib is in the `demo` extra; without it a run says so and makes no picture
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rlhf_megatron.config.schema import ModelConfig, RolloutConfig, SamplingConfig, TrainerConfig
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
@@ -27,6 +28,9 @@ from rlhf_megatron.data.prompts import PromptSets
 from rlhf_megatron.install_hints import format_install_command
 from rlhf_megatron.runtime.worker_group import WorkerGroup
 from rlhf_megatron.write_errors import explain_write_error, explain_write_errors
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 VERSIONED_PACKAGES = ("torch", "megatron-core", "transformers", "rlhf-megatron")
 
@@ -67,11 +71,19 @@ def draw_loss_curve(
     axes.set(xlabel="step", ylabel="loss, nats", title=title)
     axes.grid(alpha=0.3)
     axes.legend(loc="best")
-    figure.tight_layout()
-    with explain_write_errors(path):
-        figure.savefig(path)
+    _save_curve(figure, path)
     pyplot.close(figure)
     return True
+
+
+def _save_curve(figure: Figure, path: Path) -> None:
+    """Save a figure as an image. Warnings of matplotlib, such as of a character of the run's name
+    that its font lacks, are no use to a run that ends.
+    """
+    with warnings.catch_warnings(), explain_write_errors(path):
+        warnings.simplefilter("ignore")
+        figure.tight_layout()
+        figure.savefig(path)
 
 
 def draw_reward_curve(
@@ -120,9 +132,7 @@ def draw_reward_curve(
     axes.grid(alpha=0.3)
     if rewards or evaluations or majority_accuracy is not None:
         axes.legend(loc="best")
-    figure.tight_layout()
-    with explain_write_errors(path):
-        figure.savefig(path)
+    _save_curve(figure, path)
     pyplot.close(figure)
     return True
 

@@ -12,7 +12,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlhf_megatron.controller.evaluation.held_out_evaluation import EvaluationResult
+from rlhf_megatron.controller.evaluation.held_out_evaluation import (
+    EvaluationResult,
+    HeldOutExample,
+)
 from rlhf_megatron.controller.observe.health import HealthWatch
 from rlhf_megatron.controller.observe.line_file import RunClock
 from rlhf_megatron.controller.observe.loggers import BatchView, LoggerSet
@@ -31,6 +34,7 @@ from rlhf_megatron.controller.observe.metrics.performance_metrics import (
     compute_throughput,
     compute_time_per_token,
 )
+from rlhf_megatron.controller.observe.report.run_files import HeldOutSample
 from rlhf_megatron.controller.observe.run_facts import RunFacts
 from rlhf_megatron.controller.observe.trace import STAGES_TRACK, STEPS_TRACK, TraceWriter
 from rlhf_megatron.data.batch import TokenBatch, TrainBatch
@@ -263,6 +267,9 @@ class RunTracker:
         if result is None:
             return
         self.evaluation_results.append((step, result))
+        samples = [_make_held_out_sample(step, example) for example in result.examples]
+        if samples and self.facts.num_samples_logged:
+            self.logger_set.call_each(lambda logger: logger.log_held_out_samples(step, samples))
         values = compute_evaluation_metrics(result)
         values |= {f"timing_s/{k}": v for k, v in self._stage_seconds.items() if k == "evaluate"}
         self.log_metrics(step, "evaluation", values)
@@ -299,6 +306,23 @@ class RunTracker:
             self.watched_values[step] = float(row[self._watched_metric])
 
 
+def _make_held_out_sample(step: int, example: HeldOutExample) -> HeldOutSample:
+    """Return an example of the evaluation after `step` as loggers write it."""
+    return HeldOutSample(
+        step=step,
+        source=example.set_name,
+        item=example.item,
+        prompt=example.prompt,
+        response=example.response,
+        label=example.label,
+        score=example.score,
+        reward=example.reward,
+        status=example.status,
+        parts=example.parts,
+        num_tokens=example.num_tokens,
+    )
+
+
 def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
     """Return the evaluation of a row that `RunTracker.log_evaluation` wrote: its totals, without
     the sets and examples.
@@ -311,6 +335,7 @@ def parse_evaluation_result(row: Mapping[str, Any]) -> EvaluationResult:
         mean_response_length=row["val/response_length"],
         examples=(),
         reward=row.get("val/reward"),
+        has_binary_scores=row.get("val/binary_scores") == 1.0,
     )
 
 
@@ -322,6 +347,7 @@ def compute_evaluation_metrics(result: EvaluationResult) -> dict[str, float]:
         "val/accuracy_high": result.high,
         "val/num_items": float(result.num_items),
         "val/response_length": result.mean_response_length,
+        "val/binary_scores": float(result.has_binary_scores),
     }
     if result.reward is not None:
         values["val/reward"] = result.reward

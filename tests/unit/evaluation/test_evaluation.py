@@ -17,6 +17,7 @@ from rlhf_megatron.controller.evaluation.confidence_intervals import (
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
     EvaluationResult,
     EvaluationSet,
+    HeldOutExample,
     ScoredEvaluationSet,
     compute_accuracy,
     compute_majority_accuracy,
@@ -194,7 +195,10 @@ def test_all_sets_together() -> None:
     assert (result.accuracy, result.num_items) == (0.25, 4)
     assert (result.low, result.high) == compute_wilson_interval(0.25, 4)
     assert [(s.name, s.mean, s.num_items) for s in result.sets] == [("a", 1.0, 1), ("b", 0.0, 3)]
-    assert [example[0] for example in result.examples] == ["s0", "s0", "s1", "s2"]
+    assert [(e.set_name, e.item, e.prompt) for e in result.examples] == [
+        ("a", 0, "s0"),
+        *(("b", item, f"s{item}") for item in range(3)),
+    ]
 
 
 def test_the_accuracy_of_all_is_what_it_was() -> None:
@@ -263,7 +267,8 @@ def test_every_sample_reaches_its_set() -> None:
         ("a1", "0", "2", "a", 1),
         ("b0", "0", "33", "b", 1),
     ]
-    assert result.examples[4] == ("b0", "0", "33", 0.0)
+    assert result.examples[-1] == HeldOutExample("b", 0, "b0", "0", "33", 0.0, 0.0, "ok", {}, 1)
+    assert result.has_binary_scores
 
 
 def test_the_limit_holds_for_each_set() -> None:

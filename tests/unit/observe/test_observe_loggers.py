@@ -400,6 +400,7 @@ def test_evaluation_sets_in_metrics_and_on_the_console(
         0.5, 0.4, 0.6, 40, 12.0, (), (of_set("sums", 0.625, 0.5), of_set("digits", 0.375, None))
     )
     metrics = compute_evaluation_metrics(result)
+    assert metrics["val/binary_scores"] == 0.0
     assert {key: value for key, value in metrics.items() if key.startswith("val/sums/")} == {
         "val/sums/mean@4": 0.625,
         "val/sums/std@4": 0.2,
@@ -414,9 +415,9 @@ def test_evaluation_sets_in_metrics_and_on_the_console(
     assert "val/digits/low" not in metrics and metrics["val/accuracy"] == 0.5
     with RunTracker(tmp_path, ("console",), total_steps=3) as tracker:
         tracker.log_evaluation(5, result)
-        tracker.log_evaluation(6, replace(result, sets=result.sets[:1]))
+        tracker.log_evaluation(6, replace(result, sets=result.sets[:1], has_binary_scores=True))
     assert capsys.readouterr().out.splitlines() == [
-        "step 5: held-out accuracy 0.500 [0.400, 0.600] on 40 items",
+        "step 5: held-out score 0.500 [0.400, 0.600] on 40 items",
         "    sums 0.625  digits 0.375",
         "step 6: held-out accuracy 0.500 [0.400, 0.600] on 40 items",
     ]

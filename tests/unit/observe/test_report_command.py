@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,14 +20,19 @@ from report_samples import (
 )
 
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.controller.observe.report.chart_catalogue import REPORT_SECTIONS
 from rlhf_megatron.controller.observe.report.comparison_page import (
     find_differing_settings,
     group_runs,
     make_comparison_charts,
     render_comparison_page,
 )
-from rlhf_megatron.controller.observe.report.report_writer import escape_matplotlib_text
+from rlhf_megatron.controller.observe.report.report_writer import (
+    escape_matplotlib_text,
+    write_report,
+)
 from rlhf_megatron.controller.observe.report.run_files import read_run_files
+from rlhf_megatron.controller.observe.run_summary import draw_loss_curve, draw_reward_curve
 
 
 def colours_of(path: Path) -> tuple[tuple[int, int], int]:
@@ -214,6 +222,60 @@ def test_labels_of_pictures() -> None:
         escape_matplotlib_text("_a$b$\x00") == r" _a\$b\$" + "\ufffd"
         and len(escape_matplotlib_text("x" * 500)) == 60
     )
+
+
+ODD_VALUES = {
+    "zero": lambda step: 0.0,
+    "below": lambda step: -float(step),
+    "no_number": lambda step: math.nan,
+    "huge": lambda step: 1e150 * (-1) ** step,
+    "tiny": lambda step: 1e-320 * step,
+    "mixed": lambda step: (0.0, -1.0, 5.0)[step % 3],
+}
+
+
+def write_odd_run(path: Path, value: Callable[[int], float], num_steps: int) -> Path:
+    """A run whose metrics of all charts have these values."""
+    keys = [
+        key for section in REPORT_SECTIONS for spec in section.charts for key in spec.metric_keys
+    ]
+    keys = [key.replace("<", "").replace(">", "") for key in keys]
+    rows = []
+    for step in range(1, num_steps + 1):
+        rows.append(step_row(step, 0.5) | {key: value(step) for key in keys})
+        held_out = {key: value(step) for key in keys if key.startswith("val/")}
+        rows.append({"kind": "evaluation", "step": step, "seconds": 1.0, **held_out})
+    lines = [mismatch_line(1, {"stop": [0, 0, 0]}), mismatch_line(2, {"stop": [1, 0, 0]})]
+    return write_run_dir(path, rows, mismatch=lines)
+
+
+@pytest.mark.parametrize("num_steps", [1, 3])
+def test_pictures_of_odd_numbers_are_drawn_without_warnings(tmp_path: Path, num_steps: int) -> None:
+    pytest.importorskip("matplotlib")
+    runs = [write_odd_run(tmp_path / name, value, num_steps) for name, value in ODD_VALUES.items()]
+    for run_dirs in ([runs[0]], [runs[1]], runs[:2], runs):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            written = write_report(run_dirs, tmp_path / "out")
+        assert [str(warning.message) for warning in caught] == []
+        assert not [note for note in written.notes if "matplotlib" in note], written.notes
+
+
+def test_characters_that_the_font_lacks_are_told_in_words(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = write_run_dir(tmp_path / "\u4e2d\u6587")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        assert main(["report", str(path), "--open", "no"]) == 0
+        points = [(1, 0.5), (2, 0.75)]
+        draw_reward_curve(tmp_path / "curve.png", "\u4e2d", points, [])
+        draw_loss_curve(tmp_path / "loss.png", "\u4e2d", points, [])
+    assert [str(warning.message) for warning in caught] == []
+    (note,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note: ")]
+    assert note.startswith("note: the pictures have boxes for characters that matplotlib's font")
+    assert "\u4e2d" in note and "\u6587" in note and note.endswith("the page shows them")
 
 
 def test_the_status_of_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -61,7 +61,11 @@ def test_rows_are_those_of_the_files(tmp_path: Path) -> None:
         and line.groups[0].counts == (1, 2, 3)
         and line.worst[0].token == "7"
     )
-    assert run.notes == () and set(run.absence_reasons) == {"trace.json", "summary.json"}
+    assert run.notes == () and set(run.absence_reasons) == {
+        "trace.json",
+        "summary.json",
+        "held_out_samples.jsonl",
+    }
 
 
 def test_samples_of_an_older_run_tell_less(tmp_path: Path) -> None:

@@ -12,7 +12,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_samples import Page, evaluation_row, mismatch_line, sample, step_row, write_run_dir
+from report_samples import (
+    Page,
+    evaluation_row,
+    mismatch_line,
+    sample,
+    step_row,
+    write_lines,
+    write_run_dir,
+)
 
 from benchmarks.synthetic_run import Shape, write_run
 from rlhf_megatron.controller.observe.metrics.metric_catalogue import METRIC_CATALOGUE
@@ -127,7 +135,7 @@ def test_every_link_and_figure_has_its_place(whole: tuple[Path, Page]) -> None:
     ids = page.ids()
     assert len(ids) == len(set(ids))
     links = [a["href"] for tag, a in page.tags if tag == "a" and str(a.get("href")).startswith("#")]
-    assert len(links) == 10 and {str(link)[1:] for link in links} <= set(ids)
+    assert len(links) == 11 and {str(link)[1:] for link in links} <= set(ids)
     figures = [a["data-chart"] for tag, a in page.tags if tag == "figure"]
     assert sorted(map(str, figures)) == sorted(page.data["charts"])
 
@@ -167,7 +175,6 @@ def test_what_is_missing_says_why(tmp_path: Path) -> None:
     page = page_of(write_run_dir(tmp_path / "old", [step_row(1, 0.5), step_row(2, 0.5)]))
     for words in (
         "this run made no evaluation (no held-out items, or a replay)",
-        "This run had no critic: algorithm.adv_estimator is grpo, which needs no values.",
         "No timeline: this run wrote no trace.json: it is older, or was replayed.",
         "No samples: this run wrote no samples.jsonl: it is older, or was replayed.",
         (
@@ -177,7 +184,8 @@ def test_what_is_missing_says_why(tmp_path: Path) -> None:
         "This run made no supervised warm-up",
     ):
         assert words in page.text
-    assert not {"samples", "timeline", "mismatch"} & page.data.keys()
+    assert not {"samples", "timeline", "mismatch", "held_out"} & page.data.keys()
+    assert not {"critic", "held_out_samples"} & set(page.ids()), "neither a critic nor evaluations"
     (tmp_path / "old" / "config.yaml").unlink()
     assert "No settings: this run directory has no config.yaml." in page_of(tmp_path / "old").text
 
@@ -325,6 +333,77 @@ def test_the_head_says_what_the_health_rules_found(tmp_path: Path) -> None:
     ) in text
     rows = [step_row(step, 0.5, **{"reward/masked": 0.0}) for step in range(1, 8)]
     assert "reward_errors" not in page_of(write_run_dir(tmp_path / "good", rows)).text
+
+
+def test_a_health_verdict_links_to_what_it_means(tmp_path: Path) -> None:
+    rows = [step_row(step, 0.5, **{"reward/masked": 0.5}) for step in range(1, 8)]
+    page = page_of(write_run_dir(tmp_path / "bad", rows))
+    links = {str(a.get("href")) for tag, a in page.tags if tag == "a"}
+    assert {"#verdict-reward_errors", "#chart-groups"} <= links
+    assert {"verdict-reward_errors", "chart-groups"} <= set(page.ids())
+    assert "The step is smaller than it was meant to be. See reward/status/* for why" in page.text
+    assert "All rules: docs/monitoring.md, section Health." in page.text
+
+
+def test_charts_with_nothing_but_0_are_folded(tmp_path: Path) -> None:
+    zeros = {"actor/pg_clipfrac": 0.0, "rollout/num_retractions": 0.0, "actor/entropy": 0.5}
+    rows = [step_row(step, 0.0, **zeros) for step in (1, 2)]
+    html = render_run_page(read_run_files(write_run_dir(tmp_path / "a", rows)), [])
+    folded = re.findall(
+        r"<details class=\"block\"><summary>(.*?)</summary>(.*?)</details>\n?", html
+    )
+    summaries = {summary for summary, _ in folded}
+    assert "1 chart with nothing but 0: Clip fractions" in summaries
+    assert "1 chart with nothing but 0: Retractions" in summaries
+    page = Page(html)
+    assert page.series("clip")[0]["y"] == [0.0, 0.0], "they are drawn when somebody unfolds them"
+    before = html.partition("1 chart with nothing but 0: Clip fractions")[0]
+    assert 'id="chart-entropy"' in before and 'id="chart-clip"' not in before
+    assert not [
+        summary for summary in summaries if "Reward," in summary or summary.endswith("Reward")
+    ]
+
+
+HELD_OUT = {
+    "source": "sums",
+    "prompt": "1+1=",
+    "label": "2",
+    "status": "ok",
+    "parts": {"right": 1.0},
+    "num_tokens": 2,
+}
+
+
+def held_out_line(step: int, item: int, response: str, **more: object) -> dict[str, object]:
+    score = float(response == "2")
+    texts = {"response": response, "score": score, "reward": score}
+    return {**HELD_OUT, "step": step, "item": item, **texts, **more}
+
+
+def test_held_out_samples_are_shown_with_one_prompt_over_the_steps(tmp_path: Path) -> None:
+    rows = [step_row(1, 0.5), *(evaluation_row(step, 0.5, 0.4, 0.6) for step in (0, 1))]
+    path = write_run_dir(tmp_path / "a", rows)
+    assert (
+        "No held-out samples: this run wrote no held_out_samples.jsonl: it is older, or was"
+        " replayed."
+    ) in page_of(path).text
+    lines = [
+        held_out_line(0, 0, "3"),
+        held_out_line(1, 0, "5"),  # of an evaluation that was cut off and made again
+        held_out_line(1, 0, "2"),
+        held_out_line(0, 1, HOSTILE),
+        held_out_line(1, 1, "9", score=None, reward=None, status="masked:endpoint"),
+    ]
+    write_lines(path / "held_out_samples.jsonl", lines)
+    page = page_of(path)
+    assert [(s["step"], s["item"], s["response"]) for s in page.data["held_out"]] == [
+        (0, 0, "3"),
+        (0, 1, HOSTILE),
+        (1, 0, "2"),
+        (1, 1, "9"),
+    ]
+    assert page.data["held_out"][3]["score"] is None
+    assert "4 samples, of 2 evaluations" in page.text and "held_out_samples" in page.ids()
 
 
 def test_units_and_meanings_are_found(whole: tuple[Path, Page]) -> None:

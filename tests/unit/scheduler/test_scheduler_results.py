@@ -76,7 +76,11 @@ def test_an_item_counts_once_however_many_samples_it_has() -> None:
     result = stages.measure_accuracy(None, SamplingConfig(temperature=0.5, n=2))
     assert (result.accuracy, result.num_items) == (0.5, 3)
     assert result.mean_response_length == pytest.approx((2 + 2 + 1 + 3 + 1 + 1) / 6)
-    assert result.examples[3] == ("1", "999", "3", 0.0)
+    assert [(e.item, e.prompt, e.response, e.score) for e in result.examples] == [
+        (0, "0", "12", 1.0),
+        (1, "1", "3", 1.0),
+        (2, "2", "5", 0.0),
+    ]
     assert [len(request.seeds) for request in fleet.requests] == [2, 2, 2]
     assert len({seed for request in fleet.requests for seed in request.seeds}) == 6
     assert fleet.requests[0].params.temperature == 0.5 and fleet.requests[
@@ -233,7 +237,7 @@ def test_the_console_shows_a_row_a_step(tmp_path: Path, capsys: pytest.CaptureFi
         tracker.log_evaluation(0, RESULT)
         track_a_step(tracker, 1)
     evaluation, header, row = capsys.readouterr().out.splitlines()
-    assert evaluation == "step 0: held-out accuracy 0.250 [0.200, 0.300] on 40 items"
+    assert evaluation == "step 0: held-out score 0.250 [0.200, 0.300] on 40 items"
     values = dict(zip(header.split(), row.split(), strict=False))
     assert values["step"] == "1" and values["reward"] == "0.750" and values["entropy"] == "-"
 

@@ -22,7 +22,11 @@ from rlhf_megatron.registry import Registry, import_package_modules
 from rlhf_megatron.write_errors import FULL_DISK_ERRNOS, explain_write_error, write_text_file
 
 if TYPE_CHECKING:
-    from rlhf_megatron.controller.observe.report.run_files import LoggedSample, MismatchStep
+    from rlhf_megatron.controller.observe.report.run_files import (
+        HeldOutSample,
+        LoggedSample,
+        MismatchStep,
+    )
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
 logger = logging.getLogger(__name__)
@@ -71,6 +75,11 @@ class RunLogger:
     def log_batch(self, step: int, batch_view: BatchView) -> None:
         """Log the samples and distributions that a step trained on; the base class does nothing.
         Called before the step's metrics.
+        """
+
+    def log_held_out_samples(self, step: int, samples: Sequence[HeldOutSample]) -> None:
+        """Log a few samples of the evaluation after `step`; the base class does nothing. Called
+        before the evaluation's metrics.
         """
 
     def show_stage(self, text: str) -> None:

@@ -174,12 +174,12 @@ class ConsoleLogger(RunLogger):
         elif "warmup/accuracy" in metrics:  # between evaluations a warm-up is quiet
             self.show_note(
                 f"warm-up {step:>4}  loss {metrics['warmup/loss']:.4f}  grad"
-                f" {metrics['warmup/grad_norm']:.2e}  sampled accuracy"
+                f" {metrics['warmup/grad_norm']:.2e}  sampled score"
                 f" {metrics['warmup/accuracy']:.3f}"
             )
 
     def _show_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the held-out loss or accuracy, and the scores of the sets where there are
+        """Print the held-out loss or score, and the scores of the sets where there are
         several.
         """
         if "val/loss" in metrics:
@@ -187,8 +187,9 @@ class ConsoleLogger(RunLogger):
             return
         low = metrics["val/accuracy_low"]
         high = metrics["val/accuracy_high"]
+        name = "accuracy" if metrics.get("val/binary_scores") == 1.0 else "score"
         self.show_note(
-            f"step {step}: held-out accuracy {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
+            f"step {step}: held-out {name} {metrics['val/accuracy']:.3f} [{low:.3f}, {high:.3f}]"
             f" on {metrics['val/num_items']:.0f} items"
         )
         found = [

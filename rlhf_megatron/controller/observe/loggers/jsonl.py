@@ -1,8 +1,10 @@
-"""Files of JSON lines in the run directory: metrics.jsonl, samples.jsonl, mismatch.jsonl."""
+"""Files of JSON lines in the run directory: metrics.jsonl, samples.jsonl, held_out_samples.jsonl,
+mismatch.jsonl.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -11,6 +13,7 @@ from rlhf_megatron.controller.observe.line_file import LineFile, replace_non_fin
 from rlhf_megatron.controller.observe.loggers import LOGGERS, BatchView, RunLogger
 
 if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.report.run_files import HeldOutSample
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
 
@@ -41,6 +44,11 @@ class JsonlLogger(RunLogger):
             self._open_line_file("mismatch").write_row(
                 replace_non_finite(asdict(batch_view.mismatch_step))
             )
+
+    def log_held_out_samples(self, step: int, samples: Sequence[HeldOutSample]) -> None:
+        """Append the samples to held_out_samples.jsonl."""
+        for sample in samples:
+            self._open_line_file("held_out_samples").write_row(replace_non_finite(vars(sample)))
 
     def flush(self) -> None:
         """Write the lines that wait in all files. Raise OSError."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from rlhf_megatron.controller.observe.loggers import (
 if TYPE_CHECKING:
     from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    from rlhf_megatron.controller.observe.report.run_files import LoggedSample
+    from rlhf_megatron.controller.observe.report.run_files import HeldOutSample, LoggedSample
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
 MAX_TEXT_CHARACTERS = 2000  # characters of a prompt or a response
@@ -100,6 +100,12 @@ class TensorboardLogger(RunLogger):
                 step,
             )
 
+    def log_held_out_samples(self, step: int, samples: Sequence[HeldOutSample]) -> None:
+        """Write the texts of the samples."""
+        self._writer.add_text(
+            "held_out_samples", "\n\n---\n\n".join(map(format_held_out_as_markdown, samples)), step
+        )
+
     def close(self, is_failed: bool) -> None:
         """Write whether the run failed, and close the file."""
         if self._has_settings:
@@ -161,6 +167,23 @@ def format_sample_as_markdown(sample: LoggedSample) -> str:
         f"**{sample.kind}**: {reward} ({sample.status}), {sample.num_tokens}"
         f" tokens, {sample.finish_reason}"
     )
+    return _format_texts_as_markdown(heading, sample)
+
+
+def format_held_out_as_markdown(sample: HeldOutSample) -> str:
+    """Return a held-out sample as Markdown. Its texts are code blocks, so that nothing in them is
+    taken for markup.
+    """
+    score = "no score" if sample.score is None else f"score {sample.score:g}"
+    heading = (
+        f"**item {sample.item}**: {score} ({sample.status}), {sample.num_tokens} tokens; set\n\n"
+        f"{_format_code_block(sample.source)}"
+    )
+    return _format_texts_as_markdown(heading, sample)
+
+
+def _format_texts_as_markdown(heading: str, sample: LoggedSample | HeldOutSample) -> str:
+    """Return the heading, and prompt, response and label as code blocks."""
     texts = (("prompt", sample.prompt), ("response", sample.response), ("label", sample.label))
     return "\n\n".join(
         [heading, *(f"{name}\n\n{_format_code_block(text)}" for name, text in texts)]

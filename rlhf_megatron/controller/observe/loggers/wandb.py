@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from rlhf_megatron.controller.observe.loggers import (
 from rlhf_megatron.install_hints import format_install_command
 
 if TYPE_CHECKING:
+    from rlhf_megatron.controller.observe.report.run_files import HeldOutSample, LoggedSample
     from rlhf_megatron.controller.observe.run_facts import RunFacts
 
 OFFLINE_MODES = ("offline", "disabled", "dryrun")  # values of WANDB_MODE
@@ -102,16 +103,12 @@ class WandbLogger(RunLogger):
             for name, column in batch_view.iter_distributions()
         }
         if batch_view.samples:
-            columns = list(vars(batch_view.samples[0]))
-            table = [
-                [
-                    str(value) if isinstance(value, dict | tuple) else value
-                    for value in vars(s).values()
-                ]
-                for s in batch_view.samples
-            ]
-            values["samples"] = wandb.Table(columns=columns, data=table)
+            values["samples"] = _make_table(batch_view.samples)
         self._log_values("step", step, values)
+
+    def log_held_out_samples(self, step: int, samples: Sequence[HeldOutSample]) -> None:
+        """Log a table of the samples."""
+        self._log_values("step", step, {"held_out_samples": _make_table(samples)})
 
     def close(self, is_failed: bool) -> None:
         """Finish the run; do nothing where a call to the service failed before."""
@@ -130,3 +127,17 @@ class WandbLogger(RunLogger):
         self._defined_metrics |= values.keys()
         run.log({**values, step_axis: step})
         self._wandb_run = run
+
+
+def _make_table(samples: Sequence[LoggedSample] | Sequence[HeldOutSample]) -> Any:
+    """Return a table of W&B with a row for each sample."""
+    import wandb
+
+    rows = [
+        [
+            str(value) if isinstance(value, dict | tuple) else value
+            for value in vars(sample).values()
+        ]
+        for sample in samples
+    ]
+    return wandb.Table(columns=list(vars(samples[0])), data=rows)

@@ -165,6 +165,9 @@ left out where it cannot
 # Evaluations
 val/accuracy | score | mean | held-out items + | main reward of all held-out items, without \
 terms; a share where it is 0 or 1
+val/binary_scores | 0 or 1 | verdict | an evaluation | 1: every score is 0 or 1, so that \
+val/accuracy is a share of right
+  answers
 val/reward | score | mean | held-out items + | whole reward of all held-out items, where it is \
 more than the main reward
 val/<source>/reward | score | mean | {HELD_OUT_ITEMS} + | the same of one set

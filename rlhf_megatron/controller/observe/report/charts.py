@@ -109,6 +109,12 @@ class ReportChart:
     is_from_zero: bool = False
 
 
+def is_all_zero(chart: ReportChart) -> bool:
+    """Return whether a chart has values, and all of them are 0."""
+    values = {value for series in chart.series for value in series.values}
+    return 0.0 in values and values <= {0.0, None}
+
+
 def make_section_charts(run: RunFiles, section_name: str) -> list[ReportChart]:
     """Return the charts of a section for which the run has data, in the catalogue's order."""
     specs = next(section.charts for section in REPORT_SECTIONS if section.name == section_name)

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from rlhf_megatron.controller.observe.report.charts import ReportChart
+from rlhf_megatron.controller.observe.report.charts import ReportChart, is_all_zero
 from rlhf_megatron.controller.observe.report.run_overview import IntervalEstimate, OverviewFact
 
 # Characters that do not print, or that turn the direction of what follows; base.js has
@@ -57,9 +57,10 @@ def render_table(
     headings: Sequence[str],
     rows: Sequence[Sequence[str]],
     number_columns: Sequence[int] = (),
+    row_anchors: Sequence[str] = (),
 ) -> str:
     """Return an HTML card with a table. `number_columns` are the columns that are set flush right.
-    The first column names the row.
+    The first column names the row; with `row_anchors` it links to an id of the page, one a row.
     """
 
     def format_class_attribute(column: int, class_name: str = "") -> str:
@@ -72,8 +73,9 @@ def render_table(
         for i, h in enumerate(headings)
     )
     body = []
-    for row in rows:
-        cells = [f'<th scope="row"{format_class_attribute(0)}>{escape_text(row[0])}</th>']
+    for i, row in enumerate(rows):
+        name = render_link(f"#{row_anchors[i]}", row[0]) if row_anchors else escape_text(row[0])
+        cells = [f'<th scope="row"{format_class_attribute(0)}>{name}</th>']
         cells += [
             f"<td{format_class_attribute(i, 'break')}>{escape_text(cell)}</td>"
             for i, cell in enumerate(row[1:], 1)
@@ -84,6 +86,11 @@ def render_table(
         f"<table><caption>{escape_text(caption)}</caption>"
         f"<thead><tr>{head}</tr></thead><tbody>{''.join(body)}</tbody></table></div></div>"
     )
+
+
+def render_link(address: str, text: str) -> str:
+    """Return a link (HTML)."""
+    return f'<a href="{escape_text(address)}">{escape_text(text)}</a>'
 
 
 def render_chart_figure(chart: ReportChart) -> str:
@@ -102,12 +109,24 @@ def render_chart_figure(chart: ReportChart) -> str:
 
 
 def render_chart_grid(charts: Sequence[ReportChart]) -> str:
-    """Return an HTML grid with the frames of the charts; "" for no chart."""
-    return (
-        f'<div class="grid">{"".join(render_chart_figure(chart) for chart in charts)}</div>'
-        if charts
-        else ""
-    )
+    """Return an HTML grid with the frames of the charts; "" for no chart. Charts that are 0 at all
+    steps are folded behind it, but for wide ones, the main charts of a section.
+    """
+    folded = [chart for chart in charts if is_all_zero(chart) and not chart.is_wide]
+    shown = [chart for chart in charts if chart not in folded]
+    html = _render_grid(shown)
+    if folded:
+        titles = ", ".join(chart.title for chart in folded)
+        summary = f"{format_count(len(folded), 'chart')} with nothing but 0: {titles}"
+        html += render_details_block(summary, _render_grid(folded))
+    return html
+
+
+def _render_grid(charts: Sequence[ReportChart]) -> str:
+    """Return the frames of the charts in a grid, as HTML; "" for no chart."""
+    if not charts:
+        return ""
+    return f'<div class="grid">{"".join(render_chart_figure(chart) for chart in charts)}</div>'
 
 
 def render_missing_note(reason: str) -> str:

@@ -21,6 +21,7 @@ from rlhf_megatron.controller.observe.report.charts import (
     select_evenly_spaced,
 )
 from rlhf_megatron.controller.observe.report.run_files import (
+    HeldOutSample,
     LoggedSample,
     MismatchStep,
     TraceSpan,
@@ -236,6 +237,11 @@ class PagePayload:
         self._charts: dict[str, dict[str, Any]] = {}
         self._views: dict[str, Any] = {}
 
+    @property
+    def chart_names(self) -> tuple[str, ...]:
+        """Return the names of the charts that were added."""
+        return tuple(self._charts)
+
     def add_chart(self, chart: ReportChart) -> None:
         """Add the data of a chart."""
         self._charts[chart.name] = {
@@ -288,6 +294,10 @@ class PagePayload:
     def add_samples(self, samples: Sequence[LoggedSample]) -> None:
         """Add the samples that the page shows."""
         self._views["samples"] = [_replace_non_finite_values(vars(sample)) for sample in samples]
+
+    def add_held_out_samples(self, samples: Sequence[HeldOutSample]) -> None:
+        """Add the held-out samples that the page shows."""
+        self._views["held_out"] = [_replace_non_finite_values(vars(sample)) for sample in samples]
 
     def add_mismatch(self, histograms: MismatchHistograms) -> None:
         """Add the data of the mismatch histograms."""

@@ -4,8 +4,10 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,6 +18,7 @@ from rlhf_megatron.controller.observe.report.chart_catalogue import REPORT_SECTI
 from rlhf_megatron.controller.observe.report.charts import (
     ChartSeries,
     ReportChart,
+    is_all_zero,
     make_section_charts,
 )
 from rlhf_megatron.controller.observe.report.comparison_page import (
@@ -56,6 +59,7 @@ PANEL_HEIGHT_INCHES = 3.0
 DPI = 110
 MAX_PANELS = 4
 MAX_LABEL_CHARACTERS = 60  # characters
+MAX_CHARACTERS_NAMED = 10  # characters without a glyph that a note names
 # margins: inches. A solver for them takes seconds
 LEFT_MARGIN_INCHES = 0.65
 RIGHT_MARGIN_INCHES = 0.2
@@ -103,7 +107,8 @@ def write_report(
     out_dir = out_dir or run_dirs[0] / ("report" if is_single else "report-compare")
     try:
         out_dir.mkdir(parents=True, exist_ok=True)
-        names = draw_section_pictures(out_dir, runs)
+        with collect_drawing_notes() as drawing_notes:
+            names = draw_section_pictures(out_dir, runs)
         differences = compare_runs(runs[0], runs[1]) if len(runs) == 2 else None
         differences_html = (
             ""
@@ -121,6 +126,7 @@ def write_report(
             f"cannot write the report to {out_dir}: {error.strerror} Choose a directory by --out."
         ) from error
     notes = [note if is_single else f"{run.run_dir}: {note}" for run in runs for note in run.notes]
+    notes += drawing_notes
     states = tuple(f"{run.run_dir.resolve().name}: {each.text}" for run, each in zip(runs, found))
     return WrittenReport(
         out_dir / PAGE_FILE,
@@ -130,6 +136,31 @@ def write_report(
         is_final,
         () if differences is None else tuple(format_difference_lines(differences)),
     )
+
+
+_MISSING_GLYPH = re.compile(r"Glyph (\d+) .*missing from")  # a warning of matplotlib's
+
+
+@contextmanager
+def collect_drawing_notes() -> Iterator[list[str]]:
+    """Yield a list that has, after the block, sentences in place of matplotlib's warnings: the
+    characters that its font lacks, and anything else that it said.
+    """
+    notes: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield notes
+    texts = dict.fromkeys(" ".join(str(warning.message).split()) for warning in caught)
+    matches = {text: _MISSING_GLYPH.match(text) for text in texts}
+    characters = [chr(int(match[1])) for match in matches.values() if match is not None]
+    if characters:
+        more = " ..." if len(characters) > MAX_CHARACTERS_NAMED else ""
+        named = " ".join(characters[:MAX_CHARACTERS_NAMED])
+        notes.append(
+            f"the pictures have boxes for characters that matplotlib's font lacks ({named}{more});"
+            " the page shows them"
+        )
+    notes += [f"matplotlib: {text}" for text, match in matches.items() if match is None]
 
 
 DrawPanel = Callable[[Any], None]  # into a panel of matplotlib
@@ -160,6 +191,7 @@ def draw_section_pictures(out_dir: Path, runs: Sequence[RunFiles]) -> tuple[str,
             charts = (
                 make_section_charts(runs[0], section.name) if section.name != "mismatch" else []
             )
+        charts = [chart for chart in charts if chart.is_wide or not is_all_zero(chart)]
         draws += [partial(_draw_chart_panel, chart=chart) for chart in charts[:MAX_PANELS]]
         if draws:
             with rc_context(MATPLOTLIB_STYLE):
@@ -201,10 +233,8 @@ def _save_figure(path: Path, title: str, draw_panels: Sequence[DrawPanel]) -> No
         panel.set_visible(False)
     place = {"x": 0.12 / width, "y": 1 - 0.12 / height, "ha": "left", "va": "top"}
     figure.suptitle(escape_matplotlib_text(title), fontsize=11, fontweight="bold", **place)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
-        with explain_write_errors(path):
-            figure.savefig(path, dpi=DPI)
+    with explain_write_errors(path):
+        figure.savefig(path, dpi=DPI)
 
 
 def escape_matplotlib_text(text: str) -> str:
@@ -244,13 +274,12 @@ def _draw_chart_panel(panel: Any, chart: ReportChart) -> None:
         panel.axhline(
             value, color="#56606e", linestyle="--", linewidth=1, label=escape_matplotlib_text(label)
         )
-    if chart.is_log:
+    values = [value for series in chart.series for value in series.values if value is not None]
+    if chart.is_log and max(values, default=0.0) > 0:
         panel.set_yscale("log")
         panel.minorticks_off()
     elif chart.is_from_zero and chart.kind != "stack":
-        has_negative = any(
-            value is not None and value < 0 for series in chart.series for value in series.values
-        )
+        has_negative = min(values, default=0.0) < 0
         panel.set_ylim(bottom=min(0.0, panel.get_ylim()[0]) if has_negative else 0.0)
     # a given place: it is not searched for
     panel.set_title(escape_matplotlib_text(chart.title), fontsize=9.5, loc="left", y=1.0)

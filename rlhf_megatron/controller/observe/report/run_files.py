@@ -35,6 +35,7 @@ SUMMARY_FILE = "summary.json"
 CONFIG_FILE = "config.yaml"
 TRACE_FILE = "trace.json"
 SAMPLES_FILE = "samples.jsonl"
+HELD_OUT_SAMPLES_FILE = "held_out_samples.jsonl"
 MISMATCH_FILE = "mismatch.jsonl"
 ROW_KINDS = ("step", "evaluation", "warmup")
 STEP_THREAD = 0  # of trace.json: whole steps
@@ -95,6 +96,25 @@ class LoggedSample:
 
 
 @dataclass(frozen=True)
+class HeldOutSample:
+    """A line of held_out_samples.jsonl: the first sample of a held-out item in one evaluation. An
+    item has the same number in every evaluation.
+    """
+
+    step: int  # after which the evaluation was; 0: before the first
+    source: str  # name of the evaluation set
+    item: int  # index in the set
+    prompt: str
+    response: str
+    label: str
+    score: float | None  # main reward; None, here and below, where the status is masked
+    reward: float | None  # whole reward
+    status: str
+    parts: Mapping[str, float | None]  # named components of the reward
+    num_tokens: int  # of the response
+
+
+@dataclass(frozen=True)
 class MismatchGroup:
     """Tokens of one step, policy version and finish reason. Differences are |trainer - engine|
     log-probs, nats.
@@ -150,6 +170,7 @@ class RunFiles:
     config_text: str
     spans: tuple[TraceSpan, ...] = ()
     samples: tuple[LoggedSample, ...] = ()
+    held_out_samples: tuple[HeldOutSample, ...] = ()
     mismatch_steps: tuple[MismatchStep, ...] = ()
     # what ranks and engines logged as errors, the first of each log
     log_errors: tuple[str, ...] = ()
@@ -187,6 +208,11 @@ def read_run_files(run_dir: Path) -> RunFiles:
         spans=reader.read_trace_spans(),
         samples=tuple(
             reader.read_json_lines(SAMPLES_FILE, lambda line: msgspec.convert(line, LoggedSample))
+        ),
+        held_out_samples=_drop_repeated_held_out_samples(
+            reader.read_json_lines(
+                HELD_OUT_SAMPLES_FILE, lambda line: msgspec.convert(line, HeldOutSample)
+            )
         ),
         mismatch_steps=tuple(reader.read_json_lines(MISMATCH_FILE, _parse_mismatch_step)),
         log_errors=_collect_log_errors(run_dir),
@@ -468,6 +494,16 @@ def _parse_trace_span(event: Mapping[str, Any]) -> TraceSpan:
         is_whole_step=event.get("tid") == STEP_THREAD,
         is_host_call=event.get("cat") == CALL_CATEGORY,
     )
+
+
+def _drop_repeated_held_out_samples(
+    samples: Sequence[HeldOutSample],
+) -> tuple[HeldOutSample, ...]:
+    """Return the samples in the order of steps; of an evaluation that a resumed run did again, the
+    last.
+    """
+    by_place = {(sample.step, sample.source, sample.item): sample for sample in samples}
+    return tuple(sorted(by_place.values(), key=lambda sample: sample.step))
 
 
 def _collect_log_errors(run_dir: Path) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
 from itertools import groupby
 from typing import Any
 
@@ -192,8 +193,7 @@ def read_held_out_score_at(run: RunFiles, step: int | None) -> IntervalEstimate 
 
 def find_last_common_step(runs: Sequence[RunFiles]) -> int | None:
     """Return the last step that all runs have made; None where there is none."""
-    steps = [{row.step for row in run.steps} for run in runs]
-    return max(set.intersection(*steps), default=None) if steps else None
+    return _find_last_shared_step([{row.step for row in run.steps} for run in runs])
 
 
 def find_last_common_evaluation(runs: Sequence[RunFiles]) -> int | None:
@@ -204,7 +204,13 @@ def find_last_common_evaluation(runs: Sequence[RunFiles]) -> int | None:
         {row.step for row in run.evaluations if row.step and _read_held_out_score(row) is not None}
         for run in runs
     ]
-    return max(set.intersection(*steps), default=None) if steps else None
+    return _find_last_shared_step(steps)
+
+
+def _find_last_shared_step(step_sets: Sequence[set[int]]) -> int | None:
+    """Return the largest step that is in all sets; None where there is none."""
+    shared = reduce(set.intersection, step_sets) if step_sets else set()
+    return max(shared, default=None)
 
 
 def name_held_out_score(runs: Sequence[RunFiles]) -> str:

@@ -7,13 +7,13 @@ from __future__ import annotations
 import base64
 import hashlib
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 from rlhf_megatron import __version__
-from rlhf_megatron.controller.observe.health import HealthWatch
+from rlhf_megatron.controller.observe.health import HEALTH_RULES, HealthRule, HealthWatch
 from rlhf_megatron.controller.observe.report import html_elements
 from rlhf_megatron.controller.observe.report.chart_catalogue import REPORT_SECTIONS
 from rlhf_megatron.controller.observe.report.page_payload import PagePayload
@@ -41,15 +41,18 @@ SCRIPT_FILES = (
     "timeline.js",
     "mismatch.js",
     "samples.js",
+    "heldout.js",
     "main.js",
 )
 SHORT_SECTION_TITLES = {section.name: section.short_title for section in REPORT_SECTIONS} | {
-    "other": "Other"
+    "held_out_samples": "Held-out",
+    "other": "Other",
 }
 SectionHtml = tuple[str, str, str]  # name, title, HTML
 
 ATTEMPT_HEADINGS = ("attempt", "began", "from step", "lasted", "ended", "settings changed")
 
+RULES_BY_NAME = {rule.name: rule for rule in HEALTH_RULES}
 HEALTH_HEADINGS = ["verdict", "steps", "first", "last", "at the last of them"]
 
 
@@ -76,7 +79,7 @@ def render_run_page(
     name = run.run_dir.resolve().name
     return render_document(
         name,
-        render_run_header(run, name),
+        render_run_header(run, name, payload.chart_names),
         sections,
         payload,
         render_footer(run.notes, picture_names),
@@ -142,9 +145,9 @@ files beside the page show the main ones.</p></noscript>
 """
 
 
-def render_run_header(run: RunFiles, run_name: str) -> str:
+def render_run_header(run: RunFiles, run_name: str, chart_names: Collection[str]) -> str:
     """Return the head of the page as HTML: title, state, results, facts, attempts, health, chosen
-    settings and the whole configuration.
+    settings and the whole configuration. `chart_names`: the charts of the page.
     """
     state = determine_run_status(run)
     rows = [[s.key, s.value, s.default or "–", s.doc] for s in list_changed_settings(run)]
@@ -157,7 +160,7 @@ def render_run_header(run: RunFiles, run_name: str) -> str:
         f'<dl class="tiles">{_render_result_tiles(run)}</dl>',
         html_elements.render_fact_list(list_overview_facts(run)),
         render_attempts_block(run),
-        render_health_table(run),
+        render_health_table(run, chart_names),
         html_elements.render_details_block(
             f"{len(rows)} settings that differ from the defaults", chosen
         )
@@ -335,8 +338,10 @@ def measure_attempt_seconds(start_line: Mapping[str, Any], end_line: Mapping[str
     return float(end_line.get("seconds", max(0.0, end_line["time"] - start_line["time"])))
 
 
-def render_health_table(run: RunFiles) -> str:
-    """Return the table of health verdicts as HTML; "" where no verdict was ever bad."""
+def render_health_table(run: RunFiles, chart_names: Collection[str]) -> str:
+    """Return the table of health verdicts as HTML, with an explanation of each that its row links
+    to; "" where no verdict was ever bad.
+    """
     peak_lr = read_setting(run, "actor.optim.lr")
     watch = HealthWatch(peak_lr if isinstance(peak_lr, float) else None)
     for row in run.steps:
@@ -353,4 +358,32 @@ def render_health_table(run: RunFiles) -> str:
         + [found.text.partition(": ")[2]]
         for name, found in sorted(watch.troubles.items(), key=lambda item: item[1].first_step)
     ]
-    return html_elements.render_table("Health", HEALTH_HEADINGS, rows, range(1, 4))
+    names = [row[0].removesuffix(" (now)") for row in rows]
+    table = html_elements.render_table(
+        "Health", HEALTH_HEADINGS, rows, range(1, 4), [f"verdict-{name}" for name in names]
+    )
+    texts = "".join(_render_verdict(RULES_BY_NAME[name], chart_names) for name in names)
+    summary = "What these verdicts mean, and what to do"
+    return table + html_elements.render_details_block(summary, texts)
+
+
+def _render_verdict(rule: HealthRule, chart_names: Collection[str]) -> str:
+    """Return the explanation of a health verdict as HTML, with links to the charts of the page that
+    show its metrics.
+    """
+    specs = [spec for section in REPORT_SECTIONS for spec in section.charts]
+    links = {
+        spec.title: html_elements.render_link(f"#chart-{spec.name}", spec.title)
+        for key in rule.metric_keys
+        for spec in specs
+        if key in spec.metric_keys and spec.name in chart_names
+    }
+    metrics = html_elements.escape_text(", ".join(rule.metric_keys))
+    charts = f" Charts: {', '.join(links.values())}." if links else ""
+    return (
+        f'<div class="card" id="verdict-{html_elements.escape_text(rule.name)}">'
+        f"<h3>health/{html_elements.escape_text(rule.name)}</h3>"
+        f"<p>{html_elements.escape_text(rule.meaning)} {html_elements.escape_text(rule.fix)}</p>"
+        f'<p class="meaning">Metrics: {metrics}.{charts} All rules: docs/monitoring.md, section'
+        " Health.</p></div>"
+    )

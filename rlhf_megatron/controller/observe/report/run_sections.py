@@ -9,6 +9,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 from rlhf_megatron.controller.observe.report import html_elements
 from rlhf_megatron.controller.observe.report.chart_catalogue import (
@@ -28,9 +29,11 @@ from rlhf_megatron.controller.observe.report.page_payload import (
     make_timeline,
 )
 from rlhf_megatron.controller.observe.report.run_files import (
+    HELD_OUT_SAMPLES_FILE,
     MISMATCH_FILE,
     SAMPLES_FILE,
     TRACE_FILE,
+    HeldOutSample,
     LoggedSample,
     RunFiles,
 )
@@ -48,6 +51,7 @@ TAIL_CHARACTERS = 2000
 
 SECTION_TITLES = {section.name: section.title for section in REPORT_SECTIONS} | {
     "samples": "Samples",
+    "held_out_samples": "Held-out samples",
     "other": "Other metrics",
 }
 SECTION_ORDER = (
@@ -58,22 +62,27 @@ SECTION_ORDER = (
     "time",
     "engine",
     "samples",
+    "held_out_samples",
     "mismatch",
     "warmup",
     "other",
 )
 SFT_SECTION_ORDER = ("sft", "policy", "time", "other")  # of a run without engines and rewards
+SECTIONS_OF_SOME_RUNS = ("critic", "held_out_samples")  # left out where they would be empty
 ENGINE_METRIC_KEYS = "sync/seconds", "rollout/engine_failures"
 SOURCE_REWARD_KEY = "reward/source/<source>/mean"
 
 
+Sample = TypeVar("Sample", LoggedSample, HeldOutSample)
+
+
 def choose_page_samples(
-    samples: Sequence[LoggedSample], max_characters: int = MAX_SAMPLE_CHARACTERS
-) -> list[LoggedSample]:
+    samples: Sequence[Sample], max_characters: int = MAX_SAMPLE_CHARACTERS
+) -> list[Sample]:
     """Return the samples of the first and the last step, and of as many evenly spaced steps as fit
     into `max_characters`. Long texts are shortened.
     """
-    by_step: dict[int, list[LoggedSample]] = {}
+    by_step: dict[int, list[Sample]] = {}
     for sample in samples:
         cut = replace(
             sample, prompt=shorten_text(sample.prompt), response=shorten_text(sample.response)
@@ -109,10 +118,10 @@ def render_run_sections(run: RunFiles, payload: PagePayload) -> list[tuple[str, 
     """Return (name, title, HTML) of each section, and add its data to `payload`."""
     writers: Mapping[str, RenderSection] = {
         "reward": _render_reward_section,
-        "critic": _render_critic_section,
         "time": _render_time_section,
         "engine": _render_engine_section,
         "samples": _render_samples_section,
+        "held_out_samples": _render_held_out_samples_section,
         "mismatch": _render_mismatch_section,
         "warmup": _render_warmup_section,
         "other": _render_other_section,
@@ -126,6 +135,8 @@ def render_run_sections(run: RunFiles, payload: PagePayload) -> list[tuple[str, 
             if name in writers
             else _render_section_charts(run, payload, name)
         )
+        if not body and name in SECTIONS_OF_SOME_RUNS:
+            continue
         found.append(
             (
                 name,
@@ -259,20 +270,6 @@ def _read_source_score(
     return found[evaluation_index] if found else None
 
 
-def _render_critic_section(run: RunFiles, payload: PagePayload) -> str:
-    """Return the critic's charts as HTML, or why there was no critic."""
-    body = _render_section_charts(run, payload, "critic")
-    if body or not run.steps:
-        return body
-    name = read_setting(run, "algorithm.adv_estimator")
-    why = (
-        f"algorithm.adv_estimator is {name}, which needs no values"
-        if name
-        else "no metric of it was written"
-    )
-    return html_elements.render_missing_note(f"This run had no critic: {why}.")
-
-
 def _render_time_section(run: RunFiles, payload: PagePayload) -> str:
     """Return the charts of times and the timeline as HTML."""
     wide, small = _split_by_width(make_section_charts(run, "time"))
@@ -328,6 +325,30 @@ def _render_samples_section(run: RunFiles, payload: PagePayload) -> str:
         f" of {html_elements.format_count(steps, 'step')}: those with the best and the worst"
         " reward of a step, and random ones. Characters that do not print are shown by"
         " their code.</p>"
+        '<div class="controls"></div><p class="count muted" role="status"></p><div class="list">'
+        "</div></div>"
+    )
+
+
+def _render_held_out_samples_section(run: RunFiles, payload: PagePayload) -> str:
+    """Return the frame of the held-out samples as HTML; "" for a run that was never evaluated, and
+    why there are none where an evaluated run has none.
+    """
+    chosen = choose_page_samples(run.held_out_samples)
+    if not chosen and not run.evaluations:
+        return ""
+    if not chosen:
+        reason = run.absence_reasons.get(HELD_OUT_SAMPLES_FILE, f"{HELD_OUT_SAMPLES_FILE} is empty")
+        return html_elements.render_missing_note(f"No held-out samples: {reason}.")
+    payload.add_held_out_samples(chosen)
+    num_all = len(run.held_out_samples)
+    part = "" if len(chosen) == num_all else f" of {num_all} in {HELD_OUT_SAMPLES_FILE}"
+    num_evaluations = len({sample.step for sample in chosen})
+    return (
+        f'<div class="card" id="view-held_out"><p class="meaning">{len(chosen)} samples{part}, of'
+        f" {html_elements.format_count(num_evaluations, 'evaluation')}: the first sample of the"
+        " first items of each set. Choose a prompt to see its answers over the steps, or all"
+        " prompts and a step.</p>"
         '<div class="controls"></div><p class="count muted" role="status"></p><div class="list">'
         "</div></div>"
     )

@@ -14,7 +14,7 @@ function attempt(root, make) {
 for (const figure of document.querySelectorAll("figure[data-chart]")) {
   attempt(figure, () => new LineChart(figure, DATA.charts[figure.dataset.chart]));
 }
-const views = { timeline: TimelineView, mismatch: MismatchView, samples: SamplesView };
+const views = { timeline: TimelineView, mismatch: MismatchView, samples: SamplesView, held_out: HeldOutView };
 for (const [name, View] of Object.entries(views)) {
   const root = document.getElementById(`view-${name}`);
   if (root) attempt(root, () => new View(root, DATA[name]));
