@@ -4,13 +4,16 @@ commented YAML.
 
 from __future__ import annotations
 
-import difflib
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rlhf_megatron.config.key_paths import get_config_value, list_leaf_keys
+from rlhf_megatron.config.key_paths import (
+    get_config_value,
+    list_leaf_keys,
+    suggest_nearest_key,
+)
 from rlhf_megatron.config.schema import RunConfig
 from rlhf_megatron.config.secrets import REDACTED, find_secret_keys
 from rlhf_megatron.config.show import format_yaml_value
@@ -354,15 +357,8 @@ def suggest_verl_key(key: str) -> str:
         | set(DEFAULTS)
         | set(list_leaf_keys(RunConfig))
     )
-    section, _, name = key.rpartition(".")
-    siblings = {
-        other.rpartition(".")[2]: other for other in known if other.rpartition(".")[0] == section
-    }
-    found = difflib.get_close_matches(name, siblings, n=1, cutoff=0.7)
-    best = (
-        [siblings[found[0]]] if found else difflib.get_close_matches(key, known, n=1, cutoff=0.85)
-    )
-    return f"did you mean {best[0]}?" if best else ""
+    text = suggest_nearest_key(key, sorted(known)).text
+    return text[0].lower() + text[1:] if text.startswith("Did you mean") else ""
 
 
 def render_commented_yaml(
