@@ -15,6 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rlhf_megatron.extend.door_names import DOOR_NAMES, FORMER_DOOR_NAMES
 
 if TYPE_CHECKING:
+    from rlhf_megatron.agents.environment import ENVIRONMENTS as ENVIRONMENTS
+    from rlhf_megatron.agents.environment import Chat as Chat
+    from rlhf_megatron.agents.environment import Environment as Environment
+    from rlhf_megatron.agents.environment import EpisodeOver as EpisodeOver
+    from rlhf_megatron.agents.environment import Observation as Observation
+    from rlhf_megatron.agents.environment import Outcome as Outcome
+    from rlhf_megatron.agents.environment import Task as Task
+    from rlhf_megatron.agents.environment import Turn as Turn
+    from rlhf_megatron.agents.environment import TurnEnvironment as TurnEnvironment
     from rlhf_megatron.algorithms.advantages.advantage_estimator import (
         ADV_ESTIMATORS as ADV_ESTIMATORS,
     )
@@ -119,6 +128,7 @@ if TYPE_CHECKING:
         count_picked_tokens as count_picked_tokens,
     )
     from rlhf_megatron.algorithms.losses.token_covariance import make_index_mask as make_index_mask
+    from rlhf_megatron.algorithms.metric_names import make_single_key_part as make_single_key_part
     from rlhf_megatron.algorithms.preferences.preference_loss import (
         PREFERENCE_LOSSES as PREFERENCE_LOSSES,
     )
@@ -147,6 +157,8 @@ if TYPE_CHECKING:
     from rlhf_megatron.controller.observe.loggers import RunLogger as RunLogger
     from rlhf_megatron.controller.observe.loggers import is_batch_view_step as is_batch_view_step
     from rlhf_megatron.controller.observe.loggers import load_or_draw_run_id as load_or_draw_run_id
+    from rlhf_megatron.controller.observe.loggers import shorten_error_text as shorten_error_text
+    from rlhf_megatron.controller.observe.report.run_files import HeldOutSample as HeldOutSample
     from rlhf_megatron.controller.observe.report.run_files import LoggedSample as LoggedSample
     from rlhf_megatron.controller.observe.report.run_files import MismatchStep as MismatchStep
     from rlhf_megatron.controller.observe.report.run_overview import (
@@ -436,6 +448,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.weights.weight_table import concatenate_tensors as concatenate_tensors
     from rlhf_megatron.weights.weight_table import make_plain_rule as make_plain_rule
     from rlhf_megatron.weights.weight_table import split_into_halves as split_into_halves
+    from rlhf_megatron.write_errors import write_text_file as write_text_file
 
 __all__ = [
     "ADV_ESTIMATORS",
@@ -443,6 +456,7 @@ __all__ = [
     "BALANCERS",
     "DISTILLATION_LOSSES",
     "ENGINES",
+    "ENVIRONMENTS",
     "FAMILIES",
     "LATENT_ATTENTION_KEYS",
     "LOGGERS",
@@ -475,6 +489,7 @@ __all__ = [
     "BatchView",
     "BucketManifest",
     "BucketTransport",
+    "Chat",
     "ChatMessage",
     "ChunkAssignment",
     "ComparisonRule",
@@ -495,6 +510,8 @@ __all__ = [
     "EngineStaleError",
     "EngineTimeoutError",
     "EngineUnreachableError",
+    "Environment",
+    "EpisodeOver",
     "ExpertLayers",
     "FileBucketTransport",
     "FinishReason",
@@ -510,6 +527,7 @@ __all__ = [
     "GroupStage",
     "HFConfig",
     "HFTensor",
+    "HeldOutSample",
     "HttpAnswer",
     "HttpClient",
     "InferenceEngine",
@@ -532,6 +550,8 @@ __all__ = [
     "MemoryPart",
     "MismatchStep",
     "ModelFamily",
+    "Observation",
+    "Outcome",
     "OutstandingLoad",
     "PartialReadingParams",
     "PatternSearchingParams",
@@ -595,6 +615,7 @@ __all__ = [
     "StalePolicy",
     "StartProgress",
     "SyncPolicy",
+    "Task",
     "TaskRows",
     "TensorEntry",
     "TensorSplit",
@@ -602,6 +623,8 @@ __all__ = [
     "TokenPick",
     "TokenPickInputs",
     "Tokenizer",
+    "Turn",
+    "TurnEnvironment",
     "VersionSpan",
     "WeightRule",
     "WeightTransport",
@@ -663,6 +686,7 @@ __all__ = [
     "make_plain_rule",
     "make_ppo_kl_metric",
     "make_sigmoid_router_arguments",
+    "make_single_key_part",
     "mark_returns_gradient",
     "normalize_top_k_log_probs",
     "parse_answer",
@@ -687,6 +711,7 @@ __all__ = [
     "select_oldest",
     "select_oldest_within_lag",
     "send_query",
+    "shorten_error_text",
     "sorted_group_numbers",
     "split_into_halves",
     "spread_over_response_tokens",
@@ -694,6 +719,7 @@ __all__ = [
     "sum_by_sequence",
     "whiten_advantages_",
     "whiten_sample_advantages",
+    "write_text_file",
     "write_token_file",
 ]
 

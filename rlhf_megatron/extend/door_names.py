@@ -68,6 +68,10 @@ _ADVANTAGE_ESTIMATORS = {
         PromptGroups="statistics of the samples of each prompt",
         compute_group_advantages="(reward - mean) / standard deviation within each prompt",
     ),
+    **_from_module(
+        "rlhf_megatron.algorithms.metric_names",
+        make_single_key_part="a name of a run as one part of a metric's key",
+    ),
 }
 
 _POLICY_LOSSES = {
@@ -516,6 +520,7 @@ _LOGGERS = {
         BatchView="a step's batch as loggers see it",
         is_batch_view_step="whether large things are logged at a step",
         load_or_draw_run_id="the name of a run at a service, the same after a resume",
+        shorten_error_text="the text of another library's error on one line",
     ),
     **_from_module(
         "rlhf_megatron.controller.observe.run_facts",
@@ -523,6 +528,7 @@ _LOGGERS = {
     ),
     **_from_module(
         "rlhf_megatron.controller.observe.report.run_files",
+        HeldOutSample="a sample of an evaluation with its texts",
         LoggedSample="a sample with its texts",
         MismatchStep="how far engine and trainer disagree in a step",
     ),
@@ -535,6 +541,10 @@ _LOGGERS = {
         "rlhf_megatron.controller.observe.line_file",
         LineFile="a file of JSON lines that survives a full disk",
         replace_non_finite="a value without NaN and infinity, for JSON",
+    ),
+    **_from_module(
+        "rlhf_megatron.write_errors",
+        write_text_file="write a text; an error, also of a full disk, names the file",
     ),
 }
 
@@ -558,6 +568,19 @@ _TASKS = {
     ),
 }
 
+_ENVIRONMENTS = _from_module(
+    "rlhf_megatron.agents.environment",
+    ENVIRONMENTS="registry of `rollout.environment.name`",
+    Environment="the base of environments with a `run` of their own",
+    TurnEnvironment="the base of environments that answer turn by turn: `reset` and `step`",
+    Task="the row that an episode is about, and its seed",
+    Turn="what the policy has said in one turn",
+    Observation="what the environment answers to a turn, and the turn's reward",
+    Outcome="how an episode went: its reward, and the rewards of its turns",
+    Chat="type of what `run` calls for a turn of the policy",
+    EpisodeOver="raised by `chat` where a limit ends the episode",
+)
+
 _ANY_PART = _from_module(
     "rlhf_megatron.plugins",
     list_loaded_plugins="plugins of this process, for a part that starts processes",
@@ -576,6 +599,7 @@ NAMES_BY_KIND: dict[str, dict[str, DoorName]] = {
     "Balancers": _BALANCERS,
     "Loggers": _LOGGERS,
     "Data tasks": _TASKS,
+    "Environments": _ENVIRONMENTS,
     "Any part": _ANY_PART,
 }
 """Heading in docs/extending.md -> the names of parts of that kind. No name stands under two of
@@ -593,6 +617,7 @@ BASE_CLASSES = (
     "BucketTransport",
     "EngineKind",
     "EngineLinkVerbs",
+    "Environment",
     "FileBucketTransport",
     "GenerationQuery",
     "InferenceEngine",
@@ -621,6 +646,7 @@ BASE_CLASSES = (
     "ServerProcess",
     "ServerProcessHandle",
     "ServerWaitingParams",
+    "TurnEnvironment",
 )
 """Names of the door that users' classes derive from or are shaped after. Their hooks are checked.
 """
