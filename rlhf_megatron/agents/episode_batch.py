@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import nan
 
 import numpy as np
@@ -12,10 +13,12 @@ from torch import Tensor
 
 from rlhf_megatron.agents.episode_messages import EPISODE_ENDS
 from rlhf_megatron.agents.episode_record import Episode
+from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, VersionSpans, compute_offsets
 from rlhf_megatron.data.tokenizer import Tokenizer
 from rlhf_megatron.rewards.scorers.reward_types import (
     TIMEOUT,
+    BadResultError,
     RewardResult,
     is_masked,
     make_masked_result,
@@ -25,12 +28,27 @@ from rlhf_megatron.rollout.engine_interface import UNSYNCED, GeneratedSample
 ENVIRONMENT_PART = "environment"  # the part of a reward that the environment gives
 
 
+@dataclass(frozen=True)
+class EpisodeRewardWeights:
+    """What environment and scorers count in the reward of an episode."""
+
+    reward_weight: float  # of the environment
+    scorer_weight: float  # of the section `reward`, where the environment rewards too
+    # True: a reward model on the ranks adds its scores behind the reward stage
+    has_later_scores: bool = False
+
+
 def collect_episode_batch(
-    prompts: PromptBatch, groups: Sequence[Sequence[Episode]], tokenizer: Tokenizer
+    prompts: PromptBatch,
+    groups: Sequence[Sequence[Episode]],
+    tokenizer: Tokenizer,
+    policy_version: int,
 ) -> RolloutBatch:
     """Join the episodes of all groups to one ragged batch, in the order of the groups. What trains
     is what was sampled: the mask is True on the tokens of turns alone. The response of a row is its
     last answer as text, which is what scorers read. All groups must have as many episodes.
+    `policy_version` is the version of the weights that the engines serve, for episodes without a
+    turn.
     """
     flat = [(row, episode) for row, group in enumerate(groups) for episode in group]
     num_episodes = len(groups[0])
@@ -53,7 +71,10 @@ def collect_episode_batch(
         sample_ids=episode_ids,
         routes=("",) * len(flat),
         policy_versions=torch.tensor(
-            [episode.turns[0].policy_version if episode.turns else 0 for episode in episodes],
+            [
+                episode.turns[0].policy_version if episode.turns else policy_version
+                for episode in episodes
+            ],
             dtype=torch.int64,
         ),
         finish_reasons=tuple(
@@ -143,47 +164,73 @@ def _decode_last_answer(episode: Episode, tokenizer: Tokenizer) -> str:
 def judge_episodes(
     episodes: Sequence[Episode],
     scorer_results: Sequence[RewardResult | None],
-    reward_weight: float,
-    scorer_weight: float,
+    weights: EpisodeRewardWeights,
 ) -> list[RewardResult]:
     """Return the reward of each episode. `scorer_results`: what the section `reward` says of it;
-    None: it was not asked.
+    None: it was not asked (see `needs_scorers`).
 
     An episode whose end is not the policy's doing is masked. Else its reward is reward_weight x
-    (the environment's + those of its turns) + scorer_weight x the scorers'; where the environment
-    gives none, the scorers' alone.
+    (the environment's + those of its turns) + scorer_weight x the scorers'. Where the environment
+    gives no reward of the episode, the scorers' counts whole, beside reward_weight x those of its
+    turns.
     """
     return [
-        _judge_episode(episode, result, reward_weight, scorer_weight)
+        _judge_episode(episode, result, weights)
         for episode, result in zip(episodes, scorer_results, strict=True)
     ]
 
 
-def needs_scorers(episode: Episode, scorer_weight: float) -> bool:
+def needs_scorers(episode: Episode, weights: EpisodeRewardWeights) -> bool:
     """Return whether the section `reward` has a say in the episode's reward."""
-    return episode.is_scored and (episode.reward is None or scorer_weight != 0.0)
+    if not episode.is_scored or episode.is_policy_timeout:
+        return False
+    return episode.reward is None or weights.scorer_weight != 0.0
 
 
 def _judge_episode(
-    episode: Episode, scorer_result: RewardResult | None, reward_weight: float, scorer_weight: float
+    episode: Episode, scorer_result: RewardResult | None, weights: EpisodeRewardWeights
 ) -> RewardResult:
-    """Return the reward of one episode; see `judge_episodes`."""
+    """Return the reward of one episode; see `judge_episodes`. An environment's reward that is too
+    large for a score is a failure of the environment.
+    """
     if not episode.is_scored:
         return make_masked_result(episode.end, episode.error)
     if episode.is_policy_timeout:
         return RewardResult(0.0, TIMEOUT)
+    if scorer_result is not None and is_masked(scorer_result.status):
+        return scorer_result
+    try:
+        return _add_rewards(episode, scorer_result, weights)
+    except BadResultError as error:
+        return make_masked_result("environment_failed", f"{episode.environment}: {error}")
+
+
+def _add_rewards(
+    episode: Episode, scorer_result: RewardResult | None, weights: EpisodeRewardWeights
+) -> RewardResult:
+    """Return the weighted sum of what the environment and the scorers give. Where an environment
+    rewards the episode, its own reward is the main one. Raise BadResultError for a sum out of
+    range.
+    """
+    turns_reward = sum(episode.turn_rewards)
     if episode.reward is None:
-        if scorer_result is None:
-            return RewardResult(0.0)
-        return scorer_result
-    own = episode.reward + sum(episode.turn_rewards)
+        assert scorer_result is not None, "the scorers are asked where the environment is silent"
+        if not turns_reward:
+            return scorer_result
+        parts = {**scorer_result.parts, ENVIRONMENT_PART: turns_reward}
+        parts.setdefault(MAIN_REWARD, scorer_result.score)
+        score = weights.reward_weight * turns_reward + scorer_result.score
+        return replace(scorer_result, score=score, parts=parts)
+    own = episode.reward + turns_reward
+    score = weights.reward_weight * own
     if scorer_result is None:
-        return RewardResult(reward_weight * own)
-    if is_masked(scorer_result.status):
-        return scorer_result
-    parts = {**scorer_result.parts, ENVIRONMENT_PART: own}
-    score = reward_weight * own + scorer_weight * scorer_result.score
-    return RewardResult(score, scorer_result.status, parts, scorer_result.error)
+        is_whole = weights.reward_weight == 1.0 and not weights.has_later_scores
+        main_parts = {} if is_whole else {MAIN_REWARD: own}
+        return RewardResult(score, parts={ENVIRONMENT_PART: own, **main_parts})
+    parts = {**scorer_result.parts, ENVIRONMENT_PART: own, MAIN_REWARD: own}
+    return replace(
+        scorer_result, score=score + weights.scorer_weight * scorer_result.score, parts=parts
+    )
 
 
 def make_process_rewards(
@@ -196,7 +243,8 @@ def make_process_rewards(
     if not any(any(of_episode) for of_episode in batch.turn_rewards):
         return None
     process_rewards = torch.zeros(batch.num_tokens, dtype=torch.float32)
-    rows = zip(batch.offsets.tolist(), batch.turn_spans, batch.turn_rewards, rewards, strict=False)
+    begins = batch.offsets[:-1].tolist()
+    rows = zip(begins, batch.turn_spans, batch.turn_rewards, rewards, strict=True)
     for begin, spans, turn_rewards, result in rows:
         if is_masked(result.status) or result.status == TIMEOUT or not turn_rewards:
             continue

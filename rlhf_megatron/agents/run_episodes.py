@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rlhf_megatron.agents.episode_batch import (
+    EpisodeRewardWeights,
     collect_episode_batch,
     judge_episodes,
     needs_scorers,
@@ -49,8 +50,7 @@ class RunEpisodes:
 
     runner: EpisodeRunner
     tokenizer: Tokenizer
-    reward_weight: float
-    scorer_weight: float
+    weights: EpisodeRewardWeights
     max_error_rate: float
     log_path: Path
 
@@ -80,10 +80,12 @@ class RunEpisodes:
         return groups
 
     def collect_batch(
-        self, prompts: PromptBatch, groups: Sequence[Sequence[Episode]]
+        self, prompts: PromptBatch, groups: Sequence[Sequence[Episode]], policy_version: int
     ) -> RolloutBatch:
-        """Return the episodes as a batch, one row an episode."""
-        return collect_episode_batch(prompts, groups, self.tokenizer)
+        """Return the episodes as a batch, one row an episode. `policy_version` is that of the
+        engines' weights.
+        """
+        return collect_episode_batch(prompts, groups, self.tokenizer, policy_version)
 
     def judge(
         self,
@@ -95,16 +97,14 @@ class RunEpisodes:
         read, and `score` asks them, for those episodes alone in which they have a say.
         """
         asked = [
-            place
-            for place, episode in enumerate(episodes)
-            if needs_scorers(episode, self.scorer_weight)
+            place for place, episode in enumerate(episodes) if needs_scorers(episode, self.weights)
         ]
         found: list[RewardResult | None] = [None] * len(episodes)
         if asked:
             results = score([samples[place] for place in asked])
             for place, result in zip(asked, results, strict=True):
                 found[place] = result
-        return judge_episodes(episodes, found, self.reward_weight, self.scorer_weight)
+        return judge_episodes(episodes, found, self.weights)
 
     def _check_error_rate(self, episodes: Sequence[Episode]) -> None:
         """Raise EpisodeErrorRateError where too many episodes failed through no fault of the

@@ -103,7 +103,7 @@ class ModelRewardScorer:
     ) -> ScoredBatch:
         """Return `batch` with the model's scores, normalised and weighted, added to its rewards,
         and with the unweighted scores as the reward part `reward_model`. For granularities other
-        than "response" also set `process_rewards`, the weighted score of each token.
+        than "response" also add the weighted score of each token to `process_rewards`.
 
         `scores_T`: [T], the scores of the model at the tokens of `is_scored_T`.
         """
@@ -115,7 +115,10 @@ class ModelRewardScorer:
             counts_B = sum_by_sequence(is_scored_T.double(), batch.offsets)
             scores_T = scores_T / torch.repeat_interleave(counts_B, batch.lengths)
         scores_B = sum_by_sequence(scores_T, batch.offsets)
-        shares = None if chosen.granularity == "response" else (chosen.weight * scores_T).float()
+        shares = batch.process_rewards  # of the turns of episodes
+        if chosen.granularity != "response":
+            paid_T = (chosen.weight * scores_T).float()
+            shares = paid_T if shares is None else shares + paid_T
         return replace(
             batch,
             rewards=(batch.rewards.double() + chosen.weight * scores_B).float(),

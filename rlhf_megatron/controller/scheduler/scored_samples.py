@@ -109,7 +109,6 @@ def make_reward_samples(rollout: RolloutBatch, reader: ResponseReader) -> list[R
         rollout.labels,
         rollout.sources,
         rollout.finish_reasons,
-        count_sampled_tokens(rollout).tolist(),
         rollout.extras,
         _iterate_response_ids(rollout),
         strict=True,
@@ -121,18 +120,25 @@ def make_reward_samples(rollout: RolloutBatch, reader: ResponseReader) -> list[R
             label,
             source,
             finish_reason,
-            num_tokens,
+            len(token_ids),
             extra,
             prefixes[prompt],
             reader.locate_special_tokens(token_ids, response),
         )
-        for prompt, response, label, source, finish_reason, num_tokens, extra, token_ids in columns
+        for prompt, response, label, source, finish_reason, extra, token_ids in columns
     ]
 
 
 def _iterate_response_ids(rollout: RolloutBatch) -> Iterator[list[int]]:
-    """Yield the token ids of each response."""
-    for begin, end in pairwise(rollout.offsets.tolist()):
+    """Yield the token ids of each response: of an episode those of its last turn, whose text the
+    column `responses` has.
+    """
+    turn_spans = rollout.turn_spans or ((),) * len(rollout)
+    for (begin, end), spans in zip(pairwise(rollout.offsets.tolist()), turn_spans, strict=True):
+        if spans:
+            first, last = spans[-1]
+            yield rollout.token_ids[begin + first : begin + last].tolist()
+            continue
         token_ids = rollout.token_ids[begin:end]
         yield token_ids[rollout.response_mask[begin:end]].tolist()
 

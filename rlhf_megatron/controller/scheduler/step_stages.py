@@ -233,7 +233,7 @@ class StepStages:
         faults.reach_fault_point("rollout.after_generate")
         self._pending_episodes = [episode for group in groups for episode in group]
         self._step_metrics |= compute_episode_metrics(self._pending_episodes)
-        return episodes.collect_batch(prompts, groups)
+        return episodes.collect_batch(prompts, groups, self.policy_version)
 
     def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
         """Generate a batch of prompts, and a greedy sample for each prompt where the estimator
@@ -342,12 +342,18 @@ class StepStages:
         """Return the episodes with their rewards; those of turns are paid at the turns' last
         tokens.
         """
+        results = self._judge_pending_episodes(rollout, episodes)
+        process_rewards = make_process_rewards(rollout, results, episodes.weights.reward_weight)
+        return replace(make_scored_batch(rollout, results), process_rewards=process_rewards)
+
+    def _judge_pending_episodes(
+        self, rollout: RolloutBatch, episodes: RunEpisodes
+    ) -> list[RewardResult]:
+        """Return the rewards of the episodes of `rollout`, which have just run."""
         pending = self._pending_episodes
         self._pending_episodes = []
         samples = make_reward_samples(rollout, self.run_data.response_reader)
-        results = episodes.judge(pending, samples, self.scorer)
-        process_rewards = make_process_rewards(rollout, results, episodes.reward_weight)
-        return replace(make_scored_batch(rollout, results), process_rewards=process_rewards)
+        return episodes.judge(pending, samples, self.scorer)
 
     def annotate_step(self, step: int, scored_batch: ScoredBatch) -> AnnotatedBatch:
         """Return the samples with log-probs of the trainer's policy, and with values and the
@@ -547,7 +553,8 @@ class StepStages:
         return the result.
         """
         params = self.make_sampling_params(sampling_config)
-        rollouts: list[RolloutBatch] = []  # as the model on the ranks reads them
+        # as the model on the ranks reads them, and scorers those of episodes
+        rollouts: list[RolloutBatch] = []
 
         def generate_groups(prompts: PromptBatch) -> Sequence[Sequence[GeneratedSample]]:
             """Generate the samples of these prompts, and keep them for the reward model where there
@@ -556,7 +563,16 @@ class StepStages:
             assert self.fleet is not None
             self.turns.give_devices_to_engines()
             if self.episodes is not None:
-                return self._answer_with_episodes(prompts, sampling_config.n, params, self.episodes)
+                groups_of_episodes = self._run_held_out_episodes(
+                    prompts, sampling_config.n, params, self.episodes
+                )
+                rollouts.append(
+                    self.episodes.collect_batch(prompts, groups_of_episodes, self.policy_version)
+                )
+                return [
+                    [make_sampled_tokens(episode) for episode in group]
+                    for group in groups_of_episodes
+                ]
             groups = self.fleet.generate(
                 build_generate_requests(
                     prompts, sampling_config.n, params, self.config.trainer.seed, -1
@@ -572,10 +588,9 @@ class StepStages:
             """
             self.turns.give_devices_to_scorers()
             if self.episodes is not None:
-                pending = self._pending_episodes
-                self._pending_episodes = []
-                return self.episodes.judge(pending, samples, self.scorer)
-            results = self.scorer(samples)
+                results = self._judge_pending_episodes(rollouts[-1], self.episodes)
+            else:
+                results = self.scorer(samples)
             if self._model_rewards is None:
                 return results
             self.turns.give_devices_to_trainer()
@@ -592,20 +607,18 @@ class StepStages:
             self.config.trainer.samples_kept,
         )
 
-    def _answer_with_episodes(
+    def _run_held_out_episodes(
         self,
         prompts: PromptBatch,
         num_episodes: int,
         params: SamplingParams,
         episodes: RunEpisodes,
-    ) -> list[list[GeneratedSample]]:
-        """Run the episodes of an evaluation, and return what the policy sampled in all turns of
-        each, which is what the figures of an evaluation count. They are judged afterwards.
-        """
+    ) -> list[list[Episode]]:
+        """Run the episodes of an evaluation, which are judged afterwards."""
         # a group that closed early would have its quickest episodes alone
         groups = episodes.run_groups(prompts, GroupSize(num_episodes, num_episodes), params, -1)
         self._pending_episodes = [episode for group in groups for episode in group]
-        return [[make_sampled_tokens(episode) for episode in group] for group in groups]
+        return groups
 
     def save_hf_weights(self, run_dir: Path) -> None:
         """Write the trained weights in Hugging Face layout: the policy's to `run_dir`/hf, and the

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
 from rlhf_megatron.agents.run_episodes import (
     WORKER_LOG,
@@ -336,8 +337,9 @@ def _make_step_stages(
         episodes = RunEpisodes(
             make_episode_runner(connections.fleet, pool, settings, config.trainer.deterministic),
             run_data.tokenizer,
-            environment.reward_weight,
-            environment.scorer_weight,
+            EpisodeRewardWeights(
+                environment.reward_weight, environment.scorer_weight, has_reward_model(config)
+            ),
             config.reward.max_error_rate,
             run_dir / WORKER_LOG,
         )

@@ -79,6 +79,15 @@ def count_prompt_tokens(batch: TokenBatch) -> Tensor:
     )
 
 
+def count_read_tokens(batch: RolloutBatch) -> int:
+    """Return the number of tokens that the engines were asked to read: the prompts of all samples,
+    and for an episode all that stands before each of its turns.
+    """
+    if batch.turn_spans is None:
+        return int(count_prompt_tokens(batch).sum())
+    return sum(begin for spans in batch.turn_spans for begin, _ in spans)
+
+
 def select_masked_values(column: Tensor, mask: Tensor) -> Tensor:
     """Return `column[mask]`. numpy takes a fifth of torch's time for it on a CPU, where all columns
     of a step are.
@@ -87,16 +96,32 @@ def select_masked_values(column: Tensor, mask: Tensor) -> Tensor:
 
 
 def assign_token_versions(batch: RolloutBatch) -> Tensor:
-    """Return [T] int64: the policy version that each response token was sampled from; prompt tokens
-    have the version of the first.
+    """Return [T] int64: the policy version that each sampled token was sampled from; the tokens
+    between the turns of an episode have the version of the turn before, prompt tokens that of the
+    first.
     """
     versions_T = batch.policy_versions.repeat_interleave(batch.lengths)
-    if batch.version_spans is not None and any(batch.version_spans):
-        firsts = (batch.offsets[:-1] + count_prompt_tokens(batch)).tolist()
-        for first, spans in zip(firsts, batch.version_spans, strict=True):
-            for version, start, end in spans:
-                versions_T[first + start : first + end] = version
+    for version, tokens in iterate_version_runs(batch):
+        versions_T[tokens] = version
     return versions_T
+
+
+def iterate_version_runs(batch: RolloutBatch) -> Iterator[tuple[int, slice]]:
+    """Yield (version, slice of the packed tokens) for each version span of the batch, in order. A
+    span counts sampled tokens alone: what an environment says between two turns is no part of its
+    positions, but of the slice where the span goes on behind it.
+    """
+    if batch.version_spans is None or not any(batch.version_spans):
+        return
+    mask = batch.response_mask.numpy()
+    borders = pairwise(batch.offsets.tolist())
+    for (begin, end), spans in zip(borders, batch.version_spans, strict=True):
+        if not spans:
+            continue
+        sampled = begin + np.flatnonzero(mask[begin:end])
+        for version, first, last in spans:
+            if last > first:
+                yield version, slice(int(sampled[first]), int(sampled[last - 1]) + 1)
 
 
 def select_reward_column(batch: ScoredBatch, name: str) -> Tensor:
@@ -255,7 +280,7 @@ def compute_engine_metrics(batch: RolloutBatch) -> dict[str, float]:
         )
         metrics["rollout/samples_of_several_versions"] = several / len(batch)
     if batch.num_cached_tokens is not None:
-        num_prompt_tokens = int(count_prompt_tokens(batch).sum())
+        num_prompt_tokens = count_read_tokens(batch)
         metrics["rollout/cached_token_share"] = int(batch.num_cached_tokens.sum()) / max(
             1, num_prompt_tokens
         )

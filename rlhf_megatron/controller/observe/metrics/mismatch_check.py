@@ -23,7 +23,7 @@ from rlhf_megatron.config.schema import CheckConfig
 from rlhf_megatron.controller.observe.metrics.batch_metrics import (
     assign_token_versions,
     collect_sample_versions,
-    count_prompt_tokens,
+    iterate_version_runs,
 )
 from rlhf_megatron.controller.observe.report.run_files import (
     MismatchGroup,
@@ -143,7 +143,8 @@ def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
     found: dict[tuple[int, str], list[slice]] = {}
     borders = batch.offsets.tolist()
     versions = batch.policy_versions.tolist()
-    prompts = count_prompt_tokens(batch).tolist()
+    version_runs = iterate_version_runs(batch)
+    next_run = next(version_runs, None)
 
     def append_run(policy_version: int, finish_reason: str, start: int, stop: int) -> None:
         """Add a slice to its key, joined with the last slice where that ends at `start`."""
@@ -155,13 +156,12 @@ def _find_token_runs(batch: TrainBatch) -> dict[tuple[int, str], list[slice]]:
 
     for i, reason in enumerate(batch.finish_reasons):
         at = borders[i]
-        first = borders[i] + prompts[i]
-        for version, begin, end in (
-            batch.version_spans[i] if batch.version_spans is not None else ()
-        ):
-            append_run(versions[i], reason, at, first + begin)
-            append_run(version, reason, first + begin, first + end)
-            at = first + end
+        while next_run is not None and next_run[1].start < borders[i + 1]:
+            version, tokens = next_run
+            append_run(versions[i], reason, at, tokens.start)
+            append_run(version, reason, tokens.start, tokens.stop)
+            at = tokens.stop
+            next_run = next(version_runs, None)
         append_run(versions[i], reason, at, borders[i + 1])
     return found
 
