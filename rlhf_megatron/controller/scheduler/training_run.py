@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rlhf_megatron.agents.dialogue import make_dialogue_format
 from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
+from rlhf_megatron.agents.join_check import check_joins, describe_joins
 from rlhf_megatron.agents.run_episodes import (
     WORKER_LOG,
     RunEpisodes,
@@ -247,6 +249,10 @@ def _note_run_start(
     tracker.show_note(
         describe_opening_tokens(tokenizer, config.data, first_prompt.prompt_ids, "prompts")
     )
+    if config.rollout.environment.name is not None:
+        dialogue_format = make_dialogue_format(tokenizer, config.data, config.rollout.stop)
+        for line in describe_joins(check_joins(dialogue_format)):
+            tracker.show_note(f"episodes: {line}")
     if spread := describe_engine_placement(config):
         tracker.show_note(f"engines by machine: {spread}")
         tracker.show_note(
