@@ -176,8 +176,12 @@ def _is_misspelt_name(name: str, known_name: str) -> bool:
     length = max(len(name), len(known_name))
     if length < 4 or abs(len(name) - len(known_name)) > 3:
         return False
-    most = 1 if length <= 5 else 2 if length <= 12 else 3
-    return _count_edits(name, known_name) <= most
+    max_edits = 3
+    if length <= 12:
+        max_edits = 2
+    if length <= 5:
+        max_edits = 1
+    return _count_edits(name, known_name) <= max_edits
 
 
 def _count_edits(text: str, other: str) -> int:
