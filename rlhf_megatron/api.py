@@ -90,6 +90,12 @@ class Run:
         """
         return self._read_rows("samples.jsonl")
 
+    def held_out_samples(self) -> list[dict[str, Any]]:
+        """Return the samples that each evaluation kept, of the same items in each: step, item,
+        prompt, response, score and more.
+        """
+        return self._read_rows("held_out_samples.jsonl")
+
     def checkpoints(self) -> dict[int, Path]:
         """Return the directories of all complete checkpoints by step, the newest last."""
         found = (self.directory / "checkpoints").glob("step_*/manifest.json")

@@ -32,6 +32,9 @@ def directory(tmp_path: Path) -> Path:
     (tmp_path / "samples.jsonl").write_text(
         '{"kind": "best", "step": 1, "prompt": "1+1=", "reward": 1.0}\n'
     )
+    (tmp_path / "held_out_samples.jsonl").write_text(
+        '{"step": 0, "item": 0, "prompt": "2+2=", "score": 0.0}\n'
+    )
     for name in ("step_000002", "step_000010", ".step_000012.partial"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
         (tmp_path / "checkpoints" / name / "manifest.json").write_text("{}")
@@ -50,6 +53,7 @@ def test_a_run_is_read_from_its_directory(directory: Path) -> None:
         "warmup"
     ) == []
     assert [sample["prompt"] for sample in run.samples()] == ["1+1="]
+    assert [sample["prompt"] for sample in run.held_out_samples()] == ["2+2="]
     assert list(run.checkpoints()) == [2, 10] and run.checkpoints()[10].name == "step_000010"
     assert run.config.trainer.seed == 7 and run.summary() is None
     (directory / "summary.json").write_text('{"steps": 2}')

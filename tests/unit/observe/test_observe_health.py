@@ -131,7 +131,8 @@ def test_every_rule_is_tried_on_both_sides() -> None:
 
 
 def test_each_fix_names_what_to_do_and_each_key_is_a_metric() -> None:
-    assert [key for key in RULE_METRIC_KEYS if find_metric(key) is None] == []
+    keys = [*RULE_METRIC_KEYS, *(key for rule in HEALTH_RULES for key in rule.metric_keys)]
+    assert [key for key in keys if find_metric(key) is None] == []
     bad = [
         verdict
         for _, steps, expected in CASES
