@@ -13,6 +13,7 @@ from torch import Tensor
 
 from rlhf_megatron.agents.episode_messages import EPISODE_ENDS
 from rlhf_megatron.agents.episode_record import Episode
+from rlhf_megatron.algorithms.metric_names import make_single_key_part
 from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch, VersionSpans, compute_offsets
 from rlhf_megatron.data.tokenizer import Tokenizer
@@ -298,5 +299,6 @@ def _compute_environment_metrics(episodes: Sequence[Episode]) -> dict[str, float
     values: dict[str, list[float]] = {}
     for episode in episodes:
         for name, value in episode.metrics.items():
-            values.setdefault(f"agents/environment/{name}", []).append(value)
+            key = f"agents/environment/{make_single_key_part(name)}"
+            values.setdefault(key, []).append(value)
     return {name: float(np.mean(numbers)) for name, numbers in sorted(values.items())}

@@ -36,6 +36,7 @@ WEIGHT_SYNC = "a weight sync"
 MADE_STEPS = "optimizer steps that were made"
 HELD_OUT_ITEMS = "held-out items of a set"
 PROMPTS = "prompts of the samples of a step"
+EPISODES = "episodes of a step"
 PROMPTS_SCORED = "prompts whose greedy sample counts"
 
 
@@ -260,6 +261,26 @@ sync/bytes_needed | bytes | sum | {WEIGHT_SYNC} | of what then stands in all ran
 the least that has to be
   moved
 sync/seconds | s | sum | {WEIGHT_SYNC} - | begin, gather, send, load, verify, commit
+# Episodes
+agents/num_episodes | count | count | {EPISODES} | episodes of the step, also those that are masked
+agents/turns/mean | turns | mean | {EPISODES} | turns of the policy in an episode
+agents/turns/max | turns | max | {EPISODES} | most turns of an episode
+agents/episode_seconds/mean | s | mean | {EPISODES} - | from an episode's start to its end
+agents/episode_seconds/max | s | max | {EPISODES} - | the longest episode
+agents/sampled_tokens/mean | tokens | mean | {EPISODES} | tokens that the policy sampled in \
+an episode
+agents/environment_tokens/mean | tokens | mean | {EPISODES} | tokens behind the first prompt \
+that the environment brought
+agents/turn_tokens/mean | tokens | mean | turns of the step | tokens of a turn
+agents/turn_seconds/mean | s | mean | turns of the step - | a turn at an engine
+agents/environment_seconds/mean | s | mean | turns of the step - | the environment's code before a \
+turn, and the way to it
+agents/restarts | count | sum | {EPISODES} - | episodes that began again because \
+their worker was lost
+agents/joins_refused | count | count | {EPISODES} - | episodes that ended because new messages \
+had no exact join
+agents/ends/<end> | share | share | {EPISODES} | episodes that ended so
+agents/environment/<name> | 1 | mean | episodes that have it | a number that environments report
 # Schedules in the background
 schedule/wait_s | s | sum | {STEP} - | the trainer waited for samples of the step, without \
 log-probs that it made
