@@ -43,6 +43,11 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_SAMPLE_SETTINGS = (
+    "data.max_prompt_length + data.max_response_length, or rollout.environment.max_tokens in place"
+    " of the latter"
+)
+
 INSPECT_TIMEOUT_S = 60.0
 DTYPE_ALIASES = {"half": "float16", "float": "float32"}  # of weight types
 IGNORED_CONFIG_KEYS = (  # what may differ between the config.json of server and run
@@ -291,15 +296,15 @@ def _find_settings_problems(
     if isinstance(room, int) and room < requirements.max_sample_tokens:
         yield (
             f"its key-value cache has room for {room} tokens, the longest sample has"
-            f" {requirements.max_sample_tokens} (data.max_prompt_length + max_response_length);"
-            " start it with more (--mem-fraction-static, --max-total-tokens), or lower them"
+            f" {requirements.max_sample_tokens} ({_SAMPLE_SETTINGS}); start it with more"
+            " (--mem-fraction-static, --max-total-tokens), or lower these settings"
         )
     longest = server_info.get("context_length")
     if isinstance(longest, int) and longest < requirements.max_sample_tokens:
         yield (
             f"its --context-length is {longest}, the longest sample has"
-            f" {requirements.max_sample_tokens} tokens (data.max_prompt_length +"
-            " max_response_length); start it with more, or lower them"
+            f" {requirements.max_sample_tokens} tokens ({_SAMPLE_SETTINGS}); start it with more, or"
+            " lower these settings"
         )
 
 
