@@ -187,7 +187,7 @@ def test_settings_of_a_critic_that_the_run_has_not(config: Path) -> None:
     assert "2 problem(s)" in message
     for key in ("trainer.critic_warmup (1)", "critic.optim.lr (0.0001)"):
         assert f"{key} would be ignored because algorithm.adv_estimator is grpo" in message
-    assert "use one that needs values: gae" in message
+    assert "set algorithm.adv_estimator to one that needs values: gae" in message
 
 
 def test_a_critic_with_a_head_of_two_labels(config: Path, model: Path) -> None:
