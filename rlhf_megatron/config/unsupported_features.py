@@ -26,9 +26,10 @@ class UnsupportedFeature:
 UNSUPPORTED_FEATURES = (
     UnsupportedFeature(
         "multi_turn",
-        "rollouts of several turns and their tools are not supported yet: each prompt gets one"
+        "verl's rollouts of several turns and its tools are not supported yet: each prompt gets one"
         " response",
-        "remove this line to train on single responses",
+        "write an environment by hand (rollout.environment) and remove this line, or only remove"
+        " this line to train on single responses",
     ),
     UnsupportedFeature(
         "images",

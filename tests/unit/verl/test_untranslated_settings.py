@@ -60,9 +60,10 @@ def remove_refused_lines(path: Path) -> None:
     [
         (
             f"{TURNS}=True",
-            f"untranslated: {TURNS} (true): rollouts of several turns and their tools are not"
-            " supported yet: each prompt gets one response; remove this line to train on single"
-            " responses.",
+            f"untranslated: {TURNS} (true): verl's rollouts of several turns and its tools are not"
+            " supported yet: each prompt gets one response; write an environment by hand"
+            " (rollout.environment) and remove this line, or only remove this line to train on"
+            " single responses.",
         ),
         (f"{LORA}=16", f"untranslated: {LORA} (16): LoRA under Megatron is not supported yet"),
         (
