@@ -96,7 +96,7 @@ def _select_wandb_metrics(row: Mapping[str, Any]) -> StoredValues:
         for key, value in row.items()
         if "/" in key
         and key != "warmup/step"
-        and not key.startswith(("histogram/", "samples/"))
+        and not key.startswith(("histogram/", "samples/", "held_out_samples/"))
         and isinstance(value, int | float | str)
     }
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -47,9 +48,8 @@ def list_catalogue_keys(prefixes: tuple[str, ...]) -> list[str]:
     """A key of each name of the catalogue with these beginnings."""
     keys = []
     for name in METRIC_CATALOGUE:
-        for placeholder, word in WORDS.items():
-            name = name.replace(f"<{placeholder}>", word)
-        keys += [name] if name.startswith(prefixes) else []
+        key = re.sub(r"<(\w+)>", lambda match: WORDS.get(match[1], match[1]), name)
+        keys += [key] if key.startswith(prefixes) else []
     return list(dict.fromkeys(keys))
 
 
