@@ -94,6 +94,8 @@ def generate_answer_file(
     """
     settings = resolve_job_settings(args, default_settings)
     config = settings.config
+    if file_kind != "loss":
+        refuse_environment(config)
     source = settings.source
     job: AnswerGenerationJob | EndpointJob
     if source is None:
@@ -164,6 +166,8 @@ def generate_answers_of_each_step(
     """
     settings = resolve_job_settings(args, default_settings)
     config = settings.config
+    if file_kind != "loss":
+        refuse_environment(config)
     source = settings.source
     steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
     if source is None or not steps:
@@ -184,6 +188,20 @@ def generate_answers_of_each_step(
     return run_until_stopped(
         lambda stop: answer_with_checkpoints(jobs, stop, _print_to_stderr), folder
     ), files
+
+
+def refuse_environment(config: RunConfig) -> None:
+    """Raise ValueError for a configuration whose samples talk with an environment: one answer a
+    prompt would be scored as if it were the whole episode.
+    """
+    name = config.rollout.environment.name
+    if name is not None:
+        raise ValueError(
+            f"rollout.environment.name is {name}, and generate and evaluate ask for one answer a"
+            " prompt, which is not what the run trains; its own evaluations"
+            " (trainer.test_freq) play whole episodes. For single answers set"
+            " rollout.environment.name=null."
+        )
 
 
 def run_until_stopped(run_job: Callable[[StopRequest], None], answers_path: Path) -> int:

@@ -63,6 +63,12 @@ def run_simulate_command(args: argparse.Namespace) -> None:
         schedule for text in args.schedule for schedule in expand_schedule_grid(text)
     ] or list(CANDIDATE_SCHEDULES)
     config = load_run_config(args.config, args.overrides, with_files=False).config
+    if config.rollout.environment.name is not None:
+        raise ValueError(
+            f"rollout.environment.name is {config.rollout.environment.name}, and simulate knows"
+            " samples of one answer, without the time of environments; set"
+            " rollout.environment.name=null to simulate such a run."
+        )
     durations = _read_or_plan_durations(config, args)
     if args.write is not None:
         with explain_write_errors(args.write), args.write.open("x", encoding="utf-8") as file:
