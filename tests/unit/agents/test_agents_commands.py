@@ -1,4 +1,4 @@
-"""Commands that know samples of one answer refuse a run with episodes: its scores would be wrong."""
+"""Commands that know samples of one answer refuse runs with episodes: scores would be wrong."""
 
 from __future__ import annotations
 
