@@ -157,7 +157,9 @@ class _SessionTurns:
             deliver_turn(episode, sample, call.engine_seconds, environment_s)
         for key, error in self._session.take_failures():
             self._environment_seconds.pop(key, None)
-            self.book.end_episode(self.book.live[key], "engine_failed", str(error))
+            failed = self.book.live.get(key)
+            if failed is not None:  # else its group has closed with the failure before
+                self.book.end_episode(failed, "engine_failed", str(error))
 
 
 class LockStepEpisodeRunner:
@@ -226,6 +228,7 @@ class LockStepEpisodeRunner:
             step,
             note_request,
             drop_request,
+            max_alone=None,
         )
         self._pool.notify = lambda: None
         book.plan_rows(rows)
@@ -307,6 +310,7 @@ def deliver_turn(
     """
     episode.tokens.append_turn(sample, engine_s, environment_s)
     episode.environment_since = time.monotonic()
+    episode.awaits_turn = False
     assert episode.worker is not None
     episode.worker.send_order(
         DeliverTurn(

@@ -26,6 +26,7 @@ from rlhf_megatron.agents.episode_runner import (
     RecordGroups,
 )
 from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
+from rlhf_megatron.agents.row_environments import NamedEnvironment
 from rlhf_megatron.config.rules.batch_rules import compute_episode_tokens
 from rlhf_megatron.config.schema import DataConfig, EnvironmentConfig, ModelConfig, RolloutConfig
 from rlhf_megatron.data.batch import PromptBatch, RolloutBatch
@@ -35,7 +36,6 @@ from rlhf_megatron.rollout.engine_interface import SamplingParams
 from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
 
 WORKER_LOG = "logs/environments.log"  # below the run directory
-ENVIRONMENT_COLUMN = "environment"  # of a row: {name, params}
 
 ScoreSamples = Callable[[Sequence[RewardSample]], list[RewardResult]]
 
@@ -151,9 +151,15 @@ def make_episode_settings(
 
 
 def make_episode_workers(
-    rollout: RolloutConfig, model: ModelConfig, data: DataConfig, run_dir: Path
+    rollout: RolloutConfig,
+    model: ModelConfig,
+    data: DataConfig,
+    run_dir: Path,
+    row_environments: Sequence[NamedEnvironment] = (),
 ) -> EpisodeWorkerPool:
-    """Return the pool of a run's workers, not started."""
+    """Return the pool of a run's workers, not started. `row_environments`: those that rows name
+    beside the run's own.
+    """
     environment = rollout.environment
     dialogue: dict[str, Any] = {
         "tokenizer_path": model.tokenizer_path or model.path,
@@ -167,12 +173,15 @@ def make_episode_workers(
             "add_special_tokens": data.add_special_tokens,
         },
     }
-    named = {
-        "name": environment.name,
-        "params": environment.params,
-        "key": "rollout.environment",
-    }
-    return EpisodeWorkerPool([named], dialogue, environment.num_workers, run_dir / WORKER_LOG)
+    named: list[dict[str, Any]] = [
+        {"name": environment.name, "params": environment.params, "key": "rollout.environment"}
+    ]
+    # one of a name is made as a trial: rows have been checked, and may be many
+    of_rows = {row_environment.name: row_environment for row_environment in row_environments}
+    named += [
+        {"name": one.name, "params": dict(one.params), "key": one.key} for one in of_rows.values()
+    ]
+    return EpisodeWorkerPool(named, dialogue, environment.num_workers, run_dir / WORKER_LOG)
 
 
 def make_episode_runner(

@@ -55,6 +55,8 @@ _OF_A_STEP = (
     "reward_model.",
     "algorithm.",
 )
+OF_EPISODES = "rollout.environment."
+_NOT_OF_EPISODES = ("rollout.environment.num_workers", "rollout.environment.max_concurrent")
 _OF_A_STEP_TOO = (
     *("rollout.n", "rollout.temperature", "rollout.stop"),
     *("trainer.seed", "trainer.critic_warmup", "trainer.total_training_steps"),
@@ -134,11 +136,13 @@ def compute_settings_digest(
         for former in FORMER_DEFAULTS
         if former.is_new_setting
     }
+    has_episodes = settings.get(f"{OF_EPISODES}name", "null") != "null"
+    prefixes = (*_OF_A_STEP, OF_EPISODES) if has_episodes else _OF_A_STEP
     settings_of_steps = {
         key: value
         for key, value in settings.items()
-        if not key.startswith(OF_LAYOUT)
-        and (key.startswith(_OF_A_STEP) or key in _OF_A_STEP_TOO)
+        if not key.startswith((*OF_LAYOUT, *_NOT_OF_EPISODES))
+        and (key.startswith(prefixes) or key in _OF_A_STEP_TOO)
         and (key, value) not in implied
     }
     if plugin_digests:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
 
+from rlhf_megatron.agents.row_environments import list_row_environments
 from rlhf_megatron.config.rules import PreflightCheck
 from rlhf_megatron.config.rules.run_rules import (
     count_actor_ranks,
@@ -162,6 +163,8 @@ def list_preflight_checks(
                 c.rollout.stop,
                 has_warmup=c.warmup.max_steps > 0,
                 report_line=report_line,
+                has_episodes=c.rollout.environment.name is not None,
+                is_deterministic=c.trainer.deterministic,
             )
         ),
         PreflightCheck(
@@ -232,13 +235,18 @@ def _check_prompt_data(
     stop_strings: Sequence[str],
     has_warmup: bool,
     report_line: Callable[[str], object],
+    has_episodes: bool,
+    is_deterministic: bool,
 ) -> None:
-    """Load the prompts, and check stop strings, reward sources, labels and the tokenizer's
-    vocabulary. Report what the rewards read of responses beyond their text.
+    """Load the prompts, and check stop strings, reward sources, labels, the environments that rows
+    name, and the tokenizer's vocabulary. Report what the rewards read of responses beyond their
+    text.
     """
-    sets, tokenizer = load_run_prompts(model, data, has_warmup)
+    sets, tokenizer = load_run_prompts(model, data, has_warmup, has_episodes)
     make_run_data(data, 0, stop_strings, sets, tokenizer)
     items = (*sets.train_items, *sets.held_out_items)
+    if has_episodes:
+        list_row_environments(items, is_deterministic)
     check_sources_exist(reward, {item.source for item in items})
     check_reward_labels(reward, ((item.source, item.label, item.extra) for item in items))
     _check_vocabulary_size(tokenizer.vocab_size, Path(model.path))

@@ -86,7 +86,13 @@ def check_episode_partners(loaded: LoadedConfig) -> OptionalProblems:
         ),
         (NAME, "schedule.name"),
     )
+    estimator = find_registered_part("advantage estimator", c.algorithm.adv_estimator)
     refused: tuple[tuple[bool, str, str], ...] = (
+        (
+            estimator is not None and "greedy_rewards" in estimator.needs,
+            "algorithm.adv_estimator",
+            f"{c.algorithm.adv_estimator}, which compares with greedy samples; use another one",
+        ),
         (c.actor.router_replay == "r3", "actor.router_replay", "r3; use r2 or none"),
         (c.algorithm.filter_groups.enable, "algorithm.filter_groups.enable", "true; set it false"),
         (

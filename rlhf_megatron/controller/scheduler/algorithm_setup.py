@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rlhf_megatron.agents.row_environments import ENVIRONMENT_COLUMN
 from rlhf_megatron.algorithms.advantages import ADV_ESTIMATORS
 from rlhf_megatron.algorithms.rollout_correction.correction_params import CorrectionParams
 from rlhf_megatron.config.errors import ConfigError
@@ -29,6 +30,7 @@ from rlhf_megatron.controller.scheduler.log_prob_passes import (
 )
 from rlhf_megatron.controller.scheduler.schedules import Schedule, load_schedule
 from rlhf_megatron.controller.scheduler.schedules.synchronous import SynchronousSchedule
+from rlhf_megatron.data.extra_columns import ExtraColumnWriter
 from rlhf_megatron.data.item_stream import PromptStream
 from rlhf_megatron.data.prompt_items import make_prompt_batch
 from rlhf_megatron.data.prompts import PromptSets, load_prompt_sets
@@ -123,7 +125,10 @@ def load_run_prompts(
     Raise ValueError for what a user can fix. No process is started.
     """
     tokenizer = load_tokenizer(model_config.tokenizer_path or model_config.path, model_config.path)
-    sets = load_prompt_sets(data_config, tokenizer, spells_labels, keeps_messages=keeps_messages)
+    # the column that says which environment a row's episodes have must not get lost
+    required_columns = {ENVIRONMENT_COLUMN: "rollout.environment"} if keeps_messages else {}
+    extra_writer = ExtraColumnWriter(data_config.extra_columns, required_columns)
+    sets = load_prompt_sets(data_config, tokenizer, spells_labels, extra_writer, keeps_messages)
     return sets, tokenizer
 
 

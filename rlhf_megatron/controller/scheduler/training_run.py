@@ -16,6 +16,7 @@ from rlhf_megatron.agents.dialogue import make_dialogue_format
 from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
 from rlhf_megatron.agents.join_check import check_joins, describe_joins
+from rlhf_megatron.agents.row_environments import NamedEnvironment, list_row_environments
 from rlhf_megatron.agents.run_episodes import (
     WORKER_LOG,
     RunEpisodes,
@@ -156,6 +157,10 @@ def run_training(
     sets, tokenizer = load_run_prompts(
         config.model, config.data, config.warmup.max_steps > 0, has_episodes
     )
+    row_environments: Sequence[NamedEnvironment] = ()
+    if has_episodes:
+        items = (*sets.train_items, *sets.held_out_items)
+        row_environments = list_row_environments(items, trainer.deterministic)
     data = make_run_data(config.data, trainer.seed, config.rollout.stop, sets, tokenizer)
     start = find_resume_point(config, run_dir, data.stream)
     attempts = RunAttempts(run_dir)
@@ -170,7 +175,14 @@ def run_training(
             StageWatchdog(trainer.stage_timeout_s, trainer.stage_timeouts_s, run_dir)
         )
         reached = _connect_run(
-            stack, config, connect_group, run_dir, tracker, stop_request, service_places
+            stack,
+            config,
+            connect_group,
+            run_dir,
+            tracker,
+            stop_request,
+            service_places,
+            row_environments,
         )
         for line in describe_response_reading(
             [*reached.scorer.components],
@@ -274,10 +286,11 @@ def _connect_run(
     tracker: RunTracker,
     stop_request: StopRequest,
     service_places: RunPlacement,
+    row_environments: Sequence[NamedEnvironment],
 ) -> RunConnections:
-    """Connect the hosts, and start reward servers, engines and reward processes; all of them end
-    with `stack`. Colocated hosts come first, because they must free their devices before the
-    engines start.
+    """Connect the hosts, and start reward servers, engines, reward processes and the workers of
+    episodes; all of them end with `stack`. Colocated hosts come first, because they must free their
+    devices before the engines start.
     """
     hosts = _connect_hosts(stack, config, connect_group) if config.rollout.colocated else None
     setup = EngineSetup.from_config(config)
@@ -309,7 +322,9 @@ def _connect_run(
     episode_workers = None
     if config.rollout.environment.name is not None:
         episode_workers = stack.enter_context(
-            make_episode_workers(config.rollout, config.model, config.data, run_dir)
+            make_episode_workers(
+                config.rollout, config.model, config.data, run_dir, row_environments
+            )
         )
         episode_workers.start()
     return RunConnections(

@@ -41,6 +41,7 @@ from rlhf_megatron.rollout.fleet.request_balancer import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+FAILURE_LOG_S = 10.0  # between two lines of the log about failed calls of one engine
 _ABORT_TIMEOUT_S = 5.0
 _MAX_DRIVER_LOSSES = 20  # of a piece with drivers that end: then it may be what ends them
 # that an engine gets to end what nobody awaits any more; its connection is closed then
@@ -58,6 +59,15 @@ class ChunkCall:
     call_name: str  # "": the engine cannot end it alone
     version: int | None  # of the weights that were served when it was sent
     sent_at: float  # at that time
+
+
+@dataclass
+class _UnloggedFailures:
+    """Failed calls of one engine that the log has no line of yet."""
+
+    reason: str  # of the last one
+    num_calls: int = 0
+    num_samples: int = 0
 
 
 @dataclass
@@ -123,6 +133,9 @@ class ChunkGeneration:
         self._call_counts: Counter[tuple[FleetMember | None, InferenceEngine | None]] = Counter()
         self._keeps_failures = keeps_failures
         self.failed_chunks: list[tuple[RequestChunk, EngineError]] = []
+        # by the name of the engine, router or driver
+        self._unlogged_failures: dict[str, _UnloggedFailures] = {}
+        self._failure_logged_at: dict[str, float] = {}
 
     @property
     def is_finished(self) -> bool:
@@ -141,6 +154,7 @@ class ChunkGeneration:
             if member is not None and not _is_answer_awaited(member, call.assignment.engine):
                 self._cancel_call(call)
                 self._retry_chunk(call.assignment, member.reason)
+        self._log_failures()
 
     def dispatch_chunks(self, version: int | None, other_load: OutstandingLoad) -> None:
         """Send waiting chunks in order, as long as the balancer has a place for them. Raise
@@ -232,6 +246,7 @@ class ChunkGeneration:
                     sent.member.num_stale_in_a_row = 0
                     sent.chunk.preference = EnginePreference(sent.target_name, version)
                 accepted.append((sent.chunk, groups))
+        self._log_failures()
         return accepted
 
     def measure_engine_seconds(self, chunk: RequestChunk) -> float:
@@ -277,6 +292,7 @@ class ChunkGeneration:
             )
             self._blame_member(call.assignment, words, self._supervisor.mark_failed)
             self._retry_chunk(call.assignment, words)
+        self._log_failures()
         self._abort_on_engines(late)
 
     def abandon_calls(self) -> None:
@@ -284,6 +300,7 @@ class ChunkGeneration:
         files of all answers, also of later ones.
         """
         self._is_abandoned = True
+        self._log_failures(is_last=True)
         wait(self._abort_on_engines(self._task_by_call), timeout=_ABORT_TIMEOUT_S)
         for spawned in self._task_by_call.values():
             spawned.cancel_after(_CANCEL_DELAY_S)
@@ -394,9 +411,10 @@ class ChunkGeneration:
         chunk.num_driver_losses += bool(culprit)
         culprit = culprit or assignment.target_name
         chunk.failure_by_engine[culprit] = reason
-        logger.warning(
-            "%s failed with %d samples: %s", culprit, chunk.num_samples, reason.splitlines()[0]
-        )
+        failures = self._unlogged_failures.setdefault(culprit, _UnloggedFailures(reason))
+        failures.reason = reason
+        failures.num_calls += 1
+        failures.num_samples += chunk.num_samples
         if chunk.num_failures > self._resources.request_retries:
             reason = (
                 f"{chunk.num_samples} samples failed {chunk.num_failures} times"
@@ -418,9 +436,29 @@ class ChunkGeneration:
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._waiting_chunks.appendleft(chunk)
 
+    def _log_failures(self, is_last: bool = False) -> None:
+        """Log the calls that failed, one line an engine: hundreds of turns break together when an
+        engine dies. An engine that was logged a moment ago waits, unless this is the last time.
+        """
+        now = time.monotonic()
+        for culprit, failures in list(self._unlogged_failures.items()):
+            logged_at = self._failure_logged_at.get(culprit)
+            if not is_last and logged_at is not None and now - logged_at < FAILURE_LOG_S:
+                continue
+            del self._unlogged_failures[culprit]
+            self._failure_logged_at[culprit] = now
+            logger.warning(
+                "%s failed with %d samples of %d calls: %s",
+                culprit,
+                failures.num_samples,
+                failures.num_calls,
+                failures.reason.splitlines()[0],
+            )
+
     def _give_up_chunk(self, chunk: RequestChunk, error: EngineError) -> None:
         """Raise the error, or note the chunk with its error where failures are kept."""
         if not self._keeps_failures:
+            self._log_failures(is_last=True)
             raise error
         self.failed_chunks.append((chunk, error))
 

@@ -83,3 +83,21 @@ def test_what_the_journal_depends_on(key: str, counts: bool) -> None:
     assert (
         compute_settings_digest(settings()) != compute_settings_digest(settings(**{key: "another"}))
     ) == counts
+
+
+def test_the_journal_of_episodes_depends_on_their_environment() -> None:
+    """Without one, nothing of the section counts: journals of before stay usable."""
+
+    def digest(**changed: str) -> str:
+        keys = {key.replace("__", "."): value for key, value in changed.items()}
+        section = {f"rollout.environment.{key}": value for key, value in keys.items()}
+        return compute_settings_digest({**settings(), **section})
+
+    assert digest(name="null", max_turns="8") == compute_settings_digest(settings())
+    with_game = digest(name="guess_number", max_turns="8")
+    assert with_game != compute_settings_digest(settings())
+    assert with_game != digest(name="guess_number", max_turns="9")
+    assert with_game != digest(name="guess_number", max_turns="8", params__highest="5")
+    assert with_game == digest(
+        name="guess_number", max_turns="8", num_workers="9", max_concurrent="9"
+    )

@@ -5,7 +5,7 @@ and nothing else.
 import logging
 import shutil
 import threading
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +13,12 @@ import numpy as np
 import pytest
 import torch
 from data_samples import scored
+from episode_samples import make_episode, make_turn
 from places import SUPPORT
 from scheduler_samples import train_batch
 
 from rlhf_megatron import faults
+from rlhf_megatron.agents.episode_record import Episode
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.controller.recovery.route_file_retention import RouteFileRetention
 from rlhf_megatron.controller.recovery.run_journal import (
@@ -133,6 +135,71 @@ def test_every_flipped_byte_is_found(journal: StepJournal) -> None:
         path.write_bytes(damaged)
         found = journal.read_groups(1)
         assert found == ({} if position < first else {0: group(10)}), position
+
+
+def two_episodes(first_token: int) -> list[Episode]:
+    """One of two turns over a weight sync, and one that failed before any turn."""
+    spans = ((7, 0, 1), (8, 1, 2))
+    turns = [make_turn(2, 3, 7), make_turn(4, 6, 7, spans, "length")]
+    ids = [1, 2, first_token, 4, 5, 6]
+    messages = '[{"role": "user", "content": "\u00e4"}]'
+    metrics = {"moves": 2.0}
+    whole = make_episode(
+        ids, turns, "max_turns", turn_rewards=(0.1, 1 / 3), metrics=metrics, messages=messages
+    )
+    return [whole, make_episode([1, 2], [], "environment_failed", reward=None, error="gone")]
+
+
+def same_episodes(found: list[Episode], expected: list[Episode]) -> bool:
+    return len(found) == len(expected) and all(
+        same(getattr(one, field.name), getattr(other, field.name))
+        for one, other in zip(found, expected, strict=True)
+        for field in fields(Episode)
+    )
+
+
+def test_groups_of_episodes_come_back_as_they_were(journal: StepJournal) -> None:
+    assert journal.read_episodes(3) == {}
+    journal.append_episodes(3, [(2, two_episodes(10)), (0, two_episodes(20))])
+    again = StepJournal(journal.directory, "these")
+    found = again.read_episodes(3)
+    assert set(found) == {0, 2} and same_episodes(found[2], two_episodes(10))
+    assert same_episodes(found[0], two_episodes(20))
+    again.append_episodes(3, [(1, two_episodes(30))])
+    assert set(StepJournal(journal.directory, "these").read_episodes(3)) == {0, 1, 2}
+    assert StepJournal(journal.directory, "others").read_episodes(3) == {}, "other settings"
+
+
+def test_a_piece_that_was_cut_off_gives_its_whole_groups_and_can_be_written_again(
+    journal: StepJournal, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Wherever the cut is; a group that stands there twice counts once."""
+    journal.read_episodes(1)
+    journal.append_episodes(1, [(0, two_episodes(10))])
+    path = journal.directory / "step_000001.groups"
+    one = path.stat().st_size
+    journal.append_episodes(1, [(1, two_episodes(20)), (2, two_episodes(30))])
+    whole = path.read_bytes()
+    with caplog.at_level(logging.WARNING):
+        for cut in range(one, len(whole), 7):
+            path.write_bytes(whole[:cut])
+            known = set(journal.read_episodes(1))
+            assert known in ({0}, {0, 1})
+    assert "cut off or damaged" in caplog.text
+    path.write_bytes(whole[: one + (len(whole) - one) // 2 + 9])
+    assert set(journal.read_episodes(1)) == {0, 1}
+    journal.append_episodes(1, [(1, two_episodes(40)), (2, two_episodes(50))])
+    found = journal.read_episodes(1)
+    assert set(found) == {0, 1, 2} and same_episodes(found[1], two_episodes(40))
+
+
+def test_groups_of_samples_and_of_episodes_are_strangers(journal: StepJournal) -> None:
+    """A run that has an environment now had none before, or the other way round."""
+    journal.read_groups(1)
+    journal.append_groups(1, 0, [group(10)])
+    journal.append_episodes(1, [(1, two_episodes(20))])
+    assert set(journal.read_groups(1)) == {0} and set(journal.read_episodes(1)) == {1}
+    assert find_journalled_routes(journal.directory) == set()
 
 
 @pytest.mark.parametrize(

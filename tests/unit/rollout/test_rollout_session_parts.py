@@ -39,6 +39,7 @@ from rlhf_megatron.rollout.fleet.engine_fleet import EngineFleet
 from rlhf_megatron.rollout.fleet.engine_supervisor import FleetMember
 from rlhf_megatron.rollout.fleet.request_balancer import (
     ChunkAssignment,
+    EnginePreference,
     LeastOutstandingBalancer,
     OutstandingLoad,
     RequestChunk,
@@ -216,6 +217,112 @@ def test_generate_and_a_session_do_not_take_each_others_places() -> None:
         load.count_samples(engine, False),
         load.count_all_samples(engine),
     ) == (12, 8, 20)
+
+
+def test_a_turn_goes_back_to_the_engine_that_has_its_beginning_in_the_cache() -> None:
+    """While that engine serves the same version, has room, and has not failed with the turn."""
+    engines = [member("engine0", 4), member("engine1", 4)]
+    load = OutstandingLoad()
+    balancer = LeastOutstandingBalancer()
+
+    def choose(chunk: RequestChunk, version: int = 1) -> str:
+        """The name of the engine that the balancer chooses."""
+        sent = balancer.place_chunk(chunk, engines, load, version)
+        assert sent is not None
+        return sent.target_name
+
+    at_first = balancer.place_chunk(open_chunk(0, 4), engines, load, 1)
+    assert at_first is not None and at_first.target_name == "engine0"
+    load.add_chunk(at_first)
+    assert choose(open_chunk(1, 1)) == "engine1", "the engine with less to do"
+    preference = EnginePreference("engine0", 1)
+    assert choose(replace(open_chunk(1, 1), preference=preference)) == "engine0"
+    assert choose(replace(open_chunk(1, 1), preference=preference), version=2) == "engine1"
+    gone = EnginePreference("engine7", 1)
+    assert choose(replace(open_chunk(1, 1), preference=gone)) == "engine1"
+    failed = replace(
+        open_chunk(1, 1), preference=preference, failure_by_engine={"engine0": "it died"}
+    )
+    assert choose(failed) == "engine1"
+    for key in range(2, 4):
+        load.add_chunk(
+            ChunkAssignment(
+                open_chunk(key, 4),
+                "engine0",
+                engines[0].engine.generate_async,
+                engines[0],
+                engines[0].engine,
+            )
+        )
+    assert choose(replace(open_chunk(1, 1), preference=preference)) == "engine1", "it is full"
+
+
+def test_a_session_tells_where_a_key_was_generated_and_for_how_long() -> None:
+    """The first engine fails with the key; the time of both calls counts."""
+    engines = [Refusing(), Refusing()]
+    engines[0].routes = ""
+    engines[1].address = replace(Refusing.address, name="engine1")
+    answers = [GeneratedSample((3,), (-0.5,), "length", 1)]
+
+    async def answer(
+        requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
+        await asyncio.sleep(0.2)
+        return [answers]
+
+    engines[1].generate_async = answer  # type: ignore[method-assign]
+    fleet = EngineFleet(engines, 60.0, 3)  # type: ignore[arg-type]
+    with fleet.open_session(keeps_finished_calls=True) as session:
+        assert session.measure_engine_seconds(7) == 0.0
+        session.submit_requests(7, [request((1,), (0,), 4)], EnginePreference("engine0", None))
+        session.poll_finished()
+        until(lambda: session.measure_engine_seconds(7) > 0.05)
+        engines[0].is_over.set()
+        found: list[tuple[int, SampleGroups]] = []
+        until(lambda: bool(found.extend(session.poll_finished()) or found))
+        assert found == [(7, [answers])]
+        call = session.take_finished_call(7)
+        assert call.engine is not None and call.engine.member_name == "engine1"
+        assert 0.25 <= call.engine_seconds < 60
+        assert session.measure_engine_seconds(7) == 0.0
+        with pytest.raises(KeyError):
+            session.take_finished_call(7)
+
+
+def test_turns_that_fail_together_are_one_line_of_the_log(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Dozens of turns are at an engine when it ends; another one does them."""
+    engines = [Refusing(), Refusing()]
+    engines[1].address = replace(Refusing.address, name="engine1")
+
+    async def answer(
+        requests: Sequence[GenerateRequest], timeout_s: float, name: str = ""
+    ) -> SampleGroups:
+        return [[GeneratedSample((3,), (-0.5,), "length", 1)]]
+
+    engines[1].generate_async = answer  # type: ignore[method-assign]
+    fleet = EngineFleet(engines, 60.0, 3)  # type: ignore[arg-type]
+    caplog.set_level("WARNING", chunk_generation.__name__)
+    with fleet.open_session() as session:
+        preference = EnginePreference("engine0", None)
+        for key in range(40):
+            session.submit_requests(key, [request((1,), (0,), 4)], preference)
+        keys = {key for key, _ in session.poll_finished()}
+        engines[0].is_over.set()
+        until(
+            lambda: bool(keys.update(key for key, _ in session.poll_finished()) or len(keys) == 40)
+        )
+    lines = [
+        record.getMessage() for record in caplog.records if "engine0 failed" in record.getMessage()
+    ]
+    assert 1 <= len(lines) <= 2, lines
+    counts = [
+        re.findall(r"failed with (\d+) samples of (\d+) calls: it was ended", line)
+        for line in lines
+    ]
+    num_failed = sum(int(calls) for [(_, calls)] in counts)
+    assert num_failed == fleet.take_counters()["rollout/requests_reissued"] >= 20
 
 
 def test_a_call_has_a_name_and_its_samples_have_theirs() -> None:
