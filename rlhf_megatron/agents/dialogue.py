@@ -252,10 +252,10 @@ class Dialogue:
             _refuse_tools(tools)
             text, hidden = self._join_contents(new_messages)
             return self._encode_behind(stop_text, text, hidden)
-        hidden_messages, hidden = dialogue_format.encoder.hide_control_texts(
-            list(new_messages), STRUCTURAL_ENTRIES
+        # the answer's too: a call's id may stand in front of the token that ends the answer
+        (answer, *hidden_messages), hidden = dialogue_format.encoder.hide_control_texts(
+            [self._messages[-1], *new_messages], STRUCTURAL_ENTRIES
         )
-        answer = self._messages[-1]
         try:
             suffix = dialogue_format.suffix_renderer.render_suffix(
                 self._messages[:-1], answer, hidden_messages, tools

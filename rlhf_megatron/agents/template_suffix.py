@@ -278,8 +278,9 @@ class SuffixRenderer:
         answers of the past, where it ends the last answer with a stop token at the same place
         (GPT-OSS: the model writes <|return|>, and the past has <|end|>). Else return None.
 
-        A token ends messages if it stands behind a user's message and an answer alike, and if the
-        same special token begins the next message behind both.
+        A token ends messages if it stands behind a user's message and an answer alike, if the same
+        special token begins the next message behind both, and if fewer messages are ended than
+        begun where an answer is asked for.
         """
         position, candidate = self._find_first_special(between)
         if not candidate:
@@ -297,8 +298,15 @@ class SuffixRenderer:
             self._find_first_special(text[position + len(candidate) :])
             for text in (between, behind_question)
         ]
-        is_same_beginning = next_tokens[0][1] != "" and next_tokens[0] == next_tokens[1]
-        if stop is not None and stop[0] == position and ends_question and is_same_beginning:
+        next_token = next_tokens[0][1]
+        if (
+            stop is not None
+            and stop[0] == position
+            and ends_question
+            and next_token != ""
+            and next_tokens[0] == next_tokens[1]
+            and asked.count(candidate) < asked.count(next_token)
+        ):
             return position, candidate
         return None
 

@@ -377,13 +377,34 @@ def test_template_that_ends_calls_by_what_stood_before() -> None:
     messages = [user("q")]
     joins = []
     dialogue.append_messages(messages, TOOLS)
-    for number in range(3):
+    for number in range(9):
         call = says("", tool_calls=calls(number))
         call["tool_calls"][0]["function"]["arguments"] = json.dumps({"a": "x"})
         dialogue.append_answer(made.tokenizer.encode("x<|end|>"), call)
         messages += [call, result(number, f"r{number}")]
         joins.append(show(made, dialogue.append_messages(messages, TOOLS)))
-    assert joins == ["then r0", "<|again|>then r1", "<|again|>then r2"]
+    assert joins == ["then r0", *[f"<|again|>then r{number}" for number in range(1, 9)]]
+
+
+def test_the_end_of_a_call_may_hold_the_call_s_id() -> None:
+    """As Mistral's: the id stands between the arguments and the stop token."""
+    template = """{%- for m in messages %}
+            {%- if m.tool_calls %}
+                {{- m.tool_calls[0].function.arguments|string + m.tool_calls[0].id + '<|end|>' }}
+            {%- elif m.role == 'tool' %}{{- m.tool_call_id + '=' + m.content }}
+            {%- else %}{{- m.content }}{%- endif %}
+        {%- endfor %}"""
+    made = make_template_format(template, ["<|end|>"])
+    dialogue = Dialogue(made)
+    messages = [user("q")]
+    dialogue.append_messages(messages, TOOLS)
+    for call_id in ("a", "a longer one", "<|end|>", "b"):
+        call = says("", tool_calls=[calls(1)[0] | {"id": call_id}])
+        dialogue.append_answer(made.tokenizer.encode("1<|end|>"), call)
+        messages += [call, result(1, "7") | {"tool_call_id": call_id}]
+        ids = dialogue.append_messages(messages, TOOLS)
+        assert show(made, ids) == f"{call_id}=7"
+        assert not set(ids) & set(made.stop_token_ids)
 
 
 @pytest.mark.parametrize(
@@ -392,6 +413,34 @@ def test_template_that_ends_calls_by_what_stood_before() -> None:
         # nothing ends an answer
         ("{% for m in messages %}[{{ m.role }}] {{ m.content }}{% endfor %}",
          "ends it with no token: it goes on with"),
+        # a token that is no stop token ends messages, the last one too
+        (
+            "{% for m in messages %}<|start|>{{ m.role + ' ' + m.content }}<|x|>{% endfor %}"
+            "{{ '<|start|>' if add_generation_prompt }}",
+            "ends it with no token: it goes on with",
+        ),
+        (
+            "{% for m in messages %}<|start|><|sep|>{{ m.role + ' ' + m.content }}{% endfor %}"
+            "{{ '<|start|><|sep|>' if add_generation_prompt else '<|end|>' }}",
+            "ends it with no token: it goes on with",
+        ),
+        # the last message is ended twice, or messages begin with tokens of their roles
+        (
+            "{% for m in messages %}<|start|>{{ m.role + ' ' + m.content }}<|x|>{% endfor %}"
+            "{{ '<|start|>' if add_generation_prompt else '<|end|>' }}",
+            "ends it with no token: it goes on with",
+        ),
+        (
+            "{% for m in messages %}<|{{ m.role }}|>{{ m.content }}"
+            "{{ '<|end|>' if loop.last and not add_generation_prompt else '<|x|>' }}{% endfor %}"
+            "{{ '<|assistant|>' if add_generation_prompt }}",
+            "ends it with no token: it goes on with",
+        ),
+        # the last message alone is ended, and what begins the next one is no end
+        ("{% for m in messages %}<|start|>{{ m.role + ' ' + m.content }}{% endfor %}"
+         "{{ '<|end|>' if not add_generation_prompt }}", "ends it with no token: it goes on with"),
+        ("{% for m in messages %}<|start|><|{{ m.role }}|>{{ m.content }}{% endfor %}"
+         "{{ '<|end|>' if not add_generation_prompt }}", "ends it with no token: it goes on with"),
         ("{% for m in messages %}{{ m.content if m.role == 'user' }}<|end|>{% endfor %}",
          "leaves out the text of an answer"),
         ("{% for m in messages %}{{ m.content if m.role == 'assistant' or loop.first }}<|end|>"
