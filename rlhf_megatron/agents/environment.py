@@ -17,24 +17,23 @@ made from the environment's parameters. A class has either `run`, for any code t
             is_right = turn.text == str(self.secret)
             return Observation("higher", reward=float(is_right), is_done=is_right)
 
-User code runs in worker processes. `reset`, `step` and `close` may be plain functions, which run in
-a thread, or async.
+User code runs in worker processes, with many episodes in one event loop. `reset`, `step` and
+`close` may be plain functions, which run in a thread, or async; async code that computes or waits
+without `await` holds up the other episodes of its worker.
 """
 
 from __future__ import annotations
 
-import asyncio
-import inspect
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+from numbers import Real
+from typing import Any, ClassVar, Protocol
 
+from rlhf_megatron.agents.user_code import call_user_code
 from rlhf_megatron.part_hooks import required_hook
 from rlhf_megatron.registry import Registry
 
 Message = dict[str, Any]
-Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -175,17 +174,26 @@ def check_observation(value: object) -> Observation:
     if not isinstance(value, Observation):
         raise TypeError(f"reset and step must return an Observation, not {type(value).__name__}.")
     messages = value.messages
+    if not isinstance(messages, Sequence):
+        raise TypeError(
+            f"Observation.messages must be a text or a list of messages, not"
+            f" {type(messages).__name__}."
+        )
     if not isinstance(messages, str):
         for message in messages:
             if not isinstance(message, dict) or not isinstance(message.get("role"), str):
                 raise TypeError(
-                    f"Observation.messages has {message!r:.100}; each must be a dict with role and"
-                    " content."
+                    f"Observation.messages has {repr(message)[:100]}; each must be a dict with role"
+                    " and content."
                 )
-    if isinstance(value.reward, bool) or not isinstance(value.reward, int | float):
+    if isinstance(value.reward, bool) or not isinstance(value.reward, Real):
         raise TypeError(
-            f"Observation.reward ({value.reward!r:.50}) must be a number, not"
+            f"Observation.reward ({repr(value.reward)[:50]}) must be a number, not"
             f" {type(value.reward).__name__}."
+        )
+    if not isinstance(value.metrics, Mapping):
+        raise TypeError(
+            f"Observation.metrics must be a dict of numbers, not {type(value.metrics).__name__}."
         )
     return value
 
@@ -198,19 +206,3 @@ def list_observed_messages(observation: Observation) -> list[Message]:
         text = observation.messages
         return [{"role": "user", "content": text}] if text else []
     return [dict(message) for message in observation.messages]
-
-
-_threads = ThreadPoolExecutor(max_workers=1024, thread_name_prefix="environment")
-"""Threads for user code that is not async: as many as a worker has episodes, so that one slow call
-never waits for another. A thread is made when it is first needed."""
-
-
-async def call_user_code(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function of the user's: an async one in the event loop, any other in a thread, so that
-    a slow call holds up no other episode. Return its result.
-    """
-    if inspect.iscoroutinefunction(function):
-        return await function(*arguments)
-    loop = asyncio.get_running_loop()
-    result = await loop.run_in_executor(_threads, function, *arguments)
-    return await result if inspect.isawaitable(result) else result

@@ -4,6 +4,7 @@ each has ended with. Shared by the two ways of running them, freely and in lock-
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 import time
@@ -13,10 +14,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlhf_megatron.agents.episode_messages import (
-    CancelEpisode,
     EpisodeEnd,
     EpisodeLimits,
+    ReportAlive,
     ReportEpisode,
+    ReportRelease,
     RequestTurn,
     StartEpisode,
 )
@@ -27,10 +29,12 @@ from rlhf_megatron.data.seeds import derive_seed
 
 logger = logging.getLogger(__name__)
 
-CANCEL_S = 5.0  # for code of an episode that is over to come back, else its worker is retired
 SILENT_S = 10.0  # of a worker with episodes; it is then taken for lost
+AWAY_S = 2.0  # between two looks: whoever looks was kept waiting, and so were others
+BLOCKED_WARNING_S = 1.0  # async code that keeps a worker's loop so long is named in the log
 BLOCKED_LIMIT_S = 5.0  # async code that keeps a worker's loop so long goes into a worker of its own
 ALONE_AFTER_RESTARTS = 2  # restarts from which on an episode has a worker of its own
+MAX_ALONE = 16  # workers of one episode at a time, beside those of many
 
 
 @dataclass(frozen=True)
@@ -67,17 +71,14 @@ class LiveEpisode:
 
     key: int
     place: EpisodePlace
-    attempt: int = 0
+    attempt: int = 0  # 0: it has not begun
+    num_restarts: int = 0  # because its worker was lost
     worker: EpisodeWorkerProcess | None = None
     tokens: EpisodeTokens = field(default_factory=EpisodeTokens)
     started_at: float = 0.0  # of this attempt
     environment_since: float = 0.0  # since when its environment is at work
-    needs_own_worker: bool = False
-
-    @property
-    def num_restarts(self) -> int:
-        """Return how often the episode was started again."""
-        return max(0, self.attempt - 1)
+    awaits_turn: bool = False  # its worker has asked for a turn of the policy
+    needs_own_worker: bool = False  # its code has held up a worker of many
 
 
 class EpisodeBook:
@@ -97,9 +98,11 @@ class EpisodeBook:
         on_turn_request: Callable[[LiveEpisode, RequestTurn], None],
         on_end: Callable[[LiveEpisode], None],
         measure_running_turn: Callable[[LiveEpisode], float] = lambda episode: 0.0,
+        max_alone: int | None = MAX_ALONE,
     ) -> None:
         """Plan the episodes of each prompt; none is started yet. `measure_running_turn`
-        returns the seconds that the turn under way has spent at an engine.
+        returns the seconds that the turn under way has spent at an engine. `max_alone`: workers of
+        one episode at a time; None: as many as are needed, for episodes that wait for each other.
         """
         self.finished: dict[EpisodePlace, Episode] = {}
         self.live: dict[int, LiveEpisode] = {}
@@ -113,10 +116,10 @@ class EpisodeBook:
         self._on_turn_request = on_turn_request
         self._on_end = on_end
         self._measure_running_turn = measure_running_turn
-        self._num_finished_in_row = [0] * len(prompts)
-        # key -> since when the code of an episode that is over has not come back
-        self._cancelled_at: dict[int, tuple[EpisodeWorkerProcess, float]] = {}
-        self._heard_at: dict[EpisodeWorkerProcess, float] = {}
+        self._max_alone = max_alone
+        self._num_scored_in_row = [0] * len(prompts)
+        self._looked_at = time.monotonic()
+        self._warned_environments: set[str] = set()
 
     def plan_rows(self, rows: Sequence[int]) -> None:
         """Let all episodes of these prompts wait for their start, in order."""
@@ -131,71 +134,89 @@ class EpisodeBook:
         return not self.live and not self.waiting
 
     def start_waiting_episodes(self) -> None:
-        """Start episodes that wait, as long as `max_concurrent` allows."""
+        """Start episodes that wait, as long as `max_concurrent` allows, and end those of rows in
+        quarantine. Episodes that need a worker of their own wait for one while others start.
+        """
+        postponed: list[LiveEpisode] = []
+        num_alone = sum(_is_alone(episode) for episode in self.live.values())
         while self.waiting and len(self.live) < self._settings.max_concurrent:
-            self._start_episode(self.waiting.popleft())
+            episode = self.waiting.popleft()
+            error = self._pool.quarantined_rows.get(self._identify_row(episode.place.row))
+            if error is not None:
+                self.live[episode.key] = episode
+                episode.started_at = time.monotonic()
+                self.end_episode(episode, "environment_failed", error)
+            elif not _is_alone(episode):
+                self._start_episode(episode)
+            elif self._max_alone is None or num_alone < self._max_alone:
+                num_alone += 1
+                self._start_episode(episode)
+            else:
+                postponed.append(episode)
+        self.waiting.extendleft(reversed(postponed))
 
     def handle_worker_events(self) -> None:
         """Carry out what workers have asked for and reported since the last call."""
         for event in self._pool.take_events():
             if isinstance(event, WorkerLoss):
-                self._handle_worker_loss(event.worker, event.cause)
+                self._handle_worker_loss(event)
                 continue
             worker, report = event
-            self._heard_at[worker] = time.monotonic()
-            episode = self.live.get(report.key)
-            is_current = episode is not None and episode.attempt == report.attempt
-            if isinstance(report, ReportEpisode):
-                self._cancelled_at.pop(report.key, None)
-                if is_current:
-                    assert episode is not None
-                    self._finish_episode(episode, report)
-                self._pool.release_episode(worker, report.key)
-            elif not is_current or episode is None:
-                continue
-            elif isinstance(report, RequestTurn):
-                self._on_turn_request(episode, report)
-            elif report.seconds > BLOCKED_LIMIT_S and not worker.is_solitary:
-                # its async code holds up its neighbours; alone it only holds up itself
-                episode.needs_own_worker = True
-                self._pool.kill_worker(worker)
-                self._handle_worker_loss(worker, f"was held up for {report.seconds:.0f} s")
+            if isinstance(report, ReportRelease):
+                self._pool.release_attempt(worker, report.attempt, report.is_clean)
+            elif isinstance(report, ReportAlive):
+                self._handle_blocked_loop(worker, report)
+            else:
+                self._handle_report(worker, report)
 
     def check_time_limits(self) -> None:
         """End episodes that are over their deadline, and workers that do not come back."""
         now = time.monotonic()
         for episode in list(self.live.values()):
+            if self.live.get(episode.key) is not episode:
+                continue  # ended with its group
             if now - episode.started_at > self._settings.timeout_s:
-                self.end_episode(episode, "timeout")
-        for key, (worker, cancelled_at) in list(self._cancelled_at.items()):
-            if now - cancelled_at > CANCEL_S:
-                del self._cancelled_at[key]
-                worker.is_retired = True  # one of its threads is lost
-                worker.keys.discard(key)
-        live_workers = {episode.worker for episode in self.live.values()}
-        for live_worker in live_workers:
-            if live_worker is None or live_worker.is_solitary:
-                continue
-            if now - self._heard_at.setdefault(live_worker, now) > SILENT_S:
-                self._pool.kill_worker(live_worker)
-                self._handle_worker_loss(live_worker, f"reported nothing for {SILENT_S:.0f} s")
+                self._end_late_episode(episode)
+        self._pool.retire_stuck_workers()
+        was_away = now - self._looked_at > AWAY_S
+        self._looked_at = now
+        for worker in {episode.worker for episode in self.live.values()} - {None}:
+            assert worker is not None
+            if was_away:
+                worker.heard_at = max(worker.heard_at, now - AWAY_S)
+            if not worker.is_solitary and now - worker.heard_at > SILENT_S:
+                self._lose_worker(worker, f"reported nothing for {SILENT_S:.0f} s")
+
+    def _end_late_episode(self, episode: LiveEpisode) -> None:
+        """End an episode that is over its deadline. Where the code of another one holds up its
+        worker, all of the worker's episodes start again.
+        """
+        worker = episode.worker
+        if worker is None or worker.is_solitary or not worker.is_held_up:
+            self.end_episode(episode, "timeout")
+        elif worker.is_silent:
+            self._lose_worker(worker, "reported nothing at the deadline of an episode")
+        elif worker.alive_report.attempt == episode.attempt:
+            self.end_episode(episode, "timeout")
+        else:
+            self._lose_held_up_worker(worker, worker.alive_report)
 
     def end_episode(self, episode: LiveEpisode, end: EpisodeEnd, error: str = "") -> None:
         """End an episode from outside: note its end, and tell its worker, which may take a while to
         get its code back.
         """
-        worker = episode.worker
+        if episode.worker is not None:
+            self._pool.cancel_attempt(episode.worker, episode.key, episode.attempt)
         self._finish_episode(
             episode, ReportEpisode(episode.key, episode.attempt, end, None, error=error)
         )
-        if worker is not None:
-            self._cancelled_at[episode.key] = (worker, time.monotonic())
-            worker.send_order(CancelEpisode(episode.key, episode.attempt))
 
     def abort_all(self) -> None:
         """Forget all episodes that go on or wait, for a call that was interrupted."""
-        for episode in list(self.live.values()):
-            self.end_episode(episode, "aborted")
+        for episode in self.live.values():
+            if episode.worker is not None:
+                self._pool.cancel_attempt(episode.worker, episode.key, episode.attempt)
+        self.live.clear()
         self.waiting.clear()
 
     def is_row_finished(self, row: int) -> bool:
@@ -226,8 +247,7 @@ class EpisodeBook:
         row = episode.place.row
         prompts = self._prompts
         name, params = self._choose_environment(row)
-        episode.attempt += 1
-        episode.tokens = EpisodeTokens()
+        episode.attempt = self._pool.make_attempt_number()
         episode.started_at = episode.environment_since = time.monotonic()
         order = StartEpisode(
             episode.key,
@@ -235,7 +255,7 @@ class EpisodeBook:
             name,
             params,
             self._settings.limits,
-            self._settings.timeout_s,
+            episode.started_at + self._settings.timeout_s,
             _read_messages(prompts, row),
             prompts.prompts[row],
             prompts.labels[row],
@@ -247,9 +267,76 @@ class EpisodeBook:
             list(prompts.prompt_ids[row]),
         )
         self.live[episode.key] = episode
-        is_alone = episode.needs_own_worker or episode.num_restarts >= ALONE_AFTER_RESTARTS
-        episode.worker = self._pool.start_episode(order, is_alone)
-        self._heard_at.setdefault(episode.worker, time.monotonic())
+        episode.worker = self._pool.start_episode(order, _is_alone(episode))
+
+    def _handle_report(
+        self, worker: EpisodeWorkerProcess, report: RequestTurn | ReportEpisode
+    ) -> None:
+        """Carry out a request for a turn, or note an end. A request that no episode makes, such as
+        a second one at a time, has another author than the worker: user code shares its process.
+        """
+        episode = self.live.get(report.key)
+        if isinstance(report, ReportEpisode):
+            self._pool.mark_over(worker, report.attempt)
+        if episode is None or episode.attempt != report.attempt or episode.worker is not worker:
+            return  # it is over
+        if isinstance(report, ReportEpisode):
+            self._finish_episode(episode, report)
+        elif episode.awaits_turn or not _is_valid_request(report, self._settings.limits):
+            self._lose_worker(worker, "was ended because it asked for a turn that cannot be")
+        else:
+            episode.awaits_turn = True
+            self._on_turn_request(episode, report)
+
+    def _handle_blocked_loop(self, worker: EpisodeWorkerProcess, report: ReportAlive) -> None:
+        """End a worker whose episodes are held up by async code. An episode alone only holds up
+        itself.
+        """
+        if worker.is_solitary or (report.attempt is None and report.blocked_s < SILENT_S):
+            return
+        if report.blocked_s > BLOCKED_WARNING_S:
+            for episode in self._find_blocking_episodes(worker, report):
+                self._warn_of_blocking_code(episode, report.blocked_s)
+        if report.blocked_s > BLOCKED_LIMIT_S:
+            self._lose_held_up_worker(worker, report)
+
+    def _lose_held_up_worker(self, worker: EpisodeWorkerProcess, report: ReportAlive) -> None:
+        """End a worker that is held up; the episode to blame goes into a worker of its own."""
+        for episode in self._find_blocking_episodes(worker, report):
+            episode.needs_own_worker = True
+        self._lose_worker(worker, f"was held up for {report.blocked_s:.0f} s by async code")
+
+    def _find_blocking_episodes(
+        self, worker: EpisodeWorkerProcess, report: ReportAlive
+    ) -> list[LiveEpisode]:
+        """Return the episode whose code holds up a worker; none where the code is of an episode
+        that is over.
+        """
+        return [
+            episode
+            for episode in self.live.values()
+            if episode.worker is worker and episode.attempt == report.attempt
+        ]
+
+    def _warn_of_blocking_code(self, episode: LiveEpisode, seconds: float) -> None:
+        """Log, once for each environment, that its async code holds up other episodes."""
+        name, _ = self._choose_environment(episode.place.row)
+        if name not in self._warned_environments:
+            self._warned_environments.add(name)
+            logger.warning(
+                "async code of the environment %s has kept %.1f s from the other episodes of its"
+                " worker; make it a plain function, which runs in a thread, or await what it waits"
+                " for.",
+                name,
+                seconds,
+            )
+
+    def _identify_row(self, row: int) -> str:
+        """Return what makes two rows the same, in all steps of a run."""
+        prompts = self._prompts
+        parts = [prompts.prompts[row], prompts.labels[row], prompts.extras[row]]
+        parts += [prompts.chats[row]] if prompts.chats else []
+        return hashlib.blake2b(json.dumps(parts).encode(), digest_size=16).hexdigest()
 
     def _choose_environment(self, row: int) -> tuple[str, dict[str, Any]]:
         """Return the name and the parameters of the environment of a prompt: those of its column
@@ -261,31 +348,53 @@ class EpisodeBook:
             return self._settings.environment, self._settings.params
         return str(named["name"]), dict(named.get("params") or {})
 
-    def _handle_worker_loss(self, worker: EpisodeWorkerProcess, cause: str) -> None:
+    def _lose_worker(self, worker: EpisodeWorkerProcess, cause: str) -> None:
+        """End a worker, and handle its loss."""
+        self._pool.kill_worker(worker)
+        self._handle_worker_loss(WorkerLoss(worker, cause))
+
+    def _handle_worker_loss(self, loss: WorkerLoss) -> None:
         """Start the episodes of a lost worker again, from their seeds and with a new deadline. An
-        episode that was alone in it has ended it: it is not tried again.
+        episode that was alone in it has ended it: neither it nor its row is tried again.
         """
-        self._heard_at.pop(worker, None)
-        for key, (other, _) in list(self._cancelled_at.items()):
-            if other is worker:
-                del self._cancelled_at[key]
-        for episode in [one for one in self.live.values() if one.worker is worker]:
-            self._on_end(episode)
-            if worker.is_solitary:
-                error = f"The worker of this episode alone {cause}; its code has ended the worker."
-                self._finish_episode(
-                    episode,
-                    ReportEpisode(
-                        episode.key, episode.attempt, "environment_failed", None, error=error
-                    ),
-                )
-                continue
-            del self.live[episode.key]
-            episode.worker = None
-            self.waiting.appendleft(episode)
-        if not worker.is_solitary:
-            logger.warning("a worker of %d episodes %s; they start again", len(worker.keys), cause)
-        worker.keys.clear()
+        worker = loss.worker
+        episodes = [one for one in self.live.values() if one.worker is worker]
+        for episode in episodes:
+            if self.live.get(episode.key) is not episode:
+                continue  # ended with its group
+            if worker.is_solitary and loss.is_own_doing:
+                self._quarantine_row(episode, loss.cause)
+            else:
+                self._plan_restart(episode, loss.is_own_doing)
+        if episodes and not worker.is_solitary:
+            logger.warning(
+                "a worker of %d episodes %s; they start again", len(episodes), loss.cause
+            )
+        worker.attempts.clear()
+
+    def _plan_restart(self, episode: LiveEpisode, is_counted: bool) -> None:
+        """Let an episode wait for another start. `is_counted`: its code may have ended its
+        worker.
+        """
+        self._on_end(episode)
+        del self.live[episode.key]
+        episode.worker = None
+        episode.tokens = EpisodeTokens()
+        episode.awaits_turn = False
+        episode.num_restarts += is_counted
+        self.waiting.appendleft(episode)
+
+    def _quarantine_row(self, episode: LiveEpisode, cause: str) -> None:
+        """End an episode whose code has ended a worker of its own, and try its row no more."""
+        name, _ = self._choose_environment(episode.place.row)
+        error = (
+            f"The worker of this episode alone {cause}; the code of the environment {name} has"
+            " ended the worker. The row is not tried again in this run."
+        )
+        self._pool.quarantined_rows[self._identify_row(episode.place.row)] = error
+        logger.warning("the row %.60r: %s", self._prompts.prompts[episode.place.row], error)
+        episode.worker = None
+        self.end_episode(episode, "environment_failed", error)
 
     def _finish_episode(self, episode: LiveEpisode, report: ReportEpisode) -> None:
         """Note the end of an episode, and abort the rest of its group where the group may close."""
@@ -313,11 +422,10 @@ class EpisodeBook:
             self._choose_environment(row)[0],
             unfinished_s,
         )
-        if report.end == "aborted":
-            return
-        self._num_finished_in_row[row] += 1
-        if self._num_finished_in_row[row] >= self._min_group:
-            self._abort_rest_of_group(row)
+        if self.finished[episode.place].is_scored:
+            self._num_scored_in_row[row] += 1
+            if self._num_scored_in_row[row] == self._min_group:
+                self._abort_rest_of_group(row)
 
     def _abort_rest_of_group(self, row: int) -> None:
         """End the episodes of a group that has enough others."""
@@ -330,11 +438,25 @@ class EpisodeBook:
             self.end_episode(episode, "aborted")
 
 
+def _is_alone(episode: LiveEpisode) -> bool:
+    """Return whether an episode has, or is to have, a worker of its own."""
+    return episode.needs_own_worker or episode.num_restarts >= ALONE_AFTER_RESTARTS
+
+
+def _is_valid_request(request: RequestTurn, limits: EpisodeLimits) -> bool:
+    """Return whether a worker may ask for this turn."""
+    return (
+        1 <= request.max_new_tokens <= limits.max_turn_tokens
+        and len(request.new_ids) <= limits.max_prompt_tokens + limits.max_tokens
+        and min(request.new_ids, default=0) >= 0
+    )
+
+
 def _read_messages(prompts: PromptBatch, row: int) -> list[dict[str, Any]]:
     """Return the prompt of a row as messages: those of its chat, or its text as one message of the
     user.
     """
-    if prompts.chats is not None and prompts.chats[row]:
+    if prompts.chats and prompts.chats[row]:
         messages: list[dict[str, Any]] = json.loads(prompts.chats[row])
         return messages
     return [{"role": "user", "content": prompts.prompts[row]}]

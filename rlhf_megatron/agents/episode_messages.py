@@ -2,16 +2,15 @@
 values. Nothing that a worker sends is unpickled.
 
     controller  StartEpisode, DeliverTurn, CancelEpisode
-    worker      RequestTurn, ReportEpisode, ReportBlockedLoop
+    worker      RequestTurn, ReportEpisode, ReportRelease, ReportAlive
 
-An episode is named by its key, and by its attempt: a message of an earlier attempt, from a worker
-that was lost, is dropped.
+Each start of an episode has a number of its own, its attempt, which is unique within a run. What a
+worker says of an attempt that is over is dropped.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 import msgspec
@@ -53,12 +52,12 @@ class EpisodeLimits:
 class StartEpisode:
     """Order to a worker: run an episode."""
 
-    key: int
-    attempt: int
+    key: int  # of the episode within a call
+    attempt: int  # unique within a run
     environment: str  # a registered name
     params: dict[str, Any]
     limits: EpisodeLimits
-    timeout_s: float  # until the deadline
+    deadline: float  # in the seconds of time.monotonic, which all processes of a machine share
     # the row: see `environment.Task`
     messages: list[dict[str, Any]]
     prompt: str
@@ -84,7 +83,7 @@ class DeliverTurn:
 
 @dataclass(frozen=True)
 class CancelEpisode:
-    """Order to a worker: end an episode now; it reports nothing."""
+    """Order to a worker: end an episode now. Its worker reports its release alone."""
 
     key: int
     attempt: int
@@ -115,31 +114,41 @@ class ReportEpisode:
 
 
 @dataclass(frozen=True)
-class ReportBlockedLoop:
-    """Report of a worker's watching thread: async code of this episode keeps the event loop from
-    the worker's other episodes. It comes again and again while that is so.
+class ReportRelease:
+    """Report of a worker, the last one of each attempt: the episode's environment is closed.
+    `is_clean`: all its code has come back; else it goes on in a thread or a task that cannot be
+    ended.
     """
 
-    key: int
     attempt: int
-    seconds: float
+    is_clean: bool
+
+
+@dataclass(frozen=True)
+class ReportAlive:
+    """Report of a worker's watching thread, again and again: how long something has kept the event
+    loop from the worker's episodes, and the attempt whose code that is (None: not known).
+    """
+
+    blocked_s: float
+    attempt: int | None
 
 
 WorkerOrder: TypeAlias = StartEpisode | DeliverTurn | CancelEpisode
-WorkerReport: TypeAlias = RequestTurn | ReportEpisode | ReportBlockedLoop
+WorkerReport: TypeAlias = RequestTurn | ReportEpisode | ReportRelease | ReportAlive
 _ORDERS: dict[str, type] = {
     kind.__name__: kind for kind in (StartEpisode, DeliverTurn, CancelEpisode)
 }
 _REPORTS: dict[str, type] = {
-    kind.__name__: kind for kind in (RequestTurn, ReportEpisode, ReportBlockedLoop)
+    kind.__name__: kind for kind in (RequestTurn, ReportEpisode, ReportRelease, ReportAlive)
 }
 
 
 def encode_worker_message(message: WorkerOrder | WorkerReport) -> bytes:
     """Return the message as a line of JSON. Raise TypeError or ValueError for values that JSON does
-    not have.
+    not have, and for texts that UTF-8 does not have.
     """
-    return json.dumps([type(message).__name__, asdict(message)]).encode() + b"\n"
+    return msgspec.json.encode((type(message).__name__, message)) + b"\n"
 
 
 def decode_order(line: bytes) -> WorkerOrder:
@@ -154,12 +163,12 @@ def decode_report(line: bytes) -> WorkerReport:
     """
     try:
         report: WorkerReport = _decode_message(line, _REPORTS)
-    except (msgspec.ValidationError, KeyError, TypeError, RecursionError) as error:
+    except (msgspec.MsgspecError, KeyError, RecursionError) as error:
         raise ValueError(f"{line[:80]!r} is no report of an episode: {error}.") from None
     return report
 
 
 def _decode_message(line: bytes, kinds: dict[str, type]) -> Any:
     """Return the message of one of these kinds that a line holds."""
-    name, fields = json.loads(line)
-    return msgspec.convert(fields, kinds[name])
+    name, fields = msgspec.json.decode(line, type=tuple[str, msgspec.Raw])
+    return msgspec.json.decode(fields, type=kinds[name])

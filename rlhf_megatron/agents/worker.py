@@ -13,29 +13,33 @@ import asyncio
 import faulthandler
 import gc
 import json
+import os
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from rlhf_megatron.agents.dialogue import DialogueFormat, make_dialogue_format
-from rlhf_megatron.agents.episode import make_environment, run_episode
+from rlhf_megatron.agents.episode import CLOSE_S, EpisodeAttempt, make_environment
 from rlhf_megatron.agents.episode_messages import (
     CancelEpisode,
     DeliverTurn,
-    ReportBlockedLoop,
+    ReportAlive,
     ReportEpisode,
+    ReportRelease,
     RequestTurn,
     StartEpisode,
     WorkerReport,
     decode_order,
     encode_worker_message,
 )
+from rlhf_megatron.agents.user_code import CURRENT_CODE, EpisodeCode, TaskOwners
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import DataConfig
 from rlhf_megatron.config.type_conversion import build_params
@@ -49,18 +53,20 @@ from rlhf_megatron.rewards.service.worker_messages import CONTROL_BYTES, encode_
 from rlhf_megatron.rewards.service.worker_template import WorkerTemplate
 
 MAX_LINE_BYTES = 1 << 26  # of an order
-BLOCKED_S = 1.0  # until the watching thread reports code that keeps the event loop to itself
-WATCH_S = 0.2
+MARK_S = 0.2  # between two marks that the event loop turns
+WATCH_S = 1.0  # between two reports that the process is alive
+OOM_SCORE = "1000"  # the kernel's mark of what is ended first where memory runs out
 
 
 @dataclass
 class _RunningEpisode:
-    """An episode of this worker."""
+    """An episode of this worker, until its code has come back."""
 
     order: StartEpisode
-    task: asyncio.Task[None] | None = None
+    task: asyncio.Task[bool] | None = None
     # the answer that the episode waits for
     awaited_turn: asyncio.Future[DeliverTurn] | None = None
+    is_over: bool = False  # it has reported, or was cancelled
 
 
 class EpisodeWorker:
@@ -70,14 +76,19 @@ class EpisodeWorker:
         """Take what all episodes share. `connection` leads to the controller."""
         self._dialogue_format = dialogue_format
         self._connection = connection
-        self._episode_by_key: dict[int, _RunningEpisode] = {}
+        self._episodes: dict[int, _RunningEpisode] = {}  # by attempt
+        self._task_owners = TaskOwners()
         self._write_lock = threading.Lock()
         self._loop_turned_at = time.monotonic()
+        self._pid = os.getpid()
 
     async def serve(self) -> None:
-        """Carry out orders until the controller closes the connection."""
-        reader, _ = await asyncio.open_connection(sock=self._connection, limit=MAX_LINE_BYTES)
+        """Carry out orders until the controller closes its side of the connection; then end all
+        episodes, and close their environments.
+        """
         loop = asyncio.get_running_loop()
+        self._task_owners.watch_loop(loop)
+        reader, _ = await asyncio.open_connection(sock=self._connection, limit=MAX_LINE_BYTES)
         threading.Thread(target=self._watch_loop, args=(loop,), daemon=True).start()
         turning = asyncio.create_task(self._mark_turns())
         try:
@@ -85,101 +96,112 @@ class EpisodeWorker:
                 self._carry_out(line)
         except ConnectionError:
             pass
-        finally:
-            turning.cancel()
+        for episode in list(self._episodes.values()):
+            self._cancel_episode(episode)
+        leaving = [one.task for one in self._episodes.values() if one.task is not None]
+        if leaving:
+            await asyncio.wait(leaving, timeout=CLOSE_S)
+        turning.cancel()
 
     def _carry_out(self, line: bytes) -> None:
         """Carry out one order."""
+        self._exit_if_forked()
         order = decode_order(line)
         if isinstance(order, StartEpisode):
             episode = _RunningEpisode(order)
-            self._episode_by_key[order.key] = episode
-            episode.task = asyncio.create_task(self._run_episode(episode), name=str(order.key))
+            self._episodes[order.attempt] = episode
+            episode.task = asyncio.create_task(self._run_episode(episode))
+            # also where the task is cancelled before it has begun
+            episode.task.add_done_callback(partial(self._release_episode, episode))
             return
-        running = self._episode_by_key.get(order.key)
-        if running is None or running.order.attempt != order.attempt:
+        running = self._episodes.get(order.attempt)
+        if running is None:
             return  # it has ended meanwhile
         if isinstance(order, CancelEpisode):
-            assert running.task is not None
-            running.task.cancel()
+            self._cancel_episode(running)
         elif running.awaited_turn is not None and not running.awaited_turn.done():
             running.awaited_turn.set_result(order)
 
-    async def _run_episode(self, episode: _RunningEpisode) -> None:
-        """Run one episode, and report how it ended; an episode that is cancelled reports
-        `aborted`, so that the controller knows that its code has come back.
+    @staticmethod
+    def _cancel_episode(episode: _RunningEpisode) -> None:
+        """End an episode that goes on; do not disturb the closing of one that is over."""
+        assert episode.task is not None, "an episode has a task from its start on"
+        if not episode.is_over:
+            episode.is_over = True
+            episode.task.cancel()
+
+    async def _run_episode(self, episode: _RunningEpisode) -> bool:
+        """Run one episode, and report how it ended unless it was cancelled. Get its code back, and
+        return whether all of it has come.
         """
         order = episode.order
-
-        async def take_turn(request: RequestTurn) -> DeliverTurn:
-            """Ask the controller for a turn of the policy, and wait for it."""
-            episode.awaited_turn = asyncio.get_running_loop().create_future()
-            self._send_report(request)
-            return await episode.awaited_turn
-
         try:
-            report = await run_episode(order, self._dialogue_format, take_turn)
-        except asyncio.CancelledError:
-            report = ReportEpisode(order.key, order.attempt, "aborted", None)
-        except Exception as error:  # no fault of the environment's: its own are in the report
-            report = ReportEpisode(
-                order.key,
-                order.attempt,
-                "environment_failed",
-                None,
-                error=format_traceback_end(error),
+            code = EpisodeCode(order.attempt)
+            CURRENT_CODE.set(code)
+            attempt = EpisodeAttempt(
+                order, self._dialogue_format, partial(self._take_turn, episode), code
             )
-        if self._episode_by_key.get(order.key) is episode:
-            del self._episode_by_key[order.key]
-        self._send_report(report)
+            with suppress(asyncio.CancelledError):
+                report = await attempt.run()
+                episode.is_over = True
+                self._send_report(report)
+            return await attempt.leave()
+        except Exception as error:  # no fault of the environment's: its own are in the report
+            if not episode.is_over:
+                episode.is_over = True
+                text = format_traceback_end(error)
+                self._send_report(
+                    ReportEpisode(order.key, order.attempt, "environment_failed", None, error=text)
+                )
+            return False
+
+    def _release_episode(self, episode: _RunningEpisode, task: asyncio.Task[bool]) -> None:
+        """Report that an episode's code has come back, or that it never will."""
+        attempt = episode.order.attempt
+        del self._episodes[attempt]
+        self._send_report(ReportRelease(attempt, task.cancelled() or task.result()))
+
+    async def _take_turn(self, episode: _RunningEpisode, request: RequestTurn) -> DeliverTurn:
+        """Ask the controller for a turn of the policy, and wait for it."""
+        episode.awaited_turn = asyncio.get_running_loop().create_future()
+        self._send_report(request)
+        return await episode.awaited_turn
 
     def _send_report(self, report: WorkerReport) -> None:
         """Write a report into the connection. The controller reads all the time, so this does not
-        wait for long. Messages of an environment that JSON does not have are left out.
+        wait for long.
         """
-        try:
-            line = encode_worker_message(report)
-        except (TypeError, ValueError) as error:
-            assert isinstance(report, ReportEpisode), "all else is numbers"
-            note = [{"role": "note", "content": f"The talk cannot be shown: {error}."}]
-            line = encode_worker_message(
-                ReportEpisode(
-                    report.key,
-                    report.attempt,
-                    report.end,
-                    report.reward,
-                    report.turn_rewards,
-                    report.metrics,
-                    note,
-                    report.error,
-                )
-            )
+        self._exit_if_forked()
+        line = encode_worker_message(report)
         with self._write_lock:
             _send_all(self._connection, line)
+
+    def _exit_if_forked(self) -> None:
+        """End this process where it is a child that user code has forked and let come back: the
+        episodes are its parent's to run.
+        """
+        if os.getpid() != self._pid:
+            os._exit(0)
 
     async def _mark_turns(self) -> None:
         """Note again and again that the event loop turns."""
         while True:
+            self._exit_if_forked()
             self._loop_turned_at = time.monotonic()
-            await asyncio.sleep(WATCH_S)
+            await asyncio.sleep(MARK_S)
 
     def _watch_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Report, on a thread of its own, the episode whose async code keeps the event loop to
-        itself. Code in C that holds Python's lock stops this thread too; the controller then misses
-        everything.
+        """Tell the controller, on a thread of its own, that this process is alive, and whose async
+        code keeps the event loop to itself. Code in C that holds Python's lock stops this thread
+        too; the controller then misses its reports.
         """
         while True:
             time.sleep(WATCH_S)
-            blocked_s = time.monotonic() - self._loop_turned_at
-            task = asyncio.current_task(loop)
-            if blocked_s < BLOCKED_S or task is None:
-                continue
-            running = next(
-                (one for one in list(self._episode_by_key.values()) if one.task is task), None
-            )
-            if running is not None:
-                order = running.order
-                self._send_report(ReportBlockedLoop(order.key, order.attempt, blocked_s))
+            blocked_s = time.monotonic() - self._loop_turned_at - MARK_S
+            attempt = None
+            if blocked_s > 0 and (task := asyncio.current_task(loop)) is not None:
+                attempt = self._task_owners.find_attempt(task)
+            self._send_report(ReportAlive(max(0.0, blocked_s), attempt))
 
 
 def _send_all(connection: socket.socket, data: bytes) -> None:
@@ -197,8 +219,14 @@ def _send_all(connection: socket.socket, data: bytes) -> None:
 
 
 def serve_episodes(dialogue_format: DialogueFormat, connection: socket.socket) -> None:
-    """Run a worker until the controller closes the connection."""
-    asyncio.run(EpisodeWorker(dialogue_format, connection).serve())
+    """Run a worker until the controller closes the connection. Where memory runs out, the kernel
+    ends workers first: their episodes start again.
+    """
+    with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(OOM_SCORE)
+    # not asyncio.run, which would wait for threads that do not come back
+    loop = asyncio.new_event_loop()
+    loop.run_until_complete(EpisodeWorker(dialogue_format, connection).serve())
 
 
 def check_environments(environments: list[Mapping[str, Any]]) -> list[str]:
@@ -218,6 +246,21 @@ def check_environments(environments: list[Mapping[str, Any]]) -> list[str]:
                 f"{entry['key']} ({entry['name']}) cannot be made:\n{format_traceback_end(error)}"
             )
     return problems
+
+
+def find_fork_hazards() -> list[str]:
+    """Return a note where plugins have started threads in this process: a fork has none of them,
+    and waits for ever for a lock that one of them holds.
+    """
+    with suppress(OSError):
+        num_threads = len(os.listdir("/proc/self/task"))
+        if num_threads > 1:
+            return [
+                f"plugins have started {num_threads - 1} threads in the process that workers of"
+                " episodes are forked off, and a fork has no threads; start them in the"
+                " environment's __init__ or reset."
+            ]
+    return []
 
 
 def main() -> None:
@@ -241,10 +284,11 @@ def main() -> None:
     tokenizer = load_tokenizer(message["tokenizer_path"], message["model_path"])
     data = build_params(DataConfig, message["data"], "data")
     dialogue_format = make_dialogue_format(tokenizer, data, message["stop"])
+    notes = find_fork_hazards()
     gc.collect()
     gc.freeze()  # keeps the memory that workers share from being copied for nothing
     sys.stdout.flush()
-    control.send(encode_json_line({"ready": True, "notes": []}))
+    control.send(encode_json_line({"ready": True, "notes": notes}))
     WorkerTemplate(partial(serve_episodes, dialogue_format), control).serve_controller()
 
 

@@ -7,8 +7,6 @@ time without a CPU does not count.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import selectors
 import time
 from collections import Counter, deque
@@ -23,6 +21,7 @@ from rlhf_megatron.rewards.service.worker_processes import (
     RewardWorkerProcess,
     TemplateProcess,
     WorkerEnd,
+    shorten_log,
     start_reward_template,
 )
 
@@ -32,7 +31,6 @@ CHUNKS_PER_WORKER = 4  # as long as there are enough tasks
 OVERLOAD = 20
 MAX_DEATHS = 2  # of workers, at one sample
 MAX_RESTARTS = 3  # of the template, in one batch
-MAX_LOG_BYTES = 1 << 24
 
 
 class RewardWorkerPool:
@@ -140,17 +138,9 @@ class RewardWorkerPool:
         self.wait_until_ready()
 
     def shorten_log(self) -> None:
-        """Keep the last MAX_LOG_BYTES / 2 bytes of a log that is longer than MAX_LOG_BYTES. The
-        processes append to it.
-        """
-        with contextlib.suppress(OSError):
-            if self.log_path is not None and self.log_path.stat().st_size > MAX_LOG_BYTES:
-                with self.log_path.open("r+b") as file:
-                    file.seek(-MAX_LOG_BYTES // 2, os.SEEK_END)
-                    rest = file.read(MAX_LOG_BYTES // 2)
-                    file.seek(0)
-                    file.write(b"[what was before is left out]\n" + rest)
-                    file.truncate()
+        """Keep the log of the processes short."""
+        if self.log_path is not None:
+            shorten_log(self.log_path)
 
     def close(self) -> None:
         """End the template and all workers. Safe to call twice; `start` may follow."""

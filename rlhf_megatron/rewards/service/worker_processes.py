@@ -38,6 +38,7 @@ logger = logging.getLogger(__name__)
 STARTUP_S = 300.0  # for imports
 SEND_S = 30.0  # a worker that reads nothing for so long is broken
 STOP_S = 5.0
+MAX_LOG_BYTES = 1 << 24
 REWARD_TEMPLATE = "rlhf_megatron.rewards.service.worker_template"
 Worker = TypeVar("Worker")
 
@@ -124,6 +125,20 @@ class WorkerEnd:
 def log_note_once(note: str) -> None:
     """Log the note as a warning, once in this process."""
     logger.warning(note)
+
+
+def shorten_log(log_path: Path) -> None:
+    """Keep the last MAX_LOG_BYTES / 2 bytes of a log that is longer than MAX_LOG_BYTES. Template
+    and workers append to it.
+    """
+    with contextlib.suppress(OSError):
+        if log_path.stat().st_size > MAX_LOG_BYTES:
+            with log_path.open("r+b") as file:
+                file.seek(-MAX_LOG_BYTES // 2, os.SEEK_END)
+                rest = file.read(MAX_LOG_BYTES // 2)
+                file.seek(0)
+                file.write(b"[what was before is left out]\n" + rest)
+                file.truncate()
 
 
 def start_reward_template(

@@ -177,7 +177,7 @@ with make_reward_scorer(config(), Path({str(tmp_path / "log")!r})) as scorer:
 
 
 def test_the_log_is_bounded(scorer: RewardScorer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rlhf_megatron.rewards.service.worker_pool.MAX_LOG_BYTES", 2000)
+    monkeypatch.setattr("rlhf_megatron.rewards.service.worker_processes.MAX_LOG_BYTES", 2000)
     for _ in range(5):
         scorer([sample("print")] * 50)
     scorer([sample("7")])
