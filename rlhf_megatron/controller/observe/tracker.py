@@ -226,7 +226,9 @@ class RunTracker:
         spell = self.facts.decode_tokens
         view = BatchView(
             samples=tuple(
-                make_logged_samples(step, batch, self.facts.num_samples_logged, self.facts.seed)
+                make_logged_samples(
+                    step, batch, self.facts.num_samples_logged, self.facts.seed, spell
+                )
             ),
             mismatch_step=make_mismatch_step(step, batch, spell) if spell else None,
             iter_distributions=partial(iter_distributions, batch, self._batch_version),

@@ -124,6 +124,8 @@ def test_a_sample_as_it_stands_in_the_file(tmp_path: Path) -> None:
         "version_spans": [],
         "num_cached_tokens": None,
         "num_retractions": None,
+        "episode_end": None,
+        "talk": [],
     }  # a part that this sample has not is left out
     assert (worst["reward"], worst["parts"], worst["num_tokens"]) == (
         0.0,

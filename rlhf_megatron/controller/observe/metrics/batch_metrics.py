@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import get_args
@@ -28,7 +28,7 @@ from rlhf_megatron.algorithms.metric_names import make_single_key_part
 from rlhf_megatron.algorithms.prompt_groups import PromptGroups
 from rlhf_megatron.config.rules.part_rules import MAIN_REWARD
 from rlhf_megatron.controller.observe.metrics.metric_catalogue import make_source_key_part
-from rlhf_megatron.controller.observe.report.run_files import LoggedSample
+from rlhf_megatron.controller.observe.report.run_files import LoggedSample, TalkPiece
 from rlhf_megatron.data.batch import RolloutBatch, ScoredBatch, TokenBatch, TrainBatch
 from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.rollout.engine_interface import FinishReason
@@ -535,9 +535,15 @@ def choose_logged_samples(
 
 
 def make_logged_samples(
-    step: int, batch: ScoredBatch, max_samples: int, seed: int
+    step: int,
+    batch: ScoredBatch,
+    max_samples: int,
+    seed: int,
+    decode_tokens: Callable[[Sequence[int]], str] | None = None,
 ) -> list[LoggedSample]:
-    """Return the samples of a step that `choose_logged_samples` chooses, with their full texts."""
+    """Return the samples of a step that `choose_logged_samples` chooses, with their full texts.
+    `decode_tokens` makes the talk of an episode; None: episodes are shown without.
+    """
     lengths = count_sampled_tokens(batch)
     is_valid = make_valid_sample_mask(batch)
     return [
@@ -561,9 +567,34 @@ def make_logged_samples(
             version_spans=batch.version_spans[i] if batch.version_spans is not None else (),
             num_cached_tokens=_read_optional_count(batch.num_cached_tokens, i),
             num_retractions=_read_optional_count(batch.num_retractions, i),
+            episode_end=None if batch.episode_ends is None else batch.episode_ends[i],
+            talk=() if decode_tokens is None else make_talk_pieces(batch, i, decode_tokens),
         )
         for i, kind in choose_logged_samples(step, batch, max_samples, seed)
     ]
+
+
+def make_talk_pieces(
+    batch: ScoredBatch, sample_index: int, decode_tokens: Callable[[Sequence[int]], str]
+) -> tuple[TalkPiece, ...]:
+    """Return the turns of an episode with what stands between them; () for a sample of one answer
+    and for an episode without a turn.
+    """
+    if batch.turn_spans is None or not batch.turn_spans[sample_index]:
+        return ()
+    spans = batch.turn_spans[sample_index]
+    rewards = batch.turn_rewards[sample_index] if batch.turn_rewards is not None else ()
+    begin = int(batch.offsets[sample_index])
+    token_ids = batch.token_ids[begin : int(batch.offsets[sample_index + 1])].tolist()
+    pieces = []
+    end_before = spans[0][0]
+    for number, (start, end) in enumerate(spans):
+        if start > end_before:
+            pieces.append(TalkPiece(decode_tokens(token_ids[end_before:start]), False))
+        reward = rewards[number] if rewards else None
+        pieces.append(TalkPiece(decode_tokens(token_ids[start:end]), True, reward))
+        end_before = end
+    return tuple(pieces)
 
 
 def _read_optional_count(column: Tensor | None, sample_index: int) -> int | None:

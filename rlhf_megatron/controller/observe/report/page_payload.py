@@ -293,7 +293,12 @@ class PagePayload:
 
     def add_samples(self, samples: Sequence[LoggedSample]) -> None:
         """Add the samples that the page shows."""
-        self._views["samples"] = [_replace_non_finite_values(vars(sample)) for sample in samples]
+        self._views["samples"] = [
+            _replace_non_finite_values(
+                vars(sample) | {"talk": [vars(piece) for piece in sample.talk]}
+            )
+            for sample in samples
+        ]
 
     def add_held_out_samples(self, samples: Sequence[HeldOutSample]) -> None:
         """Add the held-out samples that the page shows."""

@@ -71,6 +71,17 @@ class TraceSpan:
 
 
 @dataclass(frozen=True)
+class TalkPiece:
+    """A stretch of an episode behind its first prompt: a turn of the policy, or what the
+    environment and the template put before the next one.
+    """
+
+    text: str  # with special tokens
+    is_sampled: bool  # by the policy: it trains
+    reward: float | None = None  # of a turn, where turns have rewards
+
+
+@dataclass(frozen=True)
 class LoggedSample:
     """A line of samples.jsonl. Prompt, response and label are text that a model or a
     stranger wrote.
@@ -93,6 +104,9 @@ class LoggedSample:
     # of the prompt; None, here and below: an older run did not tell
     num_cached_tokens: int | None = None
     num_retractions: int | None = None
+    # of an episode with an environment; None and () where a sample is one answer
+    episode_end: str | None = None
+    talk: tuple[TalkPiece, ...] = ()
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class SamplesView {
   draw() {
     const text = this.search.value.toLowerCase();
     let rows = this.rows.filter((r) => Object.entries(this.filters).every(([field, f]) => !f.value || String(r[field]) === f.value)
-      && (!text || r.prompt.toLowerCase().includes(text) || r.response.toLowerCase().includes(text)));
+      && (!text || r.prompt.toLowerCase().includes(text) || r.response.toLowerCase().includes(text) || r.talk.some((p) => p.text.toLowerCase().includes(text))));
     if (this.order.value) {
       const sign = this.order.value === "up" ? 1 : -1;
       const place = (r) => (known(r.reward) ? sign * r.reward : Infinity);
@@ -54,10 +54,17 @@ class SamplesView {
     return el("article", { class: "sample" },
       el("div", { class: "head" }, el("span", { class: `tag ${["best", "worst"].includes(r.kind) ? r.kind : ""}`, text: r.kind }), fact("step", r.step),
         fact("reward", known(r.reward) ? number(r.reward) : null), fact("label", r.label), fact("status", r.status), fact("source", r.source),
-        fact("ended by", r.finish_reason), fact("tokens", r.num_tokens), fact("version", versions(r)),
+        fact("ended by", known(r.episode_end) ? r.episode_end : r.finish_reason), fact("turns", r.talk.filter((p) => p.is_sampled).length || null), fact("tokens", r.num_tokens), fact("version", versions(r)),
         fact("cached tokens", r.num_cached_tokens), fact("retractions", r.num_retractions || null), parts ? fact("parts:", parts) : null),
       el("div", { class: "texts" },
         el("div", {}, el("h4", { text: "prompt" }), el("pre", { dir: "auto", tabindex: 0, text: visible(r.prompt) })),
-        el("div", {}, el("h4", { text: "response" }), el("pre", { dir: "auto", tabindex: 0, text: visible(r.response) }))));
+        el("div", {}, el("h4", { text: r.talk.length ? "episode; what trains is marked" : "response" }), this.answer(r))));
+  }
+
+  // The response, or the turns of an episode with what the environment said between them.
+  answer(r) {
+    if (!r.talk.length) return el("pre", { dir: "auto", tabindex: 0, text: visible(r.response) });
+    const piece = (p) => [el(p.is_sampled ? "mark" : "span", { text: visible(p.text) }), known(p.reward) ? el("b", { text: ` reward ${number(p.reward)} ` }) : null];
+    return el("pre", { dir: "auto", tabindex: 0 }, ...r.talk.flatMap(piece));
   }
 }
