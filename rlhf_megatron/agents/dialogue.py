@@ -86,6 +86,12 @@ class DialogueFormat:
         border_texts = self.suffix_renderer.find_border_texts(added_texts)
         return PlainTextEncoder(self.tokenizer, border_texts)
 
+    def prepare(self) -> None:
+        """Make what the first turns would make, in seconds for a large vocabulary: for a process
+        from which the workers of dialogues are forked.
+        """
+        self.encoder.prepare()
+
 
 def make_dialogue_format(
     tokenizer: Tokenizer, data: DataConfig, stop_texts: Sequence[str]
@@ -197,11 +203,9 @@ class Dialogue:
                 dialogue_format.tokenizer.opening_ids if dialogue_format.add_special_tokens else ()
             )
             return (*opening_ids, *self._encode(text, hidden))
-        hidden_messages, hidden = dialogue_format.encoder.hide_control_texts(
-            list(messages), STRUCTURAL_ENTRIES
-        )
+        hidden_messages, hidden_tools, hidden = self._hide_control_texts(messages, tools)
         try:
-            text = dialogue_format.suffix_renderer.render_prompt(hidden_messages, tools)
+            text = dialogue_format.suffix_renderer.render_prompt(hidden_messages, hidden_tools)
         except ValueError as error:
             raise JoinRefusedError(str(error)) from error
         return self._encode(text, hidden)
@@ -253,12 +257,12 @@ class Dialogue:
             text, hidden = self._join_contents(new_messages)
             return self._encode_behind(stop_text, text, hidden)
         # the answer's too: a call's id may stand in front of the token that ends the answer
-        (answer, *hidden_messages), hidden = dialogue_format.encoder.hide_control_texts(
-            [self._messages[-1], *new_messages], STRUCTURAL_ENTRIES
+        (answer, *hidden_messages), hidden_tools, hidden = self._hide_control_texts(
+            [self._messages[-1], *new_messages], tools
         )
         try:
             suffix = dialogue_format.suffix_renderer.render_suffix(
-                self._messages[:-1], answer, hidden_messages, tools
+                self._messages[:-1], answer, hidden_messages, hidden_tools
             )
         except ValueError as error:
             raise JoinRefusedError(str(error)) from error
@@ -271,6 +275,21 @@ class Dialogue:
             return self._encode_behind("", suffix.closing + suffix.tail, hidden)
         _check_stop(stop_text, suffix)
         return self._encode_behind(suffix.end, suffix.tail, hidden)
+
+    def _hide_control_texts(
+        self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None
+    ) -> tuple[list[Message], list[Mapping[str, Any]], HiddenTexts]:
+        """Return messages and tools without texts of special tokens, and what was hidden. Raise
+        JoinRefusedError where that cannot be done.
+        """
+        values: list[list[Any]] = [list(messages), list(tools or ())]
+        try:
+            (hidden_messages, hidden_tools), hidden = self._format.encoder.hide_control_texts(
+                values, STRUCTURAL_ENTRIES
+            )
+        except ValueError as error:
+            raise JoinRefusedError(str(error)) from error
+        return hidden_messages, hidden_tools, hidden
 
     def _join_contents(self, messages: Sequence[Message]) -> tuple[str, HiddenTexts]:
         """Return the contents of messages one behind the other, without special tokens."""

@@ -75,6 +75,13 @@ class PlainTextEncoder:
         """Return the texts of the control tokens."""
         return frozenset(self._ids_by_text)
 
+    def prepare(self) -> None:
+        """Make the copy of the tokenizer, which the first text that spells a control token needs:
+        two seconds for a vocabulary of 150,000.
+        """
+        if self._copy is None:
+            self._copy = _RenamedTokenizer(self._tokenizer, self._ids_by_text, "")
+
     def hide_control_texts(
         self, value: Content, kept_entries: Collection[str] = ()
     ) -> tuple[Content, HiddenTexts]:

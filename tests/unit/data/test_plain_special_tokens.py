@@ -74,6 +74,16 @@ def test_added_tokens_that_are_not_special_stay_tokens_unless_they_are_borders()
     assert bordered.encode("<think>") == think, "written by the template"
 
 
+def test_a_prepared_encoder_makes_no_copy_later() -> None:
+    tokenizer = make_tokenizer()
+    encoder = PlainTextEncoder(tokenizer)
+    encoder.prepare()
+    prepared = encoder._copy
+    value, hidden = encoder.hide_control_texts(f"a{END}")
+    assert tokenizer.decode(encoder.encode(value, hidden)) == f"a{END}"
+    assert encoder._copy is prepared is not None
+
+
 def test_values_without_special_tokens_are_not_copied() -> None:
     encoder = PlainTextEncoder(make_tokenizer())
     messages = [{"role": "user", "content": "ab", "tool_calls": [{"x": [1, None, True, "<|"]}]}]
