@@ -138,7 +138,7 @@ class EpisodeBook:
         quarantine. Episodes that need a worker of their own wait for one while others start.
         """
         postponed: list[LiveEpisode] = []
-        num_alone = sum(_is_alone(episode) for episode in self.live.values())
+        num_alone = self._pool.count_solitary_workers()
         while self.waiting and len(self.live) < self._settings.max_concurrent:
             episode = self.waiting.popleft()
             error = self._pool.quarantined_rows.get(self._identify_row(episode.place.row))

@@ -160,6 +160,11 @@ class EpisodeWorkerPool:
         """Return a number that no start of an episode has had before."""
         return next(self._attempt_numbers)
 
+    def count_solitary_workers(self) -> int:
+        """Return the number of workers of one episode, those included whose episode is over."""
+        with self._lock:
+            return sum(worker.is_solitary for worker in self._workers.values())
+
     def start_episode(self, order: StartEpisode, is_alone: bool) -> EpisodeWorkerProcess:
         """Send the order to the worker with the fewest episodes, or, where `is_alone`, to a new
         worker that runs nothing else. Return the worker. Raise ValueError where no worker can be

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import os
 from collections.abc import Callable, Coroutine, Generator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import ContextVar
@@ -73,12 +74,16 @@ def _call_in_thread(
     function: Callable[..., Any], arguments: tuple[Any, ...], keywords: dict[str, Any]
 ) -> Any:
     """Call a function and return its result. A future cannot hold StopIteration: whoever awaits it
-    would wait for ever.
+    would wait for ever. A child that the function has forked and let come back ends here.
     """
+    pid = os.getpid()
     try:
         return function(*arguments, **keywords)
     except StopIteration as error:
         raise RuntimeError("the environment's code raised StopIteration.") from error
+    finally:
+        if os.getpid() != pid:
+            os._exit(0)
 
 
 USER_THREADS = UserCodeThreads(max_workers=MAX_THREADS, thread_name_prefix="environment")

@@ -88,6 +88,7 @@ class EpisodeWorker:
         """
         loop = asyncio.get_running_loop()
         self._task_owners.watch_loop(loop)
+        os.register_at_fork(after_in_child=partial(_detach_child, self._connection.fileno()))
         reader, _ = await asyncio.open_connection(sock=self._connection, limit=MAX_LINE_BYTES)
         threading.Thread(target=self._watch_loop, args=(loop,), daemon=True).start()
         turning = asyncio.create_task(self._mark_turns())
@@ -202,6 +203,16 @@ class EpisodeWorker:
             if blocked_s > 0 and (task := asyncio.current_task(loop)) is not None:
                 attempt = self._task_owners.find_attempt(task)
             self._send_report(ReportAlive(max(0.0, blocked_s), attempt))
+
+
+def _detach_child(connection_fd: int) -> None:
+    """Put nothing in the place of the connection, in a child that user code has forked: it must
+    neither read orders nor keep the connection open.
+    """
+    with suppress(OSError):
+        nothing = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nothing, connection_fd)
+        os.close(nothing)
 
 
 def _send_all(connection: socket.socket, data: bytes) -> None:

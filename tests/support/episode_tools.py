@@ -13,7 +13,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 from places import MODEL, SUPPORT
 
 from rlhf_megatron.agents.episode_book import EpisodeSettings, GroupSize
@@ -74,6 +73,9 @@ class Engines:
         self._calls: dict[int, float] = {}
         self._event = threading.Event()
 
+    def check_stop(self) -> None:
+        pass
+
     def open_session(self, **options: bool) -> Engines:
         return self
 
@@ -99,6 +101,9 @@ class Engines:
             self._event.clear()
             finished = self._harvest()
         return finished
+
+    def generate(self, requests: Sequence[GenerateRequest]) -> list[list[GeneratedSample]]:
+        return [[answer(request)] for request in requests]
 
     def take_finished_call(self, key: int) -> FinishedCall:
         return FinishedCall(None, self._calls.pop(key))
@@ -157,17 +162,6 @@ def make_prompts(labels: Sequence[Mapping[str, Any]], first_group: int = 0) -> P
         tuple(range(first_group, first_group + count)),
         tuple(extras),
     )
-
-
-@pytest.fixture(scope="module")
-def faulty_plugin() -> Any:
-    """Workers load the plugin; this process does not."""
-    patch = pytest.MonkeyPatch()
-    patch.setattr(
-        "rlhf_megatron.rewards.service.worker_processes.list_loaded_plugins", lambda: [PLUGIN]
-    )
-    yield
-    patch.undo()
 
 
 def make_pool(

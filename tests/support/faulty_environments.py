@@ -37,10 +37,15 @@ class StrangeError(BaseException):
     """No Exception."""
 
 
+def find_worker() -> Any:
+    """The worker that this process is."""
+    [worker] = [thing for thing in gc.get_objects() if type(thing).__name__ == "EpisodeWorker"]
+    return worker
+
+
 def write_as_worker(data: bytes) -> None:
     """Into the worker's own socket."""
-    [worker] = [thing for thing in gc.get_objects() if type(thing).__name__ == "EpisodeWorker"]
-    connection = socket.socket(fileno=os.dup(worker._connection.fileno()))
+    connection = socket.socket(fileno=os.dup(find_worker()._connection.fileno()))
     connection.setblocking(True)
     connection.sendall(data)
 
@@ -63,9 +68,8 @@ def commit_fault(fault: str, label: dict[str, Any]) -> Observation | None:
         sys.exit("bye")
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
-    if fault == "kill_template" and not os.path.exists(label["once"]):
-        with open(label["once"], "w"):
-            os.kill(os.getppid(), signal.SIGKILL)
+    if fault == "kill_template":
+        os.kill(os.getppid(), signal.SIGKILL)
         time.sleep(30)
     if fault == "segfault":
         ctypes.string_at(0)
@@ -92,9 +96,14 @@ def commit_fault(fault: str, label: dict[str, Any]) -> Observation | None:
     if fault == "socket_flood":
         write_as_worker(b"x" * (1 << 25))
     if fault == "forged_request":
-        attempts = range(label["attempts"])
-        for attempt in attempts:
-            fields = {"key": attempt, "attempt": attempt, "new_ids": [2], "max_new_tokens": 1}
+        for episode in list(find_worker()._episodes.values()):
+            order = episode.order
+            fields = {
+                "key": order.key,
+                "attempt": order.attempt,
+                "new_ids": [2],
+                "max_new_tokens": label["max_new_tokens"],
+            }
             write_as_worker(json.dumps(["RequestTurn", fields]).encode() + b"\n")
     return {
         "nothing": None,
@@ -132,7 +141,15 @@ class Game:
         return Observation(texts, float(is_right), is_done, {"right": float(is_right)})
 
     def is_due(self, turn: int) -> bool:
-        return bool(self.label.get("fault")) and self.label.get("turn", -1) == turn
+        if not self.label.get("fault") or self.label.get("turn", -1) != turn:
+            return False
+        once = self.label.get("once")  # the fault does not come again
+        if once and os.path.exists(once):
+            return False
+        if once:
+            with open(once, "w"):
+                pass
+        return True
 
 
 @ENVIRONMENTS.register("faulty")
@@ -151,7 +168,7 @@ class FaultyEnvironment(Game, TurnEnvironment):
         time.sleep(self.label.get("step_s", 0.0))
         if self.is_due(turn.number):
             observation = commit_fault(self.label["fault"], self.label)
-            if self.label["fault"] not in ("fork", "print", "children", "kill_template"):
+            if self.label["fault"] not in ("fork", "print", "children"):
                 return observation  # type: ignore[return-value]
         return self.answer(turn)
 
