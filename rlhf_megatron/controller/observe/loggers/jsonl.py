@@ -39,7 +39,7 @@ class JsonlLogger(RunLogger):
         mismatch.jsonl.
         """
         for sample in batch_view.samples:
-            self._open_line_file("samples").write_row(replace_non_finite(vars(sample)))
+            self._open_line_file("samples").write_row(replace_non_finite(asdict(sample)))
         if batch_view.mismatch_step is not None:
             self._open_line_file("mismatch").write_row(
                 replace_non_finite(asdict(batch_view.mismatch_step))
@@ -48,7 +48,7 @@ class JsonlLogger(RunLogger):
     def log_held_out_samples(self, step: int, samples: Sequence[HeldOutSample]) -> None:
         """Append the samples to held_out_samples.jsonl."""
         for sample in samples:
-            self._open_line_file("held_out_samples").write_row(replace_non_finite(vars(sample)))
+            self._open_line_file("held_out_samples").write_row(replace_non_finite(asdict(sample)))
 
     def flush(self) -> None:
         """Write the lines that wait in all files. Raise OSError."""
