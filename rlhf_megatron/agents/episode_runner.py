@@ -95,6 +95,7 @@ class FreeEpisodeRunner:
             mended_at = time.monotonic()
             try:
                 while not book.is_finished:
+                    self._fleet.check_stop()
                     book.start_waiting_episodes()
                     turns.deliver_finished_turns()
                     book.handle_worker_events()
@@ -234,6 +235,7 @@ class LockStepEpisodeRunner:
         book.plan_rows(rows)
         try:
             while not book.is_finished:
+                self._fleet.check_stop()
                 book.start_waiting_episodes()
                 book.handle_worker_events()
                 book.check_time_limits()

@@ -213,10 +213,16 @@ class StepStages:
                 )
             }
 
+        num_missing = len(prompts) - len(known)
+
         def record_groups(groups: Sequence[tuple[int, list[Episode]]]) -> None:
             """Append whole groups to the journal."""
+            nonlocal num_missing
             if journal is not None:
                 journal.append_episodes(step, groups)
+            num_missing -= len(groups)
+            if num_missing > 0:
+                faults.reach_fault_point("rollout.mid_generate")
 
         self.turns.give_devices_to_engines()
         num_episodes = self.config.rollout.n

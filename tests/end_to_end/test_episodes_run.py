@@ -1,0 +1,282 @@
+"""Whole runs over episodes of several turns: what trains is what was sampled, whichever the layout,
+launcher, schedule of turns and number of kills.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from end_to_end_tools import write_config
+from forked_runs import Attempt, ForkServer, asked_seeds
+from places import ROOT
+
+from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
+from rlhf_megatron.data.batch import ScoredBatch
+from rlhf_megatron.data.seeds import derive_seed
+from rlhf_megatron.data.tokenizer import load_tokenizer
+
+pytestmark = pytest.mark.dist
+GAME = ROOT / "configs" / "quickstart_game.yaml"
+FREE = {"trainer.deterministic": False}
+SHORT = {"trainer.total_training_steps": 2, "trainer.save_freq": 0, "trainer.test_freq": 2}
+PLUGIN = '''
+from rlhf_megatron.extend import ENVIRONMENTS, Environment, Observation, Outcome, TurnEnvironment
+
+
+@ENVIRONMENTS.register("say_twice")
+class SayTwice(Environment):
+    """Two turns, whatever the policy says; the last answer is for the scorers."""
+
+    is_deterministic = True
+
+    async def run(self, task, chat):
+        messages = [*task.messages]
+        first = await chat(messages)
+        messages += [first.message, {"role": "user", "content": "+"}]
+        await chat(messages)
+        return Outcome(metrics={"first_tokens": len(first.token_ids)})
+
+
+@ENVIRONMENTS.register("shorter")
+class Shorter(TurnEnvironment):
+    """Each turn is paid for the tokens that it leaves unsaid, in a thread."""
+
+    is_deterministic = True
+
+    def reset(self, task):
+        self.limit = 3
+        return Observation()
+
+    def step(self, turn):
+        return Observation("-", reward=(self.limit - len(turn.token_ids)) / 4)
+'''
+
+
+def write_game(directory: Path, **sections: dict[str, Any]) -> Path:
+    """The quickstart's game with 4 prompts x 4 episodes a step; `sections` over its settings."""
+    directory.mkdir(exist_ok=True)
+    path = write_config(directory, {"train_batch_size": 4}, GAME)
+    settings = yaml.safe_load(path.read_text())
+    # a player that mostly knows the rules, so that groups have signal
+    settings["warmup"] |= {"max_steps": 60, "batch_size": 32, "test_freq": 60}
+    for section, values in sections.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+def write_mixture(directory: Path) -> Path:
+    """Rows of three environments, two of them from a plugin."""
+    directory.mkdir()
+    (directory / "games.py").write_text(PLUGIN)
+    rows = []
+    for number in range(12):
+        row: dict[str, Any] = {"prompt": "?", "answer": f"0{1 + number % 7}"}
+        if number % 3 == 1:
+            row = {
+                "prompt": "1+1=",
+                "answer": str(number % 5),
+                "environment": {"name": "say_twice"},
+            }
+        elif number % 3 == 2:
+            row = {"prompt": "2+2=", "answer": "4", "environment": {"name": "shorter"}}
+        rows.append(row)
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    for name in ("train", "val"):
+        (directory / f"{name}.jsonl").write_text(text)
+    files = {
+        "task": None,
+        "train_files": [str(directory / "train.jsonl")],
+        "val_files": [str(directory / "val.jsonl")],
+        "shuffle": False,
+    }
+    path = write_game(directory, data=files)
+    path.write_text(path.read_text() + f"plugins: [{directory / 'games.py'}]\n")
+    return path
+
+
+def succeeded(attempt: Attempt) -> Attempt:
+    assert attempt.code == 0, attempt.console
+    return attempt
+
+
+def read_steps(run_dir: Path) -> list[dict[str, Any]]:
+    rows = map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row["kind"] == "step"]
+
+
+def check_against_transformers(batch: ScoredBatch, model: Path) -> None:
+    """Each turn's log-probs are those of the model behind all ids before it, and what stands
+    between turns is an answer of the game.
+    """
+    from transformers import AutoModelForCausalLM
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    tokenizer = load_tokenizer(model)
+    assert batch.turn_spans is not None
+    rows = zip(pairwise(batch.offsets.tolist()), batch.turn_spans, strict=True)
+    num_gaps = 0
+    for (begin, end), spans in rows:
+        ids = batch.token_ids[begin:end].long()
+        mask = batch.response_mask[begin:end]
+        sampled = torch.zeros(end - begin, dtype=torch.bool)
+        for start, stop in spans:
+            sampled[start:stop] = True
+        assert torch.equal(mask, sampled) and bool(mask[-1])
+        for (_, stop), (start, _) in pairwise(spans):
+            assert tokenizer.decode(ids[stop:start].tolist()) in "+-*"
+            num_gaps += 1
+        with torch.no_grad():
+            rows_of_ids = policy(ids[None]).logits[0].float().log_softmax(-1)
+        picked = rows_of_ids[:-1].gather(1, ids[1:, None])[:, 0]
+        told = batch.rollout_log_probs[begin + 1 : end]
+        assert (picked - told)[mask[1:]].abs().max() < 1e-5
+        assert not told[~mask[1:]].any()
+    assert num_gaps > 4, "most episodes have several turns"
+
+
+@pytest.fixture(scope="module")
+def alone(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Attempt]:
+    """A deterministic run of 20 prompts a step, which are two pieces, recorded."""
+    config = write_game(tmp_path_factory.mktemp("alone"), **TWO_PIECES)
+    settings = {"warmup.save_hf": True, "trainer.total_training_steps": 3}
+    return config, succeeded(server.train(config, settings, "--record"))
+
+
+TWO_PIECES: dict[str, dict[str, Any]] = {
+    "data": {"train_batch_size": 20},
+    "actor": {"mini_batch_size": 80},
+}
+
+
+def turn_seeds(step: int, groups: Sequence[int]) -> set[int]:
+    """Of the turns that these groups may have in a step."""
+    return {
+        derive_seed(1, step, group, number, turn)
+        for group in groups
+        for number in range(4)
+        for turn in range(3)
+    }
+
+
+def test_what_trains_is_what_was_sampled(alone: tuple[Path, Attempt]) -> None:
+    _, run = alone
+    batch = RolloutRecorder(run.run_dir / "record").read_step(1)
+    assert len(batch) == 80 and batch.episode_ids is not None
+    assert batch.episode_ids.tolist() == list(range(80))
+    check_against_transformers(batch, run.run_dir / "warm_model")
+    steps = read_steps(run.run_dir)
+    assert all(row["training/rollout_log_probs_diff_max"] < 1e-5 for row in steps)
+    for row in steps:
+        shares = [value for key, value in row.items() if key.startswith("agents/ends/")]
+        assert sum(shares) == pytest.approx(1.0) and row["agents/num_episodes"] == 80
+        assert 1 < row["agents/turns/mean"] <= 3 and row["agents/turns/max"] == 3
+        assert row["critic/rewards/mean"] == pytest.approx(row["agents/ends/done"])
+
+
+def test_evaluations_play_the_game(alone: tuple[Path, Attempt]) -> None:
+    """Four episodes of each of 112 games; an answer of one turn finds one of seven numbers."""
+    _, run = alone
+    rows = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+    evaluations = [row for row in rows if row["kind"] == "evaluation"]
+    assert [row["step"] for row in evaluations] == [0, 2, 3]
+    assert all(row["val/num_items"] == 112 for row in evaluations if "val/num_items" in row)
+    assert run.summary()["accuracy_after_items"] == 112
+
+
+def test_a_replay_needs_neither_engines_nor_workers(
+    alone: tuple[Path, Attempt], server: ForkServer
+) -> None:
+    config, run = alone
+    settings = {"trainer.total_training_steps": 3, "trainer.save_hf": False}
+    settings["trainer.save_freq"] = 0
+    again = succeeded(
+        server.train(config, settings, "--replay", "2", "--replay-from", str(run.run_dir))
+    )
+    replay_dir = run.run_dir.parent / "tiny-replay"
+    assert not (replay_dir / "logs" / "environments.log").exists(), again.console
+    for first, second in zip(read_steps(run.run_dir), read_steps(replay_dir), strict=False):
+        for key in ("critic/rewards/mean", "actor/pg_loss", "actor/grad_norm", "actor/entropy"):
+            assert first[key] == second[key], key
+    assert len(read_steps(replay_dir)) == 2
+
+
+def test_a_killed_run_is_the_run_that_was_left_alone(
+    alone: tuple[Path, Attempt], server: ForkServer, tmp_path: Path
+) -> None:
+    """Killed behind the first piece of a step, behind its last, and once the rewards are known: a
+    piece that the journal has is not asked for again.
+    """
+    _, undisturbed = alone
+    config = write_game(tmp_path / "killed", **TWO_PIECES)
+    kills = [
+        "kill@rollout.mid_generate:step=2",
+        "kill@rollout.after_generate:step=3",
+        "kill@loop.after_score:step=3",
+    ]
+    settings = {"warmup.save_hf": True, "trainer.total_training_steps": 3}
+    attempts = server.until_it_ends(config, settings, faults="; ".join(kills))
+    last = attempts[-1]
+    assert last.code == 0, last.console
+    assert [attempt.code for attempt in attempts[:-1]] == [-signal.SIGKILL] * len(kills)
+    assert make_comparable(last) == make_comparable(undisturbed)
+    assert last.weights() == undisturbed.weights()
+    seeds = asked_seeds(config)
+    first_piece = turn_seeds(3, range(40, 56))
+    assert max(seeds[seed] for seed in first_piece) == 1, "the journal had it"
+
+
+def make_comparable(attempt: Attempt) -> list[dict[str, Any]]:
+    """The metrics of a run, without what times decide."""
+    return [
+        {key: value for key, value in row.items() if "seconds" not in key} for row in attempt.rows()
+    ]
+
+
+def test_environments_of_a_plugin_train_in_a_mixture(server: ForkServer, tmp_path: Path) -> None:
+    """Each row has its own environment; the scorers judge the one that gives no reward."""
+    config = write_mixture(tmp_path / "mixture")
+    run = succeeded(
+        server.train(
+            config,
+            {
+                **FREE,
+                **SHORT,
+                "data.train_batch_size": 6,
+                "actor.mini_batch_size": 24,
+                "trainer.save_hf": False,
+            },
+            "--record",
+        )
+    )
+    batch = RolloutRecorder(run.run_dir / "record").read_step(1)
+    assert batch.turn_spans is not None and batch.episode_ends is not None
+    assert batch.episode_rewards is not None and batch.process_rewards is not None
+    kinds = [index // 4 % 3 for index in range(len(batch))]
+    for index, kind in enumerate(kinds):
+        turns = batch.turn_spans[index]
+        reward = float(batch.rewards[index])
+        assert batch.reward_statuses[index] in ("ok", "malformed")
+        paid = batch.process_rewards[batch.offsets[index] : batch.offsets[index + 1]]
+        if kind == 0:
+            assert reward in (0.0, 1.0)
+        elif kind == 1:
+            assert len(turns) == 2 and batch.episode_ends[index] == "done"
+            assert torch.isnan(batch.episode_rewards[index])
+            is_right = batch.responses[index][:1] == batch.labels[index]
+            assert reward == float(is_right), "the scorer reads the last answer"
+        else:
+            assert len(turns) == 3 and batch.episode_ends[index] == "max_turns"
+            by_hand = [(3 - (end - begin)) / 4 for begin, end in turns]
+            assert reward == pytest.approx(sum(by_hand))
+            assert [float(paid[end - 1]) for _, end in turns] == pytest.approx(by_hand)
+    [first, _] = read_steps(run.run_dir)
+    assert 1 <= first["agents/environment/first_tokens"] <= 3
