@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from end_to_end_tools import write_config
+from end_to_end_tools import DP2, ONE_RANK, TP2_PP2, Finished, train, write_config
 from forked_runs import Attempt, ForkServer, asked_seeds
-from places import ROOT
+from places import MODEL, ROOT
 
 from rlhf_megatron.controller.recovery.rollout_recorder import RolloutRecorder
 from rlhf_megatron.data.batch import ScoredBatch
@@ -280,3 +280,159 @@ def test_environments_of_a_plugin_train_in_a_mixture(server: ForkServer, tmp_pat
             assert [float(paid[end - 1]) for _, end in turns] == pytest.approx(by_hand)
     [first, _] = read_steps(run.run_dir)
     assert 1 <= first["agents/environment/first_tokens"] <= 3
+
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2_pp2": TP2_PP2,
+    "cp2": {
+        "trainer.n_gpus_per_node": 2,
+        "tp": 1,
+        "pp": 1,
+        "actor.megatron.context_parallel_size": 2,
+    },
+    "dp2": DP2,
+    "ray": {**DP2, "trainer.runtime": "ray"},
+}
+FIGURES = (
+    "critic/rewards/mean",
+    "actor/pg_loss",
+    "actor/entropy",
+    "actor/grad_norm",
+    "agents/turns/mean",
+)
+
+
+def finish(config: Path, settings: dict[str, Any]) -> Finished:
+    run = train(config, {**SHORT, **settings})
+    assert run.exit_code == 0, run.console
+    assert run.left_over() == []
+    return run
+
+
+def assert_same_curve(first: Path, second: Path, figures: Sequence[str] = FIGURES) -> None:
+    rows = list(zip(read_steps(first), read_steps(second), strict=True))
+    assert len(rows) == 2 and any(abs(row["actor/grad_norm"]) > 1e-3 for row, _ in rows)
+    for one, other in rows:
+        for key in figures:
+            assert one[key] == pytest.approx(other[key], rel=1e-3, abs=1e-5), key
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    """Two steps that are not deterministic, in one process."""
+    config = write_game(tmp_path_factory.mktemp("one_rank"), **TWO_PIECES)
+    return finish(config, ONE_RANK)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_and_launchers_have_the_curve_of_one_rank(
+    one_rank: Finished, layout: str, tmp_path: Path
+) -> None:
+    """torchrun for all but the last, which is started by Ray."""
+    if layout == "ray":
+        pytest.importorskip("ray")
+    run = finish(write_game(tmp_path / "run", **TWO_PIECES), LAYOUTS[layout])
+    assert_same_curve(one_rank.run_dir, run.run_dir)
+
+
+SAME_CURVE: dict[str, dict[str, Any]] = {
+    "shared prompts": {"actor.megatron.share_prompts": True},
+    "two engines": {"rollout.num_engines": 2},
+    "drivers": {"rollout.num_drivers": 2},
+    "colocated": {"rollout.colocated": True},
+    "one episode at a time": {"rollout.environment.max_concurrent": 1},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", SAME_CURVE.values(), ids=SAME_CURVE)
+def test_what_changes_no_figure(
+    one_rank: Finished, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    run = finish(write_game(tmp_path / "run", **TWO_PIECES), {**ONE_RANK, **settings})
+    assert_same_curve(one_rank.run_dir, run.run_dir)
+
+
+ALGORITHMS: dict[str, dict[str, Any]] = {
+    "gae": {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3},
+    "kl in reward": {
+        "algorithm.adv_estimator": "gae",
+        "critic.optim.lr": 1e-3,
+        "algorithm.use_kl_in_reward": True,
+    },
+    "reference": {"actor.use_kl_loss": True, "actor.kl_loss_coef": 0.01},
+    "rloo": {"algorithm.adv_estimator": "rloo"},
+    "reinforce++": {"algorithm.adv_estimator": "reinforce_plus_plus"},
+    "opo": {"algorithm.adv_estimator": "opo"},
+    "gspo": {"actor.policy_loss.loss_mode": "gspo", "actor.loss_agg_mode": "seq-mean-token-mean"},
+    "correction": {
+        "algorithm.rollout_correction.rollout_is": "token",
+        "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    },
+    "sequence correction": {
+        "algorithm.rollout_correction.rollout_is": "sequence",
+        "algorithm.rollout_correction.rollout_is_threshold": 2.0,
+    },
+    "bypass": {"algorithm.rollout_correction.mode": "bypass"},
+    "epochs": {"actor.ppo_epochs": 2, "actor.mini_batch_size": 40, "actor.entropy_coeff": 0.01},
+    "lora": {"actor.backend": "fsdp", "actor.lora.rank": 4},
+    "fsdp": {"actor.backend": "fsdp"},
+    "early groups": {"rollout.environment.min_group": 3},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("settings", ALGORITHMS.values(), ids=ALGORITHMS)
+def test_algorithms_train_on_episodes(
+    server: ForkServer, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    config = write_game(tmp_path / "run", **TWO_PIECES)
+    run = succeeded(server.train(config, {**FREE, **SHORT, "trainer.save_hf": False, **settings}))
+    steps = read_steps(run.run_dir)
+    assert len(steps) == 2
+    # engines have merged matrices; a bypass compares at the first step alone
+    bound = 1e-4 if "actor.lora.rank" in settings else 1e-5
+    differences = [row.get("training/rollout_log_probs_diff_max", 0.0) for row in steps]
+    assert 0 < max(differences) < bound
+    assert any(row["actor/grad_norm"] > 1e-3 for row in steps)
+    if "critic.optim.lr" in settings:
+        assert all(row["critic/grad_norm"] > 1e-3 for row in steps)
+    if "rollout.environment.min_group" in settings:
+        assert all(row["agents/ends/aborted"] <= 0.25 for row in steps)
+
+
+@pytest.mark.long
+def test_a_reward_model_on_ranks_scores_whole_episodes(server: ForkServer, tmp_path: Path) -> None:
+    """It reads all turns and what stands between them; its score is added to the game's reward, in
+    evaluations too.
+    """
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    torch.manual_seed(3)
+    judge = AutoModelForSequenceClassification.from_config(
+        AutoConfig.from_pretrained(MODEL, num_labels=1)
+    ).eval()
+    judge.save_pretrained(tmp_path / "judge")
+    settings = {
+        **FREE,
+        **SHORT,
+        "trainer.save_hf": False,
+        "reward_model.path": str(tmp_path / "judge"),
+        "reward_model.weight": 0.5,
+    }
+    config = write_game(tmp_path / "run", **TWO_PIECES)
+    run = succeeded(server.train(config, settings, "--record"))
+    batch = RolloutRecorder(run.run_dir / "record").read_step(1)
+    rewards = []
+    for row, (begin, end) in enumerate(pairwise(batch.offsets.tolist())):
+        with torch.no_grad():
+            score = judge(batch.token_ids[None, begin:end].long()).logits[0, 0].item()
+        game = float(batch.rewards[row])
+        rewards.append(game + 0.5 * score)
+    [first, _] = read_steps(run.run_dir)
+    assert first["critic/rewards/mean"] == pytest.approx(sum(rewards) / len(rewards), abs=1e-5)
+    rows = map(json.loads, (run.run_dir / "metrics.jsonl").read_text().splitlines())
+    evaluation = [row for row in rows if row["kind"] == "evaluation"][-1]
+    assert 0 <= evaluation["val/accuracy"] <= 1, "the game alone says who has won"
+    assert evaluation["val/reward"] != evaluation["val/accuracy"]

@@ -188,7 +188,7 @@ def test_two_hundred_episodes_on_stock_sglang_over_syncs(tmp_path: Path) -> None
             partial(connect_engine, transfer_dir=transfer),
             25,
             lambda rig: (rig.sync,),
-            10.0,
+            2.0,
             tmp_path / "log",
         )
         rig.fleet.close()
