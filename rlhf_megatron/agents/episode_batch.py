@@ -82,7 +82,7 @@ def collect_episode_batch(
             episode.turns[-1].finish_reason if episode.turns else "abort" for episode in episodes
         ),
         prompts=tuple(prompts.prompts[row] for row in rows),
-        responses=tuple(_decode_last_answer(episode, tokenizer) for episode in episodes),
+        responses=tuple(decode_last_answer(episode, tokenizer) for episode in episodes),
         labels=tuple(prompts.labels[row] for row in rows),
         sources=tuple(prompts.sources[row] for row in rows),
         extras=tuple(prompts.extras[row] for row in rows),
@@ -154,7 +154,7 @@ def make_sampled_tokens(episode: Episode) -> GeneratedSample:
     )
 
 
-def _decode_last_answer(episode: Episode, tokenizer: Tokenizer) -> str:
+def decode_last_answer(episode: Episode, tokenizer: Tokenizer) -> str:
     """Return the text of the last turn, "" without turns."""
     if not episode.turns:
         return ""
@@ -201,20 +201,23 @@ def _judge_episode(
     if scorer_result is not None and is_masked(scorer_result.status):
         return scorer_result
     try:
-        return _add_rewards(episode, scorer_result, weights)
+        turns_reward = sum(episode.turn_rewards)
+        return add_rewards(episode.reward, turns_reward, scorer_result, weights)
     except BadResultError as error:
         return make_masked_result("environment_failed", f"{episode.environment}: {error}")
 
 
-def _add_rewards(
-    episode: Episode, scorer_result: RewardResult | None, weights: EpisodeRewardWeights
+def add_rewards(
+    episode_reward: float | None,
+    turns_reward: float,
+    scorer_result: RewardResult | None,
+    weights: EpisodeRewardWeights,
 ) -> RewardResult:
-    """Return the weighted sum of what the environment and the scorers give. Where an environment
-    rewards the episode, its own reward is the main one. Raise BadResultError for a sum out of
-    range.
+    """Return the weighted sum of what the environment gives for an episode and for its turns, and
+    of what the scorers give. Where an environment rewards the episode, its own reward is the main
+    one. Raise BadResultError for a sum out of range.
     """
-    turns_reward = sum(episode.turn_rewards)
-    if episode.reward is None:
+    if episode_reward is None:
         assert scorer_result is not None, "the scorers are asked where the environment is silent"
         if not turns_reward:
             return scorer_result
@@ -222,7 +225,7 @@ def _add_rewards(
         parts.setdefault(MAIN_REWARD, scorer_result.score)
         score = weights.reward_weight * turns_reward + scorer_result.score
         return replace(scorer_result, score=score, parts=parts)
-    own = episode.reward + turns_reward
+    own = episode_reward + turns_reward
     score = weights.reward_weight * own
     if scorer_result is None:
         is_whole = weights.reward_weight == 1.0 and not weights.has_later_scores

@@ -109,7 +109,8 @@ class FreeEpisodeRunner:
                 raise
             recorder.record_whole_groups()
         found = dict(zip(rows, book.collect_groups(rows), strict=True))
-        return [known_groups.get(row) or found[row] for row in range(len(prompts))]
+        groups = {**known_groups, **found}
+        return [groups[row] for row in range(len(prompts))]
 
 
 class _SessionTurns:

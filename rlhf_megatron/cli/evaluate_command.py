@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.cli.generate_command import (
     generate_answer_file,
     generate_answers_of_each_step,
@@ -25,13 +26,14 @@ from rlhf_megatron.controller.evaluation.held_out_evaluation import (
     summarize_evaluation,
 )
 from rlhf_megatron.jobs.evaluation_page import render_evaluation_page
-from rlhf_megatron.jobs.generation.answer_file import PARQUET_SUFFIX
+from rlhf_megatron.jobs.generation.answer_file import PARQUET_SUFFIX, read_answer_rows
 from rlhf_megatron.jobs.generation.answer_scoring import (
     compare_answers,
     convert_evaluation_to_json,
     format_evaluation_table,
     score_answer_file,
 )
+from rlhf_megatron.jobs.generation.episode_job import summarize_episodes
 from rlhf_megatron.jobs.generation.loss_job import (
     compute_source_losses,
     convert_losses_to_json,
@@ -104,16 +106,29 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
             (
                 name,
                 score_answer_file(
-                    path, config.reward, log, config.data, term, report_once, is_asked
+                    path,
+                    config.reward,
+                    log,
+                    config.data,
+                    term,
+                    report_once,
+                    is_asked,
+                    EpisodeRewardWeights(
+                        config.rollout.environment.reward_weight,
+                        config.rollout.environment.scorer_weight,
+                    ),
                 ),
             )
             for name, path in files
         ]
     notes = [] if args.every_step else _compare_with_first_file(scored)
+    path_by_name = dict(files)
     for name, of_file in scored:
         if len(scored) > 1:
             print(f"\n{name}")
         print("\n".join(format_evaluation_table(summarize_evaluation(of_file))))
+        for line in summarize_episodes(list(read_answer_rows(path_by_name[name]))):
+            print(line)
     print("\n".join(notes), end="\n" if notes else "")
     if args.json:
         _write_figures(

@@ -23,6 +23,7 @@ from rlhf_megatron.jobs.generation.answer_generation_job import (
     make_standalone_engine_setup,
 )
 from rlhf_megatron.jobs.generation.endpoint_job import EndpointJob, fetch_model_name
+from rlhf_megatron.jobs.generation.episode_job import EpisodeJob
 from rlhf_megatron.jobs.generation.loss_job import LossJob
 from rlhf_megatron.jobs.generation.model_source import (
     ServedWeights,
@@ -94,8 +95,6 @@ def generate_answer_file(
     """
     settings = resolve_job_settings(args, default_settings)
     config = settings.config
-    if file_kind != "loss":
-        refuse_environment(config)
     source = settings.source
     job: AnswerGenerationJob | EndpointJob
     if source is None:
@@ -139,6 +138,10 @@ def _make_generate_job(
         return LossJob.from_files(
             setup, config.data, config.sft, is_pairs, served, out_path, args.overwrite
         )
+    if config.rollout.environment.name is not None:
+        return EpisodeJob.from_settings(
+            setup, config.data, served, args.split, out_path, args.tokens, args.overwrite
+        )
     sft = config.sft if config.job != "train" else None
     return AnswerGenerationJob.from_config(
         setup,
@@ -166,8 +169,6 @@ def generate_answers_of_each_step(
     """
     settings = resolve_job_settings(args, default_settings)
     config = settings.config
-    if file_kind != "loss":
-        refuse_environment(config)
     source = settings.source
     steps = sorted(CheckpointStore(source / CHECKPOINTS).list_steps()) if source is not None else []
     if source is None or not steps:
@@ -191,16 +192,15 @@ def generate_answers_of_each_step(
 
 
 def refuse_environment(config: RunConfig) -> None:
-    """Raise ValueError for a configuration whose samples talk with an environment: one answer a
-    prompt would be scored as if it were the whole episode.
+    """Raise ValueError for a configuration whose samples talk with an environment, where an address
+    answers: episodes need the ids that were sampled, and endpoints give texts.
     """
     name = config.rollout.environment.name
     if name is not None:
         raise ValueError(
-            f"rollout.environment.name is {name}, and generate and evaluate ask for one answer a"
-            " prompt, which is not what the run trains; its own evaluations"
-            " (trainer.test_freq) play whole episodes. For single answers set"
-            " rollout.environment.name=null."
+            f"rollout.environment.name is {name}, and an address answers with texts: episodes need"
+            " the sampled token ids, which engines of this command give; name a model or a run, or"
+            " set rollout.environment.name=null."
         )
 
 
@@ -232,6 +232,7 @@ def _make_endpoint_job(args: argparse.Namespace, config: RunConfig, out_path: Pa
     """Return the job that asks an OpenAI-compatible server; without --model, ask the server for its
     first model. Raise ValueError for options that an endpoint would ignore.
     """
+    refuse_environment(config)
     if args.tokens or args.best or args.step is not None or args.split != "val":
         raise ValueError(
             "--tokens, --step, --best and --split are for models and runs; leave them out for"

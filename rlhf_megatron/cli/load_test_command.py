@@ -64,6 +64,13 @@ def run_load_test_command(args: argparse.Namespace) -> int:
     for level in levels:
         for reason in level.reasons:
             print(f"failed with {level.clients} clients: {reason}")
+    if len(levels) < len(plan.clients):
+        hint = (
+            " Chats need a model with a chat template; --completions asks for texts."
+            if plan.is_chat
+            else ""
+        )
+        print(f"more clients were not tried: the server refuses every request.{hint}")
     if args.json:
         write_text_file(args.json, json.dumps(load_test_to_json(plan, levels), indent=1) + "\n")
         print(f"all figures: {args.json}")

@@ -313,7 +313,8 @@ def make_head_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
     if not why_not:
         version = facts.torch.triton_version  # type: ignore[union-attr]
         return DoctorRow("trainer", "log-prob head", "live", f"Triton kernels ({version})")
-    fix = INSTALL["triton"] if facts.torch and not facts.torch.triton_version else ""
+    is_missing = facts.torch is not None and not facts.torch.triton_version
+    fix = INSTALL["triton"] if is_missing and path_settings.device == "cuda" else ""
     if backend == "triton":
         return DoctorRow(
             "trainer",
@@ -329,7 +330,7 @@ def make_head_row(facts: MachineFacts, path_settings: TrainerPathSettings) -> Do
         "live",
         names["chunked"],
         why_not,
-        fix if path_settings.device == "cuda" else "",
+        fix,
     )
 
 

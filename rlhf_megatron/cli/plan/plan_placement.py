@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from rlhf_megatron.cli.plan.plan_sync import make_planned_engines
+from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.load import load_run_config
 from rlhf_megatron.config.rules.engine_machines import (
     MACHINES,
@@ -40,12 +41,49 @@ def run_plan_placement_command(args: argparse.Namespace) -> int:
     """
     config = load_run_config(args.config, args.overrides, with_files=False).config
     machines = plan_machines(config, args.gpus)
-    for line in (*format_machine_lines(config, machines), *format_weight_sync_lines(config)):
+    for line in (
+        *format_machine_lines(config, machines),
+        *format_weight_sync_lines(config),
+        *_format_idle_lines(config),
+    ):
         print(line)
     shortages = list(_describe_shortages(machines, args.gpus))
     if shortages:
-        print(f"does not fit: {'; '.join(shortages)}. {_suggest_fix(config, args.gpus)}")
+        hint = (
+            " Or let engines and ranks take turns with the GPUs (rollout.colocated=true)."
+            if _can_be_colocated(args)
+            else ""
+        )
+        print(f"does not fit: {'; '.join(shortages)}. {_suggest_fix(config, args.gpus)}{hint}")
     return 1 if shortages else 0
+
+
+def _can_be_colocated(args: argparse.Namespace) -> bool:
+    """Return whether the run that was asked about is a valid one that fits, if its engines are
+    colocated and nothing else is changed.
+    """
+    overrides = [*args.overrides, "rollout.colocated=true"]
+    try:
+        config = load_run_config(args.config, overrides, with_files=False).config
+    except ConfigError:
+        return False
+    return not list(_describe_shortages(plan_machines(config, args.gpus), args.gpus))
+
+
+def _format_idle_lines(config: RunConfig) -> Iterator[str]:
+    """Yield a line where colocated engines are fewer than the GPUs of the ranks can hold."""
+    trainer = config.trainer
+    rollout = config.rollout
+    if not rollout.colocated or rollout.endpoints or config.job != "train":
+        return
+    num_gpus = trainer.nnodes * trainer.n_gpus_per_node
+    size = make_planned_engines(config).layout.tp
+    num_idle = num_gpus - rollout.num_engines * size
+    if num_idle >= size:
+        yield (
+            f"idle        {num_idle} of {num_gpus} GPUs while engines generate;"
+            f" rollout.num_engines={num_gpus // size} uses all"
+        )
 
 
 def _describe_shortages(machines: Sequence[PlannedMachine], gpus_per_machine: int) -> Iterator[str]:
@@ -73,11 +111,13 @@ def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachi
     Under Ray, engines that weights reach over a network go to free GPUs, here in order, and new
     machines follow those of the ranks. Under torchrun a rule assigns engines to machines; all other
     engines are on the driver's machine. A machine may be given more than `gpus_per_machine` GPUs'
-    worth of engines.
+    worth of engines. Bundled engines of a run on one machine are dealt to the GPUs that the ranks
+    leave free, or to those of the ranks where no GPU is free.
     """
     trainer = config.trainer
     rollout = config.rollout
     each = trainer.n_gpus_per_node
+    num_free_gpus = max(gpus_per_machine - each, 0)
     machines = [
         PlannedMachine(range(i * each, (i + 1) * each), each) for i in range(trainer.nnodes)
     ]
@@ -95,15 +135,39 @@ def plan_machines(config: RunConfig, gpus_per_machine: int) -> list[PlannedMachi
             number = assign_part_machines(config)[index]
             machines += [PlannedMachine(range(0), 0) for _ in range(len(machines), number + 1)]
             place = machines[number]
-        first = size * len(place.engine_texts) % each if rollout.colocated else place.num_taken_gpus
+        index_on_machine = len(place.engine_texts)
+        is_shared = rollout.colocated
+        if rollout.colocated:
+            first = size * index_on_machine % each
+        elif _are_bundled_engines_of_one_machine(config):
+            is_shared = index_on_machine >= num_free_gpus
+            first = (
+                each + index_on_machine % num_free_gpus
+                if num_free_gpus
+                else index_on_machine % each
+            )
+        else:
+            first = place.num_taken_gpus
         place.engine_texts.append(
             f"{name} on {_format_number_span('GPU', range(first, first + size))}"
         )
-        if rollout.colocated:
+        if is_shared:
             place.num_taken_gpus = max(place.num_taken_gpus, size)
         else:
             place.num_taken_gpus += size
     return machines
+
+
+def _are_bundled_engines_of_one_machine(config: RunConfig) -> bool:
+    """Return whether the run starts bundled engines where its ranks are, on one machine: they need
+    no GPU of their own (`rollout.local.local_launch.assign_local_devices`).
+    """
+    return (
+        config.rollout.engine == "local"
+        and config.trainer.runtime != "ray"
+        and config.trainer.nnodes == 1
+        and not config.rollout.engine_machines
+    )
 
 
 def _is_placed_by_ray(config: RunConfig) -> bool:

@@ -21,7 +21,12 @@ from rlhf_megatron.jobs.from_verl.verl_data import (
     translate_model,
 )
 from rlhf_megatron.jobs.from_verl.verl_engines import has_lora, translate_lora
-from rlhf_megatron.jobs.from_verl.verl_trainer import STYLES, translate_loggers, translate_run_names
+from rlhf_megatron.jobs.from_verl.verl_trainer import (
+    STYLES,
+    explain_too_few_rows,
+    translate_loggers,
+    translate_run_names,
+)
 
 BATCH = 256  # samples
 LENGTH = 1024  # tokens
@@ -300,7 +305,7 @@ def _compute_sft_steps(draft: ConfigDraft) -> int | None:
     if rows is None or not isinstance(size, int) or not isinstance(epochs, int):
         return None
     g.mark_used("trainer.total_epochs")
-    return max(1, rows // size) * epochs
+    return rows // size * epochs or None
 
 
 def _translate_sft_trainer(draft: ConfigDraft) -> None:
@@ -311,9 +316,11 @@ def _translate_sft_trainer(draft: ConfigDraft) -> None:
     steps = _compute_sft_steps(draft)
     g.mark_used("trainer.total_epochs")
     if steps is None:
+        size = use_written_value(draft, "data.train_batch_size", BATCH)
         draft.request_missing_fact(
             "trainer.total_training_steps",
-            "give the number, or the rows of the training files with --train-rows",
+            explain_too_few_rows(draft, size)
+            or "give the number, or the rows of the training files with --train-rows",
         )
     else:
         source = (

@@ -35,6 +35,20 @@ def compute_total_steps(draft: ConfigDraft) -> int | None:
     return rows // size * epochs or None
 
 
+def explain_too_few_rows(draft: ConfigDraft, batch_size: object) -> str:
+    """Return why the rows that the user has given make no step of `batch_size`; "" where they do,
+    or where one of the two is not known.
+    """
+    rows = draft.user_facts.num_train_rows
+    if rows is None or not isinstance(batch_size, int) or rows >= batch_size:
+        return ""
+    return (
+        f"data.train_batch_size ({batch_size}) is more than the {rows} rows of --train-rows, and"
+        " verl drops a batch that is not full: it would make no step; give a smaller"
+        " data.train_batch_size, or trainer.total_training_steps=N."
+    )
+
+
 def translate_trainer(draft: ConfigDraft) -> None:
     """Translate the section trainer: length, nodes, saving and testing, resuming, names, loggers,
     and the dumps of batches.
@@ -105,12 +119,11 @@ def _translate_run_length(draft: ConfigDraft) -> None:
             g.use_whole_number(key)
         epochs = f"{g.peek_value('trainer.total_epochs')} epochs"
         source = "" if g.is_written("trainer.total_epochs") else " (verl's default)"
-        draft.request_missing_fact(
-            "trainer.total_training_steps",
+        reason = explain_too_few_rows(draft, g.peek_value("data.train_batch_size")) or (
             f"{epochs}{source} of a file whose rows are not known;"
-            " tell them with --train-rows N, or give trainer.total_training_steps=N.",
-            "trainer.total_epochs",
+            " tell them with --train-rows N, or give trainer.total_training_steps=N."
         )
+        draft.request_missing_fact("trainer.total_training_steps", reason, "trainer.total_epochs")
     elif g.peek_value(key) is not None:
         draft.set_value(key, steps, (key,))
     else:

@@ -46,6 +46,10 @@ def complete_answer_row(row: Mapping[str, Any], place: str, default_source: str)
         ),
     }
     columns["num_tokens"] = [int(number) for number in columns["num_tokens"]]
+    if row.get("episodes") is not None:
+        columns["episodes"] = _read_column(
+            row, "episodes", place, None, *_make_list_check(_is_episode, count, "episodes")
+        )
     for name in ("prompt", "answer", "source", "extra"):
         _check_encoding(columns[name], name, place)
     for text in (*responses, *columns["finish_reasons"]):
@@ -134,6 +138,30 @@ def _check_encoding(text: str, name: str, place: str) -> None:
         check_text_encoding(text, repr(name))
     except ValueError as error:
         raise ValueError(f"{place}: {error}.") from None
+
+
+def _is_episode(value: Any) -> bool:
+    """Return whether a value describes an episode as `generate` writes it: its end, its status, and
+    numbers for its rewards.
+    """
+    if not isinstance(value, dict):
+        return False
+    rewards = value.get("turn_rewards")
+    reward = value.get("reward")
+    return (
+        isinstance(value.get("end"), str)
+        and isinstance(value.get("status"), str)
+        and is_count(value.get("num_turns"))
+        and (reward is None or _is_finite_number(reward))
+        and isinstance(rewards, list)
+        and all(map(_is_finite_number, rewards))
+    )
+
+
+def _is_finite_number(value: Any) -> bool:
+    """Return whether a value is a number that a score can be."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(value)
 
 
 def _is_text(value: Any) -> bool:

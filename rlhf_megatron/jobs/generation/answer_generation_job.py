@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rlhf_megatron.config.schema import DataConfig, SFTConfig
 from rlhf_megatron.controller.sync.weight_sync import WeightSync
@@ -62,6 +62,8 @@ ServeEngines = Callable[
 class AnswerGenerationJob:
     """A checked job that answers prompts with engines; `run` does the work."""
 
+    keeps_messages: ClassVar[bool] = False  # prompts are read with their messages, for episodes
+
     setup: EngineSetup  # of the engines that it starts
     max_response_length: int
     items: tuple[PromptItem, ...]
@@ -100,7 +102,7 @@ class AnswerGenerationJob:
         tokenizer = load_job_tokenizer(setup.model, served_weights)
         extra_writer = ExtraColumnWriter(data.extra_columns)
         train, held_out, template_prefix = load_questions(
-            data, sft, is_pairs, tokenizer, extra_writer
+            data, sft, is_pairs, tokenizer, extra_writer, cls.keeps_messages
         )
         by_split = {"val": held_out, "train": train, "all": (*train, *held_out)}
         if not by_split[split]:
@@ -311,9 +313,11 @@ def load_questions(
     is_pairs: bool,
     tokenizer: Tokenizer,
     extra_writer: ExtraColumnWriter | None = None,
+    keeps_messages: bool = False,
 ) -> tuple[tuple[PromptItem, ...], tuple[PromptItem, ...], str]:
     """Return (training prompts, held-out prompts, what the chat template writes of each answer).
-    `extra_writer` chooses and counts the other columns, as in `load_prompt_sets`.
+    `extra_writer` chooses and counts the other columns, and `keeps_messages` keeps the messages of
+    prompts, as in `load_prompt_sets`.
 
     Rows of a supervised job that are no prompts with labels become prompts for the texts that they
     train: every turn of a conversation, the better answer of a pair. That text, without thoughts,
@@ -324,7 +328,9 @@ def load_questions(
         is_pairs or sft.messages_key is not None or sft.text_key is not None
     )
     if sft is None or not reads_other_rows or first_row_has_label(data):
-        sets = load_prompt_sets(data, tokenizer, extra_writer=extra_writer)
+        sets = load_prompt_sets(
+            data, tokenizer, extra_writer=extra_writer, keeps_messages=keeps_messages
+        )
         return sets.train_items, sets.held_out_items, sets.template_prefix
     if sft.text_key is not None and not is_pairs:
         raise ValueError(

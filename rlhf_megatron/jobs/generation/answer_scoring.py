@@ -10,6 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights, add_rewards
 from rlhf_megatron.config.schema import DataConfig, RewardConfig, RewardTermConfig
 from rlhf_megatron.controller.evaluation.confidence_intervals import compute_item_interval
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
@@ -21,7 +22,7 @@ from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.extra_columns import ExtraColumnWriter, describe_left_out_columns
 from rlhf_megatron.data.response_texts import find_response_prefix
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
-from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.scorers.reward_types import OK, RewardResult, RewardSample, is_masked
 from rlhf_megatron.rewards.service.response_reading import describe_response_reading
 from rlhf_megatron.rewards.service.reward_components import get_main_score
 from rlhf_megatron.rewards.service.reward_scorer import (
@@ -41,6 +42,7 @@ def score_answer_file(
     reward_model: RewardTermConfig | None = None,
     report_line: Callable[[str], object] = lambda line: None,
     labels_are_checked: bool = False,
+    episode_weights: EpisodeRewardWeights | None = None,
 ) -> list[ScoredEvaluationSet]:
     """Score every response in a file of answers, and return one set for each data source.
 
@@ -48,8 +50,9 @@ def score_answer_file(
     other programs with these keys are read too. `reward_model` is a reward term that asks the
     servers of a reward model. `report_line` is called with what is to be said of the responses that
     the rewards read. With `labels_are_checked` the caller has checked the labels, before a model
-    answered. Raise ConfigError and ValueError for a wrong reward or file,
-    RewardErrorRateError where too many rewards fail.
+    answered. `episode_weights` weigh the environment's reward of an episode and the scorers'; None:
+    the environment's alone, where there is one. Raise ConfigError and ValueError for a wrong reward
+    or file, RewardErrorRateError where too many rewards fail.
     """
     extra_writer = ExtraColumnWriter(None if data is None else data.extra_columns)
     rows = list(read_answer_rows(answers_path, data, extra_writer, is_scored=True))
@@ -69,13 +72,49 @@ def score_answer_file(
     with make_reward_scorer(reward_config, log_path, reward_model) as scorer:
         for line in describe_response_reading([*scorer.components], prefixes, token_names):
             report_line(line)
-        results = iter(scorer(samples))
+        results = iter(score_responses(rows, samples, scorer, episode_weights))
     by_source: dict[str, list[tuple[dict[str, Any], tuple[RewardResult, ...]]]] = {}
     for row in rows:
         by_source.setdefault(row["source"], []).append(
             (row, tuple(next(results) for _ in row["responses"]))
         )
     return [_make_scored_set(name, pairs) for name, pairs in by_source.items()]
+
+
+def score_responses(
+    rows: Sequence[dict[str, Any]],
+    samples: Sequence[RewardSample],
+    score: Callable[[list[RewardSample]], Sequence[RewardResult]],
+    episode_weights: EpisodeRewardWeights | None,
+) -> list[RewardResult]:
+    """Return the reward of each response of the rows. Of episodes the column `episodes` has what
+    the environment says (see `episode_job`), and the scorers are asked where they have a say.
+    """
+    weights = episode_weights or EpisodeRewardWeights(1.0, 0.0)
+    episodes = [
+        episode for row in rows for episode in row.get("episodes") or [None] * len(row["responses"])
+    ]
+    needs_scorer = [
+        episode is None
+        or (episode["status"] == OK and (episode["reward"] is None or weights.scorer_weight != 0.0))
+        for episode in episodes
+    ]
+    asked = [sample for sample, is_asked in zip(samples, needs_scorer, strict=True) if is_asked]
+    scored = iter(score(asked) if asked else [])
+    results = []
+    for episode, is_asked in zip(episodes, needs_scorer, strict=True):
+        scorer_result = next(scored) if is_asked else None
+        if episode is None:
+            assert scorer_result is not None, "a single answer is scored"
+            results.append(scorer_result)
+        elif episode["status"] != OK:
+            results.append(RewardResult(0.0, episode["status"], error=episode.get("error", "")))
+        elif scorer_result is not None and is_masked(scorer_result.status):
+            results.append(scorer_result)
+        else:
+            turns_reward = sum(episode["turn_rewards"])
+            results.append(add_rewards(episode["reward"], turns_reward, scorer_result, weights))
+    return results
 
 
 def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:

@@ -19,6 +19,7 @@ import aiohttp
 import numpy as np
 
 from rlhf_megatron.install_hints import format_install_command
+from rlhf_megatron.retry import may_pass
 from rlhf_megatron.write_errors import explain_write_errors
 
 QUANTILES = (50, 90, 99)
@@ -59,6 +60,7 @@ class RequestOutcome:
     first_text_s: float | None = None  # to the first text of a stream
     num_tokens: int = 0  # of the answer
     error: str = ""
+    is_refused: bool = False  # with a status that the same request would get again
 
 
 @dataclass(frozen=True)
@@ -77,11 +79,13 @@ class LoadLevel:
     first_token_s: dict[str, float]  # {}: nothing was streamed
     token_s: dict[str, float]  # a token after the first, of streams
     reasons: tuple[str, ...]  # of the first failures
+    is_refused: bool = False  # every request, and so it would be with more clients
 
 
 async def run_load_test(plan: LoadTestPlan, print_line: Callable[[str], None]) -> list[LoadLevel]:
     """Ask the server at one number of clients after another, print a row for each, and return the
-    figures. A request that fails is counted and not asked again.
+    figures. A request that fails is counted and not asked again. The level at which the server
+    refuses every request is the last.
     """
     limits = aiohttp.ClientTimeout(plan.timeout_s)
     headers = {"Authorization": f"Bearer {plan.key}"} if plan.key else {}
@@ -95,6 +99,8 @@ async def run_load_test(plan: LoadTestPlan, print_line: Callable[[str], None]) -
         for clients in plan.clients:
             levels.append(await _run_load_level(session, plan, clients))
             print_line(format_level_row(levels[-1]))
+            if levels[-1].is_refused:
+                break
     return levels
 
 
@@ -142,6 +148,7 @@ def summarize_load_level(
         compute_quantiles([o.first_text_s for o in good if o.first_text_s is not None]),
         compute_quantiles(paces),
         tuple(dict.fromkeys(o.error for o in outcomes if o.error))[:NUM_REASONS],
+        is_refused=all(outcome.is_refused for outcome in outcomes),
     )
 
 
@@ -179,7 +186,11 @@ async def _send_request(
         ) as response:
             if response.status != 200:
                 text = (await response.text())[:200]
-                return RequestOutcome(clock() - start, error=f"{response.status}: {text}")
+                return RequestOutcome(
+                    clock() - start,
+                    error=f"{response.status}: {text}",
+                    is_refused=not may_pass(response.status),
+                )
             if not plan.is_stream:
                 num_tokens = (await response.json())["usage"]["completion_tokens"]
             else:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.jobs.generation.answer_file import AnswerFile
-from rlhf_megatron.jobs.generation.answer_scoring import score_answer_file
+from rlhf_megatron.jobs.generation.answer_scoring import score_answer_file, score_responses
+from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
 
 ROW: dict[str, Any] = {
     "index": 0,
@@ -124,3 +127,64 @@ def test_a_damaged_description_of_the_job_is_named(tmp_path: Path) -> None:
         job.write_text(text)
         with pytest.raises(ValueError, match=r"job\.json, which says what .* --overwrite"):
             AnswerFile(path, {"seed": 1}, 1)
+
+
+EPISODE: dict[str, Any] = {
+    "end": "done",
+    "status": "ok",
+    "reward": None,
+    "turn_rewards": [],
+    "num_turns": 2,
+    "messages": [],
+}
+
+
+def test_the_environment_and_the_scorers_judge_episodes() -> None:
+    """The scorer gives "2" a 1 and other answers a 0."""
+    cases = [
+        # answer, episode, reward by the environment alone, with weights of 2 and 0.5
+        ("2", {}, 1.0, 1.0),  # the environment leaves it to the scorers
+        ("3", {}, 0.0, 0.0),
+        ("3", {"reward": 0.5, "turn_rewards": [0.25, 0.0]}, 0.75, 1.5),
+        ("2", {"reward": 0.5}, 0.5, 1.5),
+        ("2", {"status": "timeout", "end": "timeout"}, 0.0, 0.0),
+        ("2", {"status": "masked:refused", "end": "refused", "error": "why"}, 0.0, 0.0),
+    ]
+    row = ROW | {
+        "responses": [answer for answer, *_ in cases],
+        "episodes": [EPISODE | changes for _, changes, *_ in cases],
+    }
+    samples = [RewardSample("?", answer, "2", "sums", "stop", 1) for answer in row["responses"]]
+    asked: list[int] = []
+
+    def score(batch: list[RewardSample]) -> list[RewardResult]:
+        asked.append(len(batch))
+        return [RewardResult(float(sample.response == "2")) for sample in batch]
+
+    alone = score_responses([row], samples, score, None)
+    weighed = score_responses([row], samples, score, EpisodeRewardWeights(2.0, 0.5))
+    assert asked == [2, 4]
+    assert [result.score for result in alone] == [case[2] for case in cases]
+    assert [result.score for result in weighed] == [case[3] for case in cases]
+    for results in (alone, weighed):
+        assert [result.status for result in results[-2:]] == ["timeout", "masked:refused"]
+        assert results[-1].error == "why"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"end": None},
+        {"status": 1},
+        {"reward": "1"},
+        {"reward": math.nan},
+        {"turn_rewards": None},
+        {"turn_rewards": [True]},
+        {"num_turns": -1},
+    ],
+)
+def test_episodes_of_another_shape_are_named(tmp_path: Path, changes: dict[str, Any]) -> None:
+    row = {**ROW, "episodes": [EPISODE, EPISODE | changes]}
+    path = write_rows(tmp_path / "answers.jsonl", row)
+    with pytest.raises(ValueError, match=r"'episodes' .* must be a list of 2 episodes"):
+        score_answer_file(path, RewardConfig(), tmp_path / "log")
