@@ -5,6 +5,8 @@ launcher, schedule of turns and number of kills.
 from __future__ import annotations
 
 import json
+import os
+import random
 import signal
 from collections.abc import Sequence
 from itertools import pairwise
@@ -436,3 +438,35 @@ def test_a_reward_model_on_ranks_scores_whole_episodes(server: ForkServer, tmp_p
     evaluation = [row for row in rows if row["kind"] == "evaluation"][-1]
     assert 0 <= evaluation["val/accuracy"] <= 1, "the game alone says who has won"
     assert evaluation["val/reward"] != evaluation["val/accuracy"]
+
+
+NUM_KILLS = int(os.environ.get("RLHF_MEGATRON_TEST_KILLS", "20"))
+
+
+@pytest.mark.long
+def test_runs_that_are_killed_at_random_are_the_run_that_was_left_alone(
+    alone: tuple[Path, Attempt], server: ForkServer, tmp_path: Path
+) -> None:
+    """A time may fall into the start, the warm-up, a piece of a step, an update or a save."""
+    undisturbed = alone[1]
+    draw = random.Random(43)
+    settings = {"warmup.save_hf": True, "trainer.total_training_steps": 3}
+    num_kills = num_runs = 0
+    while num_kills < NUM_KILLS:
+        config = write_game(tmp_path / f"run{num_runs}", **TWO_PIECES)
+        num_runs += 1
+        attempt = None
+        while attempt is None or attempt.code == -signal.SIGKILL:
+            limit = draw.uniform(0.5, 0.9 * undisturbed.seconds) if num_kills < NUM_KILLS else 240.0
+            attempt = server.train(config, settings, kill_after_s=limit)
+            num_kills += attempt.code == -signal.SIGKILL
+        assert attempt.code == 0, attempt.console
+        assert make_comparable(attempt) == make_comparable(undisturbed)
+        assert attempt.weights() == undisturbed.weights()
+        rng = "checkpoints/step_000003/rng/rank0.safetensors"
+        assert (attempt.run_dir / rng).read_bytes() == (undisturbed.run_dir / rng).read_bytes()
+        for name in ("samples.jsonl", "mismatch.jsonl"):
+            assert (attempt.run_dir / name).read_bytes() == (
+                undisturbed.run_dir / name
+            ).read_bytes()
+    print(f"\n{num_kills} kills, {num_runs} runs")

@@ -20,6 +20,7 @@ import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -104,9 +105,10 @@ class ForkServer:
         *options: str,
         faults: str = "",
         command: str = "train",
+        kill_after_s: float = TIMEOUT_S,
     ) -> Attempt:
         """One process. Faults of a run directory act once, whichever process meets them.
-        `settings`: over SETTINGS.
+        `settings`: over SETTINGS. `kill_after_s`: from its start to its SIGKILL.
         """
         self._count += 1
         console = self.directory / f"console{self._count}"
@@ -122,6 +124,7 @@ class ForkServer:
             "argv": [command, str(config), *overrides(settings), *options],
             "environment": environment,
             "console": str(console),
+            "kill_after_s": kill_after_s,
         }
         assert self._process.stdin is not None and self._process.stdout is not None
         start = time.monotonic()
@@ -285,11 +288,12 @@ def main() -> None:
     os.dup2(2, 1)  # what the imports print is no answer
     _import_everything()
     while line := sys.stdin.buffer.readline():
+        request = json.loads(line)
         pid = os.fork()
         if pid == 0:
             os.close(answers)
-            _end_with(lambda: _run(json.loads(line)))
-        deadline = time.monotonic() + TIMEOUT_S
+            _end_with(partial(_run, request))
+        deadline = time.monotonic() + request["kill_after_s"]
         while not (ended := os.waitpid(pid, os.WNOHANG))[0]:
             if time.monotonic() > deadline:
                 os.killpg(pid, signal.SIGKILL)
