@@ -30,6 +30,9 @@ GAME = ROOT / "configs" / "quickstart_game.yaml"
 FREE = {"trainer.deterministic": False}
 SHORT = {"trainer.total_training_steps": 2, "trainer.save_freq": 0, "trainer.test_freq": 2}
 PLUGIN = '''
+import random
+from dataclasses import dataclass
+
 from rlhf_megatron.extend import ENVIRONMENTS, Environment, Observation, Outcome, TurnEnvironment
 
 
@@ -59,6 +62,34 @@ class Shorter(TurnEnvironment):
 
     def step(self, turn):
         return Observation("-", reward=(self.limit - len(turn.token_ids)) / 4)
+
+
+@dataclass(frozen=True)
+class BrokenParams:
+    fails: float = 0.4  # share of episodes that fail before a turn, or behind the first one
+    ends: float = 0.3  # share of episodes that are over before they begin
+
+
+@ENVIRONMENTS.register("broken", params=BrokenParams)
+class Broken(TurnEnvironment):
+    """Some episodes have no turn, and some fail."""
+
+    is_deterministic = True
+
+    def __init__(self, params):
+        self.params = params
+
+    async def reset(self, task):
+        draw = random.Random(task.seed)
+        self.chance = draw.random()
+        if self.chance < self.params.fails / 2:
+            raise RuntimeError("no server")
+        return Observation(is_done=draw.random() < self.params.ends)
+
+    async def step(self, turn):
+        if self.chance < self.params.fails:
+            raise RuntimeError("the server is gone")
+        return Observation("+", reward=len(turn.token_ids) / 4, is_done=turn.number == 1)
 '''
 
 
@@ -101,6 +132,16 @@ def write_mixture(directory: Path) -> Path:
         "shuffle": False,
     }
     path = write_game(directory, data=files)
+    path.write_text(path.read_text() + f"plugins: [{directory / 'games.py'}]\n")
+    return path
+
+
+def write_broken(directory: Path) -> Path:
+    directory.mkdir()
+    (directory / "games.py").write_text(PLUGIN)
+    path = write_game(
+        directory, rollout={"environment": {"name": "broken"}}, reward={"max_error_rate": 1.0}
+    )
     path.write_text(path.read_text() + f"plugins: [{directory / 'games.py'}]\n")
     return path
 
@@ -470,3 +511,74 @@ def test_runs_that_are_killed_at_random_are_the_run_that_was_left_alone(
                 undisturbed.run_dir / name
             ).read_bytes()
     print(f"\n{num_kills} kills, {num_runs} runs")
+
+
+def test_episodes_without_a_turn_or_that_failed_train_nothing(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    """Some rows have no token that trains; failed ones are left out of their groups."""
+    config = write_broken(tmp_path / "broken")
+    settings = {**FREE, **SHORT, "trainer.save_hf": False, "trainer.test_freq": 0}
+    settings |= {"trainer.val_before_train": False, "critic.optim.lr": 1e-3}
+    settings |= {"algorithm.adv_estimator": "gae"}
+    run = succeeded(server.train(config, settings, "--record"))
+    recorder = RolloutRecorder(run.run_dir / "record")
+    ends: set[tuple[str, bool]] = set()
+    for step, row in enumerate(read_steps(run.run_dir), 1):
+        batch = recorder.read_step(step)
+        assert batch.turn_spans is not None and batch.episode_ends is not None
+        pairs = list(zip(batch.episode_ends, batch.turn_spans, strict=True))
+        ends |= {(end, bool(spans)) for end, spans in pairs}
+        num_masked = sum(end == "environment_failed" for end, _ in pairs)
+        assert row["reward/masked"] == pytest.approx(num_masked / len(pairs))
+        assert row["policy/lag"] == 0
+        for status, end in zip(batch.reward_statuses, batch.episode_ends, strict=True):
+            assert status == ("masked:environment_failed" if end == "environment_failed" else "ok")
+        assert row["actor/grad_norm"] > 0
+    assert ends == {
+        ("environment_failed", False),
+        ("environment_failed", True),
+        ("done", False),
+        ("done", True),
+    }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", [ONE_RANK, DP2, TP2_PP2], ids=["one", "dp2", "tp2_pp2"])
+def test_a_step_of_which_nothing_trains_changes_nothing(
+    layout: dict[str, Any], tmp_path: Path
+) -> None:
+    """No episode has a turn."""
+    config = write_broken(tmp_path / "broken")
+    run = finish(
+        config,
+        {
+            **layout,
+            "rollout.environment.params": {"fails": 0.0, "ends": 1.0},
+            "trainer.test_freq": 0,
+            "trainer.val_before_train": False,
+        },
+    )
+    for row in read_steps(run.run_dir):
+        assert row["agents/turns/max"] == 0 and row["actor/grad_norm"] == 0
+
+
+@pytest.mark.long
+def test_the_quickstart_learns_the_game_with_three_seeds(tmp_path: Path) -> None:
+    """Sampled held-out episodes, at temperature 1, before and after at most 60 steps."""
+    before = []
+    after = []
+    for seed in (1, 2, 3):
+        settings = {"trainer.seed": seed, "trainer.default_local_dir": str(tmp_path)}
+        name = f"game{seed}"
+        directory = tmp_path / name
+        directory.mkdir()
+        config = directory / "game.yaml"
+        config.write_text(f"extends: {GAME}\n")
+        run = train(config, {**settings, "trainer.experiment_name": name})
+        assert run.exit_code == 0, run.console
+        before.append(run.summary()["accuracy_before"])
+        after.append(run.summary()["accuracy_after"])
+    print(f"\nbefore {before}, after {after}")
+    assert max(before) <= 0.55
+    assert sum(after) / 3 >= 0.85 and min(after) >= 0.75

@@ -1,0 +1,99 @@
+"""What episodes with an environment go with, and what is refused with the fix."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+from places import ROOT
+
+from rlhf_megatron.agents.environment import ENVIRONMENTS, Observation, TurnEnvironment
+from rlhf_megatron.config.load import read_run_config
+from rlhf_megatron.config.rules.batch_rules import compute_episode_tokens, compute_longest_rollout
+from rlhf_megatron.config.rules.validate import validate_config
+from rlhf_megatron.registry import load_registry
+
+GAME = ROOT / "configs" / "quickstart_game.yaml"
+ASIDE = "a_game_of_chance"
+
+
+class GameOfChance(TurnEnvironment):
+    """It does not declare to be deterministic."""
+
+    def reset(self, task: Any) -> Observation:
+        return Observation()
+
+    def step(self, turn: Any) -> Observation:
+        return Observation(is_done=True)
+
+
+@pytest.fixture(autouse=True)
+def game_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
+    load_registry("environment")
+    monkeypatch.setattr(ENVIRONMENTS, "_entries", dict(ENVIRONMENTS._entries))
+    ENVIRONMENTS.register(ASIDE)(GameOfChance)
+
+
+def list_problems(*overrides: str) -> list[str]:
+    return [str(problem) for problem in validate_config(read_run_config(GAME, overrides))]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [],
+        ["trainer.deterministic=true"],
+        ["algorithm.adv_estimator=gae"],
+        ["algorithm.adv_estimator=rloo"],
+        ["actor.use_kl_loss=true"],
+        ["rollout.environment.min_group=8"],
+        ["rollout.environment.scorer_weight=0.5", "reward.name=exact_match"],
+        ["algorithm.rollout_correction.rollout_is=token"],
+        ["rollout.num_engines=2", "rollout.num_drivers=2"],
+    ],
+    ids=lambda overrides: " ".join(overrides) or "as it is",
+)
+def test_what_episodes_go_with(overrides: list[str]) -> None:
+    assert list_problems(*overrides) == []
+
+
+REFUSED = {
+    "another schedule": (["schedule.name=one_step_off"], "needs a schedule in which"),
+    "greedy baselines": (["algorithm.adv_estimator=remax"], "compares with greedy samples"),
+    "filters that refill": (["algorithm.filter_groups.enable=true"], "filter_groups.enable"),
+    "routes of engines": (["actor.router_replay=r3"], r"r3; use r2 or none"),
+    "teachers": (["actor.distillation.loss_mode=k1"], "actor.distillation.loss_mode"),
+    "groups that never close": (["rollout.environment.min_group=17"], r"between 1 and rollout.n"),
+    "no room for a turn": (["rollout.environment.max_tokens=2"], r"max_tokens \(2\) must be"),
+    "chance": (
+        ["trainer.deterministic=true", f"rollout.environment.name={ASIDE}"],
+        "does not declare is_deterministic",
+    ),
+    "early groups": (
+        ["trainer.deterministic=true", "rollout.environment.min_group=8"],
+        "which episodes are aborted depends on time",
+    ),
+    "an unknown name": (["rollout.environment.name=guess_numbr"], "guess_number"),
+    "a wrong parameter": (["rollout.environment.params.highst=5"], "highst.*highest"),
+    "settings without an environment": (
+        ["rollout.environment.name=null", "rollout.environment.max_turns=5"],
+        "rollout.environment.max_turns .* would be ignored",
+    ),
+}
+
+
+@pytest.mark.parametrize(("overrides", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_is_refused(overrides: list[str], message: str) -> None:
+    problems = "\n".join(list_problems(*overrides))
+    assert re.search(message, problems), problems
+
+
+def test_the_longest_sample_is_a_whole_episode() -> None:
+    """Engines and micro-batches are sized by it."""
+    config = read_run_config(GAME, []).config
+    assert compute_longest_rollout(config) == 9 + 11
+    without = read_run_config(GAME, ["rollout.environment.max_tokens=null"]).config
+    assert compute_episode_tokens(without.rollout.environment, without.data) == 3 * 3
+    [problem] = list_problems("actor.ppo_max_token_len_per_gpu=16")
+    assert "data.max_prompt_length + rollout.environment.max_tokens (9 + 11 = 20" in problem
