@@ -40,12 +40,12 @@ def query_triton_support(device: torch.device) -> TritonSupport:
     runs.
     """
     found = _find_installed_triton()
-    if not found.is_usable:
-        return found
-    if device.type != "cuda":
+    if device.type != "cuda":  # before what is missing: an installation would change nothing
         return TritonSupport(
             found.version, f"triton compiles for GPUs, and the device is {device.type!r}."
         )
+    if not found.is_usable:
+        return found
     if not torch.cuda.is_available():
         return TritonSupport(found.version, "torch finds no CUDA device.")
     capability = torch.cuda.get_device_capability(device)

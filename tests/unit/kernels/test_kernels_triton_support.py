@@ -65,6 +65,14 @@ def test_a_cpu_is_no_place_for_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert try_triton_kernel(CPU) == triton_support.query_triton_support(CPU).why_not
 
 
+def test_a_cpu_is_not_told_to_install_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    pretend(monkeypatch, {})
+    why_not = triton_support.query_triton_support(CPU).why_not
+    assert "compiles for GPUs" in why_not and "pip install" not in why_not
+    on_gpu = triton_support.query_triton_support(torch.device("cuda", 0)).why_not
+    assert "triton is not installed; `pip install triton`" in on_gpu
+
+
 @pytest.mark.parametrize(
     ("capability", "why_not"),
     [((9, 0), ""), ((8, 0), ""), ((7, 5), "capability (7.5) is below 8.0")],
