@@ -102,8 +102,8 @@ class WorkerTemplate:
         then kill all children.
         """
         try:
-            # it has gone while this process had something to say
-            with contextlib.suppress(BrokenPipeError):
+            # It has gone while this process had something to say, or had said what it did not read.
+            with contextlib.suppress(BrokenPipeError, ConnectionResetError):
                 self._handle_requests()
         finally:
             self._kill_all_children()
