@@ -85,7 +85,7 @@ class EvaluationResult:
     """
 
     accuracy: float  # mean score
-    # 95 % interval of the mean over items: Wilson's, or Student's where scores leave [0, 1]
+    # 95 % interval of the mean over items: Wilson's, or Student's where scores are graded
     low: float
     high: float
     num_items: int
@@ -207,32 +207,37 @@ def summarize_evaluation(
     has_rewards = any(a.has_separate_main_reward for a in scored_sets)
     rewards = list(chain.from_iterable(a.compute_item_rewards() for a in scored_sets))
     reward = _compute_mean(rewards) if has_rewards else None
-    result = compute_accuracy(item_scores, lengths)
-    return replace(
-        result,
-        examples=examples,
-        sets=sets,
-        reward=reward,
-        has_binary_scores=scores <= {0.0, 1.0},
-    )
+    result = compute_accuracy(item_scores, lengths, has_binary_scores=scores <= {0.0, 1.0})
+    return replace(result, examples=examples, sets=sets, reward=reward)
 
 
 def compute_accuracy(
-    item_scores: Sequence[float], response_lengths: Sequence[int]
+    item_scores: Sequence[float], response_lengths: Sequence[int], *, has_binary_scores: bool
 ) -> EvaluationResult:
     """Return the accuracy with its interval and the mean response length, without examples and
-    sets. `item_scores`: the mean score of each item; `response_lengths`: the tokens of each sample.
+    sets. `item_scores`: the mean score of each item; `response_lengths`: the tokens of each sample;
+    `has_binary_scores`: each sample's score is 0 or 1.
 
-    Scores outside [0, 1] are no shares: their interval is Student's.
+    Where scores are graded the mean is no share, and its interval is Student's, as that of a set. A
+    single item has none: Wilson's bounds any mean of scores in [0, 1].
     """
     count = len(item_scores)
     accuracy = sum(item_scores) / count
-    if all(0.0 <= score <= 1.0 for score in item_scores):
-        low, high = compute_wilson_interval(accuracy, count)
-    else:
-        low, high = compute_item_interval([(score,) for score in item_scores]) or (-inf, inf)
+    interval = None
+    if not has_binary_scores:
+        interval = compute_item_interval([(score,) for score in item_scores])
+    if interval is None:
+        is_in_unit_interval = all(0.0 <= score <= 1.0 for score in item_scores)
+        interval = compute_wilson_interval(accuracy, count) if is_in_unit_interval else (-inf, inf)
+    low, high = interval
     return EvaluationResult(
-        accuracy, low, high, count, sum(response_lengths) / max(1, len(response_lengths)), ()
+        accuracy,
+        low,
+        high,
+        count,
+        sum(response_lengths) / max(1, len(response_lengths)),
+        (),
+        has_binary_scores=has_binary_scores,
     )
 
 

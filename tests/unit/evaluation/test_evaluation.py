@@ -202,19 +202,28 @@ def test_all_sets_together() -> None:
 
 
 def test_the_accuracy_of_all_is_what_it_was() -> None:
-    result = compute_accuracy([1.0, 0.0, 0.5, 0.5], [2, 4, 6])
+    result = compute_accuracy([1.0, 0.0, 0.5, 0.5], [2, 4, 6], has_binary_scores=True)
     assert (result.accuracy, result.num_items, result.mean_response_length) == (0.5, 4, 4.0)
     assert (result.low, result.high) == pytest.approx((0.15004, 0.84996), abs=1e-5)  # 2 of 4
     assert result == replace(result, low=compute_wilson_interval(0.5, 4)[0])
 
 
+def test_graded_scores_have_one_interval_in_a_run_and_in_evaluate() -> None:
+    """`evaluate` prints the interval of a set, a run that of all sets: here they are one."""
+    scores = [0.0, 0.1, 0.2, 0.3]
+    result = compute_accuracy(scores, [1], has_binary_scores=False)
+    assert (result.low, result.high) == compute_item_interval([(score,) for score in scores])
+    alone = compute_accuracy([0.5], [1], has_binary_scores=False)
+    assert (alone.low, alone.high) == compute_wilson_interval(0.5, 1)  # bounds of any share
+
+
 def test_scores_that_leave_the_unit_interval_have_an_interval_around_their_mean() -> None:
-    result = compute_accuracy([2.0, 1.0, 2.0, 1.0], [1])
+    result = compute_accuracy([2.0, 1.0, 2.0, 1.0], [1], has_binary_scores=False)
     half = 3.182446305 * (1 / 3 / 4) ** 0.5  # t(3) x standard error; variance of the four is 1/3
     assert (result.accuracy, result.low, result.high) == pytest.approx(
         (1.5, 1.5 - half, 1.5 + half)
     )
-    alone = compute_accuracy([1.5], [1])
+    alone = compute_accuracy([1.5], [1], has_binary_scores=False)
     assert (alone.low, alone.high) == (-math.inf, math.inf)  # one says nothing of others
 
 
