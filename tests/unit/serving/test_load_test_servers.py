@@ -4,6 +4,7 @@ names the address and the fix, and no traceback reaches the user.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Iterator
@@ -95,3 +96,61 @@ def test_a_server_that_answers_no_request(
     assert "failed with 2 clients: " in output.out
     assert "Traceback" not in output.out + output.err
     assert (tmp_path / "figures.json").is_file()
+
+
+@contextmanager
+def serve_model_that_refuses(status: int) -> Iterator[tuple[str, list[str]]]:
+    """List a model and answer every request to the model with the status. Yield the address and the
+    paths of those requests.
+    """
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.write_answer(200, json.dumps({"data": [{"id": "model"}]}).encode())
+
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            paths.append(self.path)
+            self.write_answer(status, b"no chat template")
+
+        def write_answer(self, answer_status: int, body: bytes) -> None:
+            self.send_response(answer_status)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}", paths
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+def test_a_server_that_refuses_every_chat_is_asked_with_one_number_of_clients_only(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with serve_model_that_refuses(400) as (address, paths):
+        assert main(["load-test", address, "--clients", "1,2,4", "--requests", "3"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert paths == ["/v1/chat/completions"] * 3
+    assert lines[-2:] == [
+        "failed with 1 clients: 400: no chat template",
+        "more clients were not tried: the server refuses every request. Chats need a model with a"
+        " chat template; --completions asks for texts.",
+    ]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_a_server_that_is_busy_is_asked_on(status: int) -> None:
+    with serve_model_that_refuses(status) as (address, paths):
+        words = ["load-test", address, "--clients", "1,2", "--requests", "2", "--completions"]
+        assert main(words) == 1
+    assert paths == ["/v1/completions"] * 4
