@@ -107,6 +107,15 @@ def test_ppo_without_counterpart_and_without_effect() -> None:
     assert any("`defaults:` list is not followed" in note for note in result.notes)
 
 
+@pytest.mark.parametrize("job", ["main_ppo", "sft_trainer"])
+def test_fewer_rows_than_a_batch_are_named_as_such(job: str) -> None:
+    text = f"python3 -m verl.trainer.{job} data.train_batch_size=1024 trainer.total_epochs=15"
+    result = translated(text, told=UserFacts(num_train_rows=64), source="run.sh")
+    (reason,) = [one for one in learning(result) if one.startswith("trainer.total_training_steps")]
+    assert "data.train_batch_size (1024) is more than the 64 rows" in reason
+    assert "not known" not in reason and "trainer.total_training_steps" not in result.values
+
+
 def test_what_must_be_told_is_asked_for() -> None:
     result = translated(GRPO_SCRIPT, source="grpo.sh")
     assert (
