@@ -11,6 +11,7 @@ from docs_tools import BLOCK
 from places import ROOT
 
 from rlhf_megatron.cli.main import main
+from rlhf_megatron.rollout.local.local_launch import assign_local_devices
 
 PRINTED = [
     block.partition("\n")
@@ -226,3 +227,64 @@ def test_a_colocated_engine_is_not_larger_than_a_machine(
     code, lines = placed(capsys, *colocated, *settings)
     assert code == 1
     assert lines[-1].endswith("lower its tp_size (16, rollout.sglang.args).")
+
+
+WARM = "configs/quickstart_warm.yaml"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "num_engines"), [(4, 1), (4, 5), (5, 1), (6, 1), (6, 3), (8, 2)]
+)
+def test_bundled_engines_of_one_machine_share_gpus_as_the_run_deals_them(
+    num_gpus: int, num_engines: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four ranks; where no GPU is free, the engines are on those of the ranks."""
+    words = (str(ROOT / WARM), f"rollout.num_engines={num_engines}", "--gpus", str(num_gpus))
+    assert main(["plan", "placement", *words]) == 0
+    planned = re.findall(r"engine\d+ on GPU (\d+)", capsys.readouterr().out)
+    visible = [str(device) for device in range(num_gpus)]
+    environments = assign_local_devices(num_engines, visible, 4, is_shared=False)
+    assert planned == [one["CUDA_VISIBLE_DEVICES"].split(",")[0] for one in environments]
+
+
+def test_the_first_hour_needs_one_gpu_in_step_3(capsys: pytest.CaptureFixture[str]) -> None:
+    one_rank = (
+        "trainer.n_gpus_per_node=1",
+        "actor.megatron.tensor_model_parallel_size=1",
+        "actor.megatron.pipeline_model_parallel_size=1",
+    )
+    assert main(["plan", "placement", str(ROOT / WARM), *one_rank, "--gpus", "1"]) == 0
+    assert "rank 0 on GPU 0: actor pp0 dp0 tp0; engine0 on GPU 0" in capsys.readouterr().out
+
+
+TWO_OF_FOUR = (
+    "trainer.nnodes=2",
+    "actor.megatron.pipeline_model_parallel_size=1",
+    "rollout.num_engines=2",
+)
+
+
+def test_the_advice_names_colocated_engines_where_the_run_can_have_them(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = (str(ROOT / WARM), *TWO_OF_FOUR, "--gpus", "4")
+    assert main(["plan", "placement", *words]) == 1
+    hint = "Or let engines and ranks take turns with the GPUs (rollout.colocated=true)."
+    assert capsys.readouterr().out.endswith(f"{hint}\n")
+    assert main(["plan", "placement", *words, "rollout.colocated=true"]) == 0
+    capsys.readouterr()
+    one_engine = (*words, "rollout.num_engines=1")  # a colocated run needs one on each machine
+    assert main(["plan", "placement", *one_engine]) == 1
+    assert hint not in capsys.readouterr().out
+
+
+def test_gpus_that_wait_while_engines_generate_are_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = ("plan", "placement", str(ROOT / WARM), "rollout.colocated=true")
+    assert main([*words]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        "idle        3 of 4 GPUs while engines generate; rollout.num_engines=4 uses all"
+    )
+    assert main([*words, "rollout.num_engines=4"]) == 0
+    assert "idle" not in capsys.readouterr().out
