@@ -11,7 +11,7 @@ from pathlib import Path
 from rlhf_megatron.cli.doctor.machine_facts import HostLimits, MachineFacts, read_tool_output
 from rlhf_megatron.cli.doctor.trainer_rows import DoctorRow, PathState
 from rlhf_megatron.config.rules.engine_rules import OLDEST_RAY
-from rlhf_megatron.install_hints import format_install_command
+from rlhf_megatron.install_hints import format_install_command, format_sglang_cpu_hint
 from rlhf_megatron.ranks.parallel.optional_packages import OptionalPackage
 from rlhf_megatron.rollout.sglang.sglang_environment import check_sglang_version
 
@@ -69,7 +69,8 @@ def make_engine_rows(python_path: str | None) -> list[DoctorRow]:
     bundled = DoctorRow("engines", "bundled engine", "live", "rollout.engine: local (transformers)")
     install = (
         "python3 -m venv .venv-sglang && .venv-sglang/bin/python -m pip install 'sglang>=0.5.21'"
-        " (without a GPU: make sglang-cpu), then rollout.sglang.python: .venv-sglang/bin/python"
+        f" (without a GPU: {format_sglang_cpu_hint()}), then rollout.sglang.python:"
+        " .venv-sglang/bin/python"
     )
     if found is None:
         return [

@@ -27,7 +27,7 @@ from rlhf_megatron.config.rules.batch_rules import list_divisors
 from rlhf_megatron.config.schema import SGLangConfig
 from rlhf_megatron.config.schema.rollout_sections import SIZES_OF_SGLANG
 from rlhf_megatron.import_folders import make_import_environment
-from rlhf_megatron.install_hints import format_install_command
+from rlhf_megatron.install_hints import format_install_command, format_sglang_cpu_hint
 from rlhf_megatron.rollout.sglang.sglang_arguments import (
     ARGUMENTS_QUERY,
     DETERMINISTIC,
@@ -96,8 +96,8 @@ ARGUMENT_LIMITS: dict[str, tuple[tuple[object, ...], str, str]] = {
 # the list of arguments takes the server's interpreter seconds; kept here by version
 OPTIONS_CACHE_DIR = Path(".cache")
 _INSTALL_ADVICE = (
-    "install it there (`make sglang-cpu` on a machine without a GPU, else pip"
-    f" install 'sglang>={OLDEST_SGLANG}')"
+    f"install it there (pip install 'sglang>={OLDEST_SGLANG}'; without a GPU:"
+    f" {format_sglang_cpu_hint()})"
 )
 _INTERPRETER_TIMEOUT_S = 300.0
 MEMORY_SAVER = "enable-memory-saver"
@@ -410,7 +410,8 @@ def find_interpreter(python: str | None) -> str:
                 "rollout.engine (sglang) needs sglang in this environment; install it"
                 f" ({format_install_command('sglang')}), name the interpreter of another"
                 " environment in"
-                " rollout.sglang.python (`make sglang-cpu` makes .venv-sglang/bin/python), or set"
+                f" rollout.sglang.python (without a GPU: {format_sglang_cpu_hint()} makes"
+                " .venv-sglang/bin/python), or set"
                 " rollout.engine: local."
             )
         return sys.executable
@@ -418,8 +419,8 @@ def find_interpreter(python: str | None) -> str:
     if found is None:
         raise ValueError(
             f"rollout.sglang.python ({python}) must be an executable; name the interpreter of an"
-            " environment that has sglang (`make sglang-cpu` makes .venv-sglang/bin/python), or"
-            " set rollout.engine: local."
+            f" environment that has sglang (without a GPU: {format_sglang_cpu_hint()} makes"
+            " .venv-sglang/bin/python), or set rollout.engine: local."
         )
     return os.path.abspath(found)  # links are kept: a virtual environment is known by the link
 

@@ -18,6 +18,7 @@ from typing import Any
 import yaml
 
 from rlhf_megatron.config.rules.engine_machines import format_engine_part_name
+from rlhf_megatron.install_hints import format_sglang_cpu_hint
 from rlhf_megatron.rollout.engine_interface import EngineAddress, EngineError, EngineKilledError
 from rlhf_megatron.rollout.fleet.server_process import (
     LOOPBACK,
@@ -86,7 +87,7 @@ _ADVICE_BY_ERROR = (
     (
         r"No module named '(triton|sgl_kernel|flashinfer)",
         "SGLang's CUDA packages are not there: on a machine without a GPU take rollout.sglang from"
-        " configs/quickstart_sglang.yaml (`make sglang-cpu`).",
+        f" configs/quickstart_sglang.yaml ({format_sglang_cpu_hint()}).",
     ),
 )
 

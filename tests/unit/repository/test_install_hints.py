@@ -13,7 +13,12 @@ from pathlib import Path
 import pytest
 
 import rlhf_megatron
-from rlhf_megatron.install_hints import DISTRIBUTION, _format_command, format_install_command
+from rlhf_megatron.install_hints import (
+    DISTRIBUTION,
+    _format_command,
+    _format_make_target,
+    format_install_command,
+)
 
 PACKAGE = Path(rlhf_megatron.__file__).parent
 ROOT = PACKAGE.parent
@@ -63,6 +68,22 @@ def test_no_message_writes_the_command_by_itself() -> None:
     assert found == []
 
 
+def test_no_message_names_a_target_of_the_makefile_by_itself() -> None:
+    """An installed package has no Makefile: the hint says where it is."""
+    found = []
+    for path in PACKAGE.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        statements = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+        found += [
+            f"{path.relative_to(ROOT)}:{node.lineno}"
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Constant)
+            and id(node) not in statements  # no docstring
+            and re.search(r"`make [a-z]|\bmake [a-z]+-[a-z]+\b", str(node.value))
+        ]
+    assert found == []
+
+
 def test_extras_of_documents_are_those_of_setup() -> None:
     paths = [
         ROOT / "README.md",
@@ -95,6 +116,15 @@ def test_commands_of_a_wheel_and_of_a_working_tree(tmp_path: Path) -> None:
     assert _format_command("demo", tree, tree) == "pip install -e '.[demo]'"
     *_, target = shlex.split(_format_command("demo", tree, tmp_path))
     assert target == f"{tree}[demo]"
+
+
+def test_targets_of_the_makefile_name_their_folder(tmp_path: Path) -> None:
+    hint = _format_make_target("sglang-cpu", tmp_path, tmp_path)
+    assert hint == "`make sglang-cpu` in a clone of the repository"
+    (tmp_path / "setup.py").touch()
+    assert _format_make_target("sglang-cpu", tmp_path, tmp_path) == "`make sglang-cpu`"
+    elsewhere = _format_make_target("sglang-cpu", tmp_path, tmp_path / "runs")
+    assert elsewhere == f"`make sglang-cpu` in {tmp_path}"
 
 
 def test_the_command_is_right_in_any_folder(
