@@ -55,6 +55,9 @@ from rlhf_megatron.rewards.service.worker_template import WorkerTemplate
 MAX_LINE_BYTES = 1 << 26  # of an order
 MARK_S = 0.2  # between two marks that the event loop turns
 WATCH_S = 1.0  # between two reports that the process is alive
+# A thread that computes gives Python's lock back after this, in place of 0.005 s: the event loop
+# waits for the lock after each system call.
+SWITCH_S = 0.0005
 OOM_SCORE = "1000"  # the kernel's mark of what is ended first where memory runs out
 
 
@@ -196,13 +199,17 @@ class EpisodeWorker:
         code keeps the event loop to itself. Code in C that holds Python's lock stops this thread
         too; the controller then misses its reports.
         """
+        former_task = None
         while True:
             time.sleep(WATCH_S)
-            blocked_s = time.monotonic() - self._loop_turned_at - MARK_S
+            blocked_s = max(0.0, time.monotonic() - self._loop_turned_at - MARK_S)
+            task = asyncio.current_task(loop)
             attempt = None
-            if blocked_s > 0 and (task := asyncio.current_task(loop)) is not None:
+            # a loop that gets no CPU is at another task each time, and none of them is to blame
+            if blocked_s > 0 and task is not None and task is former_task:
                 attempt = self._task_owners.find_attempt(task)
-            self._send_report(ReportAlive(max(0.0, blocked_s), attempt))
+            former_task = task
+            self._send_report(ReportAlive(blocked_s, attempt))
 
 
 def _detach_child(connection_fd: int) -> None:
@@ -235,6 +242,7 @@ def serve_episodes(dialogue_format: DialogueFormat, connection: socket.socket) -
     """
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(OOM_SCORE)
+    sys.setswitchinterval(SWITCH_S)
     # not asyncio.run, which would wait for threads that do not come back
     loop = asyncio.new_event_loop()
     loop.run_until_complete(EpisodeWorker(dialogue_format, connection).serve())
