@@ -34,7 +34,7 @@ AWAY_S = 2.0  # between two looks: whoever looks was kept waiting, and so were o
 BLOCKED_WARNING_S = 1.0  # async code that keeps a worker's loop so long is named in the log
 BLOCKED_LIMIT_S = 5.0  # async code that keeps a worker's loop so long goes into a worker of its own
 ALONE_AFTER_RESTARTS = 2  # restarts from which on an episode has a worker of its own
-MAX_ALONE = 16  # workers of one episode at a time, beside those of many
+MAX_ALONE = 32  # workers of one episode at a time, beside those of many
 
 
 @dataclass(frozen=True)

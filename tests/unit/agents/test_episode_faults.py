@@ -5,7 +5,9 @@ Worker processes are real; engines answer at once.
 from __future__ import annotations
 
 import json
+import random
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -405,3 +407,59 @@ def test_the_number_of_workers_of_one_episode_is_bounded(
     groups = run_rows(pool, [{}] * 30, engines=engines)
     assert {episode.end for [episode] in groups} == {"done"}
     assert max(counts) <= episode_book.MAX_ALONE + 2, "and two of many"
+
+
+FIVE_KINDS: dict[str, dict[str, Any]] = {
+    "hang": {"fault": "hang", "turn": 1},
+    "raise": {"fault": "raise", "turn": 1},
+    "exit": {"fault": "exit", "turn": 1},
+    "garbage": {"fault": "nothing", "turn": 1},
+    "flood": {"fault": "flood", "turn": 1},
+}
+ENDS_OF_KINDS = {
+    "hang": ("timeout", ""),
+    "raise": ("environment_failed", "KeyError: 'no such thing'"),
+    "exit": ("environment_failed", "The worker of this episode alone ended with code 3"),
+    "garbage": ("environment_failed", "must return an Observation, not NoneType"),
+    "flood": ("environment_failed", "has 100,000,000 bytes, and the talk "),
+}
+
+
+@pytest.mark.long
+def test_five_thousand_episodes_with_faults_in_five_of_a_hundred(
+    pool: EpisodeWorkerPool,
+) -> None:
+    """Each fault is named, no episode is late, and none is lost to another one's fault: all others
+    end as they do in a run without faults.
+    """
+    timeout_s, num_episodes = 20.0, 5000
+    engines = Engines(turn_s=lambda key, request: random.Random(f"{key} {request}").random() / 5)
+    options: dict[str, Any] = {"timeout_s": timeout_s, "max_concurrent": 256, "engines": engines}
+    clean_rows: list[dict[str, Any]] = [{}] * num_episodes
+    began = time.monotonic()
+    clean = [episode for [episode] in run_rows(pool, clean_rows, **options)]
+    clean_s = time.monotonic() - began
+    places = random.Random(1).sample(range(num_episodes), num_episodes // 20)
+    kinds = dict(zip(places, [*FIVE_KINDS] * (num_episodes // 100), strict=True))
+    rows = [
+        # each has a row of its own, as data does
+        {**row, "row": place, **(FIVE_KINDS[kinds[place]] if place in kinds else {})}
+        for place, row in enumerate(clean_rows)
+    ]
+    began = time.monotonic()
+    episodes = [episode for [episode] in run_rows(pool, rows, **options)]
+    taken_s = time.monotonic() - began
+    ends: Counter[tuple[str, str]] = Counter()
+    for place, episode in enumerate(episodes):
+        kind = kinds.get(place, "good")
+        ends[kind, episode.end] += 1
+        if kind == "good":
+            assert summarize(episode) == summarize(clean[place])
+        else:
+            end, error = ENDS_OF_KINDS[kind]
+            assert episode.end == end and error in episode.error
+    latest_s = max(episode.seconds for episode in episodes)
+    restarts = Counter(episode.num_restarts for episode in episodes)
+    print(f"\n{dict(ends)}; {clean_s:.1f} s without faults, {taken_s:.1f} s with them")
+    print(f"longest attempt {latest_s:.3f} s of {timeout_s:.0f} s, restarts {dict(restarts)}")
+    assert latest_s < timeout_s + TOLERANCE_S
