@@ -47,10 +47,10 @@ def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_init_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `init`."""
     text = (
-        "folder of the run, made if need be; before it: grpo, ppo, async, or quickstart (a tiny"
-        " model, warmed up)"
+        "folder of the run, made if need be; before it: grpo, ppo, async, sft, or quickstart (a"
+        " tiny model, warmed up)"
     )
-    parser.usage = "%(prog)s [-h] [quickstart|grpo|ppo|async] DIR [--gpus N]"
+    parser.usage = "%(prog)s [-h] [quickstart|grpo|ppo|async|sft] DIR [--gpus N]"
     parser.add_argument("words", metavar="DIR", nargs="+", help=text)
     parser.add_argument(
         "--gpus", metavar="N", type=int, help="of the machine; 0: none (default: those that it has)"

@@ -1,5 +1,5 @@
-"""`rlhf-megatron init [quickstart|grpo|ppo|async] DIR`: writes a configuration to start from, and
-what it needs.
+"""`rlhf-megatron init [quickstart|grpo|ppo|async|sft] DIR`: writes a configuration to start
+from, and what it needs.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ algorithm:
     preset: decoupled_token_is  # weighs tokens that an older policy sampled
 """,
 }
-STARTER_KINDS = ("quickstart", *RECIPE_TEMPLATES)
+SFT = "sft"
+STARTER_KINDS = ("quickstart", *RECIPE_TEMPLATES, SFT)
 NUM_ROWS_BY_FILE = {"train.jsonl": 1000, "val.jsonl": 200}
 
 
@@ -95,7 +96,7 @@ def run_init_command(args: argparse.Namespace) -> None:
     write_text_file(directory / "run.yaml", text)
     print(f"{directory}: {', '.join(names)}")
     print(
-        f"next: rlhf-megatron train {directory / 'run.yaml'}"
+        f"next: rlhf-megatron {SFT if kind == SFT else 'train'} {directory / 'run.yaml'}"
         if own
         else "next: put your model and data into run.yaml"
     )
@@ -117,6 +118,9 @@ def render_starter_config(kind: str, num_gpus: int) -> str:
     of_engines = max(1, num_gpus // 4) if is_apart else num_gpus
     ranks = num_gpus - of_engines if is_apart else num_gpus
     tp = next(size for size in (2, 1) if max(ranks, 1) % size == 0)
+    if kind == SFT:
+        sharing = {"gpus": num_gpus, "tp": tp, "sp": "true" if tp > 1 else "false"}
+        return _read_template("sft_gpu.yaml" if num_gpus else "sft_cpu.yaml").substitute(sharing)
     n = 4 if kind == "ppo" else 8
     prompts = 128 if num_gpus else 32
     values = {
@@ -133,10 +137,13 @@ def render_starter_config(kind: str, num_gpus: int) -> str:
         "sp": "true" if tp > 1 else "false",
         "engines": _format_engine_settings(of_engines, is_apart),
     }
-    template = files("rlhf_megatron.cli").joinpath(
-        "starters", "gpu.yaml" if num_gpus else "cpu.yaml"
-    )
-    return Template(template.read_text(encoding="utf-8")).substitute(values)
+    return _read_template("gpu.yaml" if num_gpus else "cpu.yaml").substitute(values)
+
+
+def _read_template(file_name: str) -> Template:
+    """Return the template of a starter configuration."""
+    file = files("rlhf_megatron.cli").joinpath("starters", file_name)
+    return Template(file.read_text(encoding="utf-8"))
 
 
 def _format_engine_settings(num_engines: int, has_own_gpus: bool) -> str:

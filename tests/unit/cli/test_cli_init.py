@@ -14,7 +14,7 @@ from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.load import load_run_config
 
 
-@pytest.mark.parametrize("kind", ["quickstart", "grpo", "ppo", "async"])
+@pytest.mark.parametrize("kind", ["quickstart", "grpo", "ppo", "async", "sft"])
 def test_a_starter_for_a_cpu_passes_every_check(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -43,7 +43,7 @@ def test_a_folder_and_one_kind_are_named(
     assert main(["init", *words]) == 1
     expected = (
         f"`init {' '.join(words)}` must name a folder, and before it one of quickstart,"
-        " grpo, ppo, async"
+        " grpo, ppo, async, sft"
     )
     assert expected in capsys.readouterr().err and not list(tmp_path.iterdir())
 
@@ -58,6 +58,21 @@ def test_a_starter_for_gpus(kind: str, gpus: int, ranks: int, tmp_path: Path) ->
     config = load_run_config(tmp_path / "run.yaml", with_files=False).config
     assert (config.rollout.engine, config.trainer.n_gpus_per_node) == ("sglang", ranks)
     assert config.rollout.num_engines == gpus - (ranks if kind == "async" else 0)
+
+
+@pytest.mark.parametrize(("gpus", "tp"), [(1, 1), (8, 2)])
+def test_a_supervised_starter_for_gpus(gpus: int, tp: int, tmp_path: Path) -> None:
+    assert main(["init", "sft", str(tmp_path), "--gpus", str(gpus)]) == 0
+    config = load_run_config(tmp_path / "run.yaml", with_files=False).config
+    assert (config.job, config.trainer.n_gpus_per_node) == ("sft", gpus)
+    assert config.actor.megatron.tensor_model_parallel_size == tp
+
+
+def test_the_next_command_is_that_of_the_job(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["init", "sft", str(tmp_path), "--gpus", "0"]) == 0
+    assert f"next: rlhf-megatron sft {tmp_path / 'run.yaml'}" in capsys.readouterr().out
 
 
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
