@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from rlhf_megatron.agents.answer_formats.call_texts import (
     CallTextError,
     Tools,
-    quote_beginning,
     read_json_arguments,
     skip_white_space,
     take_tool_name,
@@ -29,7 +28,7 @@ CALL_TYPE = "function"
 
 @ANSWER_FORMATS.register("deepseek")
 class DeepSeek(MarkedFormat):
-    """Both spellings are read: text between the separator and the JSON is the name of V3."""
+    """Both spellings are read: what stands before the separator tells them apart."""
 
     name = "deepseek"
     list_begin = "<｜tool▁calls▁begin｜>"
@@ -44,19 +43,15 @@ class DeepSeek(MarkedFormat):
             raise CallTextError(f"the call has no {SEPARATOR}")
         head = text[begin:separator].strip()
         position = skip_white_space(text, separator + len(SEPARATOR))
-        if text.startswith("{", position):
-            name = take_tool_name(head)
-            arguments, end = read_json_arguments(text, position)
-        else:
-            if head != CALL_TYPE:
-                raise CallTextError(
-                    f"the call's type {quote_beginning(head)} must be {CALL_TYPE!r}"
-                )
+        if head == CALL_TYPE and not text.startswith("{", position):
             block = text.find(BLOCK_BEGIN, position)
             if block < 0:
                 raise CallTextError(f"{BLOCK_BEGIN} must follow the call's name")
             name = take_tool_name(text[position:block])
             arguments, end = read_json_arguments(text, block + len(BLOCK_BEGIN))
             end = expect_mark(text, end, BLOCK_END, "the arguments")
+        else:
+            name = take_tool_name(head)
+            arguments, end = read_json_arguments(text, position)
         end = expect_mark(text, end, self.call_end, "the arguments")
         yield ReadCall(name, arguments, end)

@@ -15,6 +15,7 @@ from rlhf_megatron.agents.answer_formats.call_texts import (
     read_json_arguments,
     skip_white_space,
 )
+from rlhf_megatron.agents.answer_formats.marked_format import cut_answer_end
 from rlhf_megatron.agents.answer_formats.parsed_answer import (
     ANSWER_FORMATS,
     AnswerFormat,
@@ -46,12 +47,14 @@ class Harmony(AnswerFormat):
     name = "harmony"
 
     def __init__(self, end_texts: Sequence[str] = ()) -> None:
-        """Take the texts of the tokens that end an answer, which end messages too."""
+        """Take the texts of the tokens that end an answer; some of them end messages too."""
+        self._end_texts = tuple(end_texts)
 
     def parse_answer(
         self, text: str, is_reasoning_open: bool = False, tools: Tools | None = None
     ) -> ParsedAnswer:
         """Return the parts of an answer, as the protocol says."""
+        text = cut_answer_end(text, self._end_texts)
         parts = AnswerParts(text)
         position = 0
         if is_reasoning_open:
@@ -92,7 +95,6 @@ def _add_message(
     """
     header = text[header_begin:body_begin]
     body = text[body_begin:end]
-    parts.add_content(HEADER_PARTS.sub("", header).strip())
     recipient = RECIPIENT.search(header)
     channel = CHANNEL.search(header)
     if recipient is not None:
@@ -104,8 +106,11 @@ def _add_message(
         except CallTextError as error:
             parts.add_broken_call(text[header_begin:end], str(error))
             return
+        parts.add_content(HEADER_PARTS.sub("", header).strip())
         parts.add_call(recipient[1].removeprefix(FUNCTION_PREFIX), arguments)
-    elif channel is not None and channel[1] == THOUGHT_CHANNEL:
+        return
+    parts.add_content(HEADER_PARTS.sub("", header).strip())
+    if channel is not None and channel[1] == THOUGHT_CHANNEL:
         parts.add_thought(body)
     else:
         parts.add_content(body)

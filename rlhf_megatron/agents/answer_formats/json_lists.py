@@ -1,4 +1,4 @@
-"""Calls in a JSON list behind one mark: of Mistral, Nemotron Nano 2 and Phi-4-mini."""
+"""Calls in a JSON list behind one mark: of Mistral and Nemotron Nano 2."""
 
 from __future__ import annotations
 
@@ -70,21 +70,6 @@ class NemotronNano2(MarkedFormat):
         yield from read_listed_calls(text, begin, end_mark=self.call_end)
 
 
-@ANSWER_FORMATS.register("phi_4_mini")
-class Phi4Mini(MarkedFormat):
-    """<|tool_call|>[{"name": "f", "arguments": {"x": 1}}]<|/tool_call|>"""
-
-    name = "phi_4_mini"
-    call_begin = "<|tool_call|>"
-    call_end = "<|/tool_call|>"
-
-    def read_calls(
-        self, text: str, begin: int, tools: Tools | None
-    ) -> Iterator[ReadCall | RefusedCall]:
-        """Yield the calls of a list."""
-        yield from read_listed_calls(text, begin, end_mark=self.call_end)
-
-
 def read_listed_calls(
     text: str, begin: int, id_key: str | None = None, end_mark: str = ""
 ) -> Iterator[ReadCall | RefusedCall]:
@@ -97,21 +82,14 @@ def read_listed_calls(
         value, position = read_json(text, position)
         position = skip_white_space(text, position)
         separator = text[position : position + 1]
-        if separator in (",", "]"):
-            position += 1
-        problem = ""
+        if separator not in (",", "]"):
+            shown = quote_beginning(text[position:])
+            raise CallTextError(f"a list of calls must go on with a comma or ], not with {shown}")
+        position += 1
         if separator == "]" and end_mark:
-            try:
-                position = expect_mark(text, position, end_mark, "the list")
-            except CallTextError as error:
-                problem = str(error)
+            position = expect_mark(text, position, end_mark, "the list")
         try:
             name, arguments, call_id = take_name_and_arguments(value, id_key=id_key)
             yield ReadCall(name, arguments, position, call_id)
         except CallTextError as error:
             yield RefusedCall(str(error), position)
-        if problem:
-            raise CallTextError(problem)
-    if separator != "]":
-        shown = quote_beginning(text[position:])
-        raise CallTextError(f"a list of calls must go on with a comma or ], not with {shown}")

@@ -24,7 +24,9 @@ NEXT_CALL = re.compile(r'\s*[;,]?\s*(?=\{\s*"name")')
 
 @ANSWER_FORMATS.register("llama_json")
 class LlamaJson(MarkedFormat):
-    """An answer that begins with {"name" is a call."""
+    """An answer that begins with {"name" is a call. Models write "arguments" for "parameters", too;
+    engines take both.
+    """
 
     name = "llama_json"
     call_begin = "<|python_tag|>"
@@ -46,7 +48,9 @@ class LlamaJson(MarkedFormat):
         is_call = True
         while is_call:
             value, end = read_json(text, position)
-            name, arguments, _ = take_name_and_arguments(value, "parameters")
+            has_arguments = isinstance(value, dict) and "arguments" in value
+            key = "arguments" if has_arguments else "parameters"
+            name, arguments, _ = take_name_and_arguments(value, key)
             next_match = NEXT_CALL.match(text, end)
             is_call = next_match is not None
             position = next_match.end() if next_match else end

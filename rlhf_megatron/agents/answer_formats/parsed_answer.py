@@ -17,7 +17,7 @@ Tools = Sequence[Mapping[str, Any]]
 # the length that Mistral's templates demand; letters and digits only
 CALL_ID_LENGTH = 9
 # more calls of one answer are not read: the text behind the last of them is one broken call
-MAX_CALLS = 256
+MAX_CALLS = 128
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from rlhf_megatron.agents.answer_formats.call_texts import (
@@ -14,7 +16,10 @@ from rlhf_megatron.agents.answer_formats.call_texts import (
     Tools,
     check_value,
     describe_deep_nesting,
+    find_argument_schemas,
+    list_schema_types,
     quote_beginning,
+    read_untyped_value,
     skip_white_space,
 )
 from rlhf_megatron.agents.answer_formats.marked_format import (
@@ -49,7 +54,12 @@ class Pythonic(MarkedFormat):
 
     def read_calls(self, text: str, begin: int, tools: Tools | None) -> Iterator[ReadCall]:
         """Yield the calls of a list."""
-        yield from read_python_calls(text, begin)
+        for call in read_python_calls(text, begin):
+            schemas = find_argument_schemas(tools, call.name)
+            arguments = {
+                key: unquote_value(value, schemas.get(key)) for key, value in call.arguments.items()
+            }
+            yield replace(call, arguments=arguments)
 
 
 @ANSWER_FORMATS.register("lfm2")
@@ -76,20 +86,13 @@ def read_python_calls(text: str, begin: int, end_mark: str = "") -> Iterator[Rea
         arguments, position = read_python_call(text, match.end())
         position = skip_white_space(text, position)
         separator = text[position : position + 1]
-        if separator in (",", "]"):
-            position += 1
-        problem = ""
+        if separator not in (",", "]"):
+            shown = quote_beginning(text[position:])
+            raise CallTextError(f"a list of calls must go on with a comma or ], not with {shown}")
+        position += 1
         if separator == "]" and end_mark:
-            try:
-                position = expect_mark(text, position, end_mark, "the list")
-            except CallTextError as error:
-                problem = str(error)
+            position = expect_mark(text, position, end_mark, "the list")
         yield ReadCall(match.group(), arguments, position)
-        if problem:
-            raise CallTextError(problem)
-    if separator != "]":
-        shown = quote_beginning(text[position:])
-        raise CallTextError(f"a list of calls must go on with a comma or ], not with {shown}")
 
 
 def read_python_call(text: str, begin: int) -> tuple[dict[str, Any], int]:
@@ -136,6 +139,22 @@ def read_literal(text: str, begin: int, depth: int = 1) -> tuple[Any, int]:
     if match is not None and match.group() in WORDS:
         return WORDS[match.group()], match.end()
     raise CallTextError(f"{quote_beginning(text[begin:])} is no value that can be read")
+
+
+def unquote_value(value: Any, schema: Any) -> Any:
+    """Return the value of an argument. Templates write all values in quotes: the value in quotes
+    counts where the argument's schema allows no text.
+    """
+    types = list_schema_types(schema)
+    if not isinstance(value, str) or not types or "string" in types:
+        return value
+    with suppress(CallTextError):
+        return read_untyped_value(value, schema)
+    with suppress(CallTextError):
+        literal, end = read_literal(value, 0)
+        check_value(literal)
+        return literal if end == len(value) else value
+    return value
 
 
 def decode_escapes(text: str) -> str:

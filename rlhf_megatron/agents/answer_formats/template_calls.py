@@ -53,6 +53,7 @@ MADE_UP_TOOLS: Tools = (
 )
 # Mistral's templates take nine letters and digits; Kimi K2's write the id in place of the name
 CALL_IDS = ("call00001", f"functions.{TOOL_NAME}:0")
+LEFT_OUT = "leaves out"
 MADE_UP_DAY = "2025-01-31"  # for templates that write today's date
 OPEN_THOUGHT = re.compile(
     r"(?:<think>|\[THINK\]|<\|channel>thought|<\|channel\|>analysis<\|message\|>)\s*\Z"
@@ -117,13 +118,13 @@ def choose_call_shape(render: RenderFunction) -> CallShape | None:
 
 
 def describe_tool_problem(render: RenderFunction) -> str:
-    """Return why a template is refused for tools: what stands against the first shape of calls that
-    it does not raise an error for, or its error; "" where a shape is right.
+    """Return why a template is refused for tools: what it leaves out, or its error; "" where a
+    shape of calls is right.
     """
     problems = [_try_call_shape(render, shape) for shape in SPELLINGS]
     if "" in problems:
         return ""
-    return next((text for text in problems if "leaves out" in text), problems[0])
+    return next((text for text in problems if LEFT_OUT in text), problems[0])
 
 
 def make_call_message(
@@ -153,9 +154,11 @@ def _try_call_shape(render: RenderFunction, shape: CallShape) -> str:
             problem = problem or f"the chat template refuses a call of a tool: {error}"
             continue
         if ARGUMENT_MARK not in text:
-            return "the chat template leaves out calls of tools"
+            return f"the chat template {LEFT_OUT} calls of tools"
+        if f"'text': '{ARGUMENT_MARK}'" in text:
+            return "the chat template writes arguments of calls as Python shows objects"
         if RESULT_MARK not in text:
-            return "the chat template leaves out the results of tools"
+            return f"the chat template {LEFT_OUT} the results of tools"
         return ""
     return problem
 
