@@ -239,13 +239,11 @@ def add_rewards(
 
 def make_process_rewards(
     batch: RolloutBatch, rewards: Sequence[RewardResult], reward_weight: float
-) -> Tensor | None:
-    """Return [T] float32: the reward of each turn at its last token; None where no turn has one.
-    The rest of a sample's reward is paid at its last token.
+) -> Tensor:
+    """Return [T] float32: the weighted reward of each turn at its last token, 0 elsewhere. The rest
+    of a sample's reward is paid at its last token.
     """
     assert batch.turn_rewards is not None and batch.turn_spans is not None
-    if not any(any(of_episode) for of_episode in batch.turn_rewards):
-        return None
     process_rewards = torch.zeros(batch.num_tokens, dtype=torch.float32)
     begins = batch.offsets[:-1].tolist()
     rows = zip(begins, batch.turn_spans, batch.turn_rewards, rewards, strict=True)

@@ -18,7 +18,7 @@ Legend: P prompts, B samples (B = P x group size), T tokens of all samples toget
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypeVar
 
@@ -360,7 +360,7 @@ def _merge_token_runs(starts: Tensor, stops: Tensor) -> list[slice]:
 
 def concat_batches(batches: Sequence[Batch]) -> Batch:
     """Return one batch with the samples of all batches, in order. All must be of one type and have
-    the same optional columns.
+    the same optional columns. A named part that a batch lacks is nan for its samples.
     """
     assert batches, "concat needs at least one batch"
     first = batches[0]
@@ -376,10 +376,26 @@ def concat_batches(batches: Sequence[Batch]) -> Batch:
         elif isinstance(values[0], Tensor):
             new[f.name] = torch.cat(values)
         elif isinstance(values[0], dict):
-            new[f.name] = {key: torch.cat([v[key] for v in values]) for key in values[0]}
+            new[f.name] = _concat_parts(values, [len(b) for b in batches])
         else:
             new[f.name] = tuple(item for v in values for item in v)
     return replace(first, **new)
+
+
+def _concat_parts(
+    parts_of_batches: Sequence[Mapping[str, Tensor]], lengths: Sequence[int]
+) -> dict[str, Tensor]:
+    """Return each named part of the batches, joined; nan for the samples of a batch without it."""
+    names = dict.fromkeys(name for parts in parts_of_batches for name in parts)
+    return {
+        name: torch.cat(
+            [
+                parts[name] if name in parts else torch.full((length,), torch.nan)
+                for parts, length in zip(parts_of_batches, lengths, strict=True)
+            ]
+        )
+        for name in names
+    }
 
 
 def add_columns(batch_type: type[Batch], batch: TokenBatch, **columns: Any) -> Batch:

@@ -26,6 +26,7 @@ from rlhf_megatron.data.seeds import derive_seed
 from rlhf_megatron.data.tokenizer import load_tokenizer
 
 pytestmark = pytest.mark.dist
+MOE_MODEL = ROOT / "examples" / "quickstart" / "moe_model"
 GAME = ROOT / "configs" / "quickstart_game.yaml"
 FREE = {"trainer.deterministic": False}
 SHORT = {"trainer.total_training_steps": 2, "trainer.save_freq": 0, "trainer.test_freq": 2}
@@ -421,6 +422,8 @@ ALGORITHMS: dict[str, dict[str, Any]] = {
     "epochs": {"actor.ppo_epochs": 2, "actor.mini_batch_size": 40, "actor.entropy_coeff": 0.01},
     "lora": {"actor.backend": "fsdp", "actor.lora.rank": 4},
     "fsdp": {"actor.backend": "fsdp"},
+    "routes of the trainer": {"model.path": str(MOE_MODEL), "actor.router_replay": "r2"},
+    "drawn by reward": {"algorithm.pf_ppo.enable": True},
     "early groups": {"rollout.environment.min_group": 3},
 }
 
@@ -479,6 +482,31 @@ def test_a_reward_model_on_ranks_scores_whole_episodes(server: ForkServer, tmp_p
     evaluation = [row for row in rows if row["kind"] == "evaluation"][-1]
     assert 0 <= evaluation["val/accuracy"] <= 1, "the game alone says who has won"
     assert evaluation["val/reward"] != evaluation["val/accuracy"]
+
+
+@pytest.mark.long
+def test_a_filter_draws_further_episodes_over_kills(server: ForkServer, tmp_path: Path) -> None:
+    """Groups without signal are replaced; the journal tells the batches of a step apart."""
+    settings = {
+        "algorithm.filter_groups.enable": True,
+        "algorithm.filter_groups.max_num_gen_batches": 3,
+        "trainer.total_training_steps": 2,
+    }
+    runs = {}
+    for name in ("alone", "killed"):
+        config = write_game(tmp_path / name, **TWO_PIECES)
+        kills = "kill@rollout.after_generate:nth=2; kill@rollout.mid_generate:step=2"
+        runs[name] = server.until_it_ends(config, settings, faults=kills * (name == "killed"))
+    [alone], *_ = [runs["alone"]]
+    succeeded(alone)
+    steps = read_steps(alone.run_dir)
+    assert max(row["filter_groups/num_gen_batches"] for row in steps) > 1
+    for row in steps:
+        assert row["agents/num_episodes"] == 80 * row["filter_groups/num_gen_batches"]
+    last = succeeded(runs["killed"][-1])
+    assert len(runs["killed"]) == 3
+    assert make_comparable(last) == make_comparable(alone)
+    assert last.weights() == alone.weights()
 
 
 NUM_KILLS = int(os.environ.get("RLHF_MEGATRON_TEST_KILLS", "20"))
@@ -569,7 +597,7 @@ def test_the_quickstart_learns_the_game_with_three_seeds(tmp_path: Path) -> None
     before = []
     after = []
     for seed in (1, 2, 3):
-        settings = {"trainer.seed": seed, "trainer.default_local_dir": str(tmp_path)}
+        settings = {"trainer.seed": seed, "trainer.default_local_dir": str(tmp_path / "runs")}
         name = f"game{seed}"
         directory = tmp_path / name
         directory.mkdir()

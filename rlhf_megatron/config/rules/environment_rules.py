@@ -94,16 +94,10 @@ def check_episode_partners(loaded: LoadedConfig) -> OptionalProblems:
             f"{c.algorithm.adv_estimator}, which compares with greedy samples; use another one",
         ),
         (c.actor.router_replay == "r3", "actor.router_replay", "r3; use r2 or none"),
-        (c.algorithm.filter_groups.enable, "algorithm.filter_groups.enable", "true; set it false"),
         (
             c.actor.distillation.loss_mode is not None,
             "actor.distillation.loss_mode",
             f"{c.actor.distillation.loss_mode}; leave it null",
-        ),
-        (
-            c.algorithm.pf_ppo.enable,
-            "algorithm.pf_ppo.enable",
-            "true; set it false",
         ),
     )
     for is_refused, setting, value in refused:

@@ -137,6 +137,9 @@ class StepStages:
         self._filters_groups = config.algorithm.filter_groups.enable
         # groups that the journal has of the step
         self._journalled_groups: dict[int, list[GeneratedSample]] = {}
+        # the same, where the step has episodes
+        self._journalled_episodes: dict[int, list[Episode]] = {}
+        self._step_episodes: list[Episode] = []  # of all batches of the step so far
         # of the batch that is generated, until it is scored
         self._pending_episodes: list[Episode] = []
         # of the batch that is generated, until it is scored
@@ -188,7 +191,10 @@ class StepStages:
         if (found := self._restore_journalled_batch(step)) is not None:
             return found
         if self.episodes is not None:
-            rollout = self._run_episodes(step, prompts, self.episodes)
+            journal = self.journal
+            self._journalled_episodes = journal.read_episodes(step) if journal is not None else {}
+            self._step_episodes = []
+            rollout = self._run_episodes(step, prompts, self.episodes, 0)
             release_free_memory()
             return rollout
         self._journalled_groups = self.journal.read_groups(step) if self.journal is not None else {}
@@ -196,30 +202,32 @@ class StepStages:
         release_free_memory()
         return rollout
 
-    def _run_episodes(self, step: int, prompts: PromptBatch, episodes: RunEpisodes) -> RolloutBatch:
-        """Run the episodes of the step's prompts. Groups that are whole go to the journal as they
-        come, and groups that the journal has are not run again.
+    def _run_episodes(
+        self, step: int, prompts: PromptBatch, episodes: RunEpisodes, batch_number: int
+    ) -> RolloutBatch:
+        """Run the episodes of a batch of prompts. Groups that are whole go to the journal as they
+        come, and groups that the journal has are not run again. `batch_number`: see
+        `_generate_batch`.
         """
         journal = self.journal
-        known = {}
-        if journal is not None:
-            known = {
-                index: group
-                for index, group in journal.read_episodes(step).items()
-                if all(
-                    turn.policy_version == self.policy_version
-                    for episode in group
-                    for turn in episode.turns
-                )
-            }
-
+        begin = batch_number * len(prompts)
+        known = {
+            index - begin: group
+            for index, group in self._journalled_episodes.items()
+            if begin <= index < begin + len(prompts)
+            and all(
+                turn.policy_version == self.policy_version
+                for episode in group
+                for turn in episode.turns
+            )
+        }
         num_missing = len(prompts) - len(known)
 
         def record_groups(groups: Sequence[tuple[int, list[Episode]]]) -> None:
             """Append whole groups to the journal."""
             nonlocal num_missing
             if journal is not None:
-                journal.append_episodes(step, groups)
+                journal.append_episodes(step, [(begin + row, group) for row, group in groups])
             num_missing -= len(groups)
             if num_missing > 0:
                 faults.reach_fault_point("rollout.mid_generate")
@@ -238,7 +246,8 @@ class StepStages:
         )
         faults.reach_fault_point("rollout.after_generate")
         self._pending_episodes = [episode for group in groups for episode in group]
-        self._step_metrics |= compute_episode_metrics(self._pending_episodes)
+        self._step_episodes += self._pending_episodes
+        self._step_metrics |= compute_episode_metrics(self._step_episodes)
         return episodes.collect_batch(prompts, groups, self.policy_version)
 
     def _generate_batch(self, step: int, prompts: PromptBatch, batch_number: int) -> RolloutBatch:
@@ -318,9 +327,12 @@ class StepStages:
     def _generate_further_batch(self, step: int, batch_number: int) -> ScoredBatch:
         """Draw the next prompts of the stream, generate their samples and score them."""
         assert self.run_data.stream is not None
-        return self._score_batch(
-            self._generate_batch(step, self.run_data.stream.draw_more_prompts(), batch_number)
-        )
+        prompts = self.run_data.stream.draw_more_prompts()
+        if self.episodes is not None:
+            rollout = self._run_episodes(step, prompts, self.episodes, batch_number)
+        else:
+            rollout = self._generate_batch(step, prompts, batch_number)
+        return self._score_batch(rollout)
 
     def _score_batch(self, rollout: RolloutBatch) -> ScoredBatch:
         """Return the samples with rewards, and with the rewards of the greedy samples that were

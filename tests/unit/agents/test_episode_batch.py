@@ -257,13 +257,11 @@ def test_rewards_of_turns_are_paid_at_their_last_tokens() -> None:
     episodes = [one for group in make_two_groups() for one in group]
     results = judge_episodes(episodes, [None] * 4, ALONE)
     paid = make_process_rewards(batch, results, reward_weight=2.0)
-    assert paid is not None
     assert paid.nonzero().view(-1).tolist() == [2, 6] and paid[[2, 6]].tolist() == [1.0, 2.0]
     masked = [RewardResult(0.0, MASKED + "worker"), *results[1:]]
-    found = make_process_rewards(batch, masked, 2.0)
-    assert found is not None and not found.any()
+    assert not make_process_rewards(batch, masked, 2.0).any()
     silent = replace(batch, turn_rewards=((), (), (), ()))
-    assert make_process_rewards(silent, results, 2.0) is None
+    assert not make_process_rewards(silent, results, 2.0).any()
 
 
 def test_a_reward_model_adds_to_the_rewards_of_turns() -> None:

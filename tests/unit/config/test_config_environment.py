@@ -47,6 +47,8 @@ def list_problems(*overrides: str) -> list[str]:
         ["algorithm.adv_estimator=gae"],
         ["algorithm.adv_estimator=rloo"],
         ["actor.use_kl_loss=true"],
+        ["algorithm.filter_groups.enable=true"],
+        ["algorithm.pf_ppo.enable=true"],
         ["rollout.environment.min_group=8"],
         ["rollout.environment.scorer_weight=0.5", "reward.name=exact_match"],
         ["algorithm.rollout_correction.rollout_is=token"],
@@ -61,7 +63,6 @@ def test_what_episodes_go_with(overrides: list[str]) -> None:
 REFUSED = {
     "another schedule": (["schedule.name=one_step_off"], "needs a schedule in which"),
     "greedy baselines": (["algorithm.adv_estimator=remax"], "compares with greedy samples"),
-    "filters that refill": (["algorithm.filter_groups.enable=true"], "filter_groups.enable"),
     "routes of engines": (["actor.router_replay=r3"], r"r3; use r2 or none"),
     "teachers": (["actor.distillation.loss_mode=k1"], "actor.distillation.loss_mode"),
     "groups that never close": (["rollout.environment.min_group=17"], r"between 1 and rollout.n"),

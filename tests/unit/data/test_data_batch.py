@@ -1,5 +1,7 @@
 """Every column follows when samples are picked, put together or carried to a later stage."""
 
+from dataclasses import replace
+
 import torch
 from data_samples import scored
 
@@ -80,3 +82,17 @@ def test_lengths() -> None:
     assert compute_offsets(torch.tensor([], dtype=torch.int64)).tolist() == [0]
     assert len(PromptBatch(((1,),), ("a",), ("b",), ("c",), (0,), ("",))) == 1
     assert issubclass(ScoredBatch, RolloutBatch)
+
+
+def test_a_part_that_a_batch_lacks_is_nan_for_its_samples() -> None:
+    """Rewards may have other parts in another batch of the step."""
+    batch = scored()
+    parts = dict(batch.reward_parts)
+    [name, *_] = parts
+    other = replace(batch, reward_parts={"other": torch.ones(len(batch))})
+    joined = concat_batches([batch, other])
+    assert set(joined.reward_parts) == {*parts, "other"}
+    count = len(batch)
+    assert torch.equal(joined.reward_parts[name][:count], parts[name])
+    assert joined.reward_parts[name][count:].isnan().all()
+    assert joined.reward_parts["other"][:count].isnan().all()
