@@ -105,7 +105,7 @@ def run_paces(
         EpisodeWorkerPool([entry], DIALOGUE, num_workers, Path(folder) / "log") as pool,
     ):
         pool.start()
-        runner = FreeEpisodeRunner(engines, pool, settings)  # type: ignore[arg-type]
+        runner = FreeEpisodeRunner(engines, pool, settings)
         began, own_s = time.perf_counter(), time.process_time()
         groups = runner.run_episodes(
             prompts,

@@ -25,7 +25,7 @@ def answer(request: GenerateRequest) -> GeneratedSample:
     reason = "stop" if len(ids) <= room else "length"
     ids = ids[:room]
     log_probs = [-draw.random() for _ in ids]
-    return GeneratedSample(tuple(ids), tuple(log_probs), reason, 0)  # type: ignore[arg-type]
+    return GeneratedSample(tuple(ids), tuple(log_probs), reason, 0)
 
 
 @dataclass

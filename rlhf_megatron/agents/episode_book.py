@@ -30,6 +30,7 @@ from rlhf_megatron.data.seeds import derive_seed
 logger = logging.getLogger(__name__)
 
 SILENT_S = 10.0  # of a worker with episodes; it is then taken for lost
+LOOK_S = 0.05  # between two looks at deadlines
 AWAY_S = 2.0  # between two looks: whoever looks was kept waiting, and so were others
 BLOCKED_WARNING_S = 1.0  # async code that keeps a worker's loop so long is named in the log
 BLOCKED_LIMIT_S = 5.0  # async code that keeps a worker's loop so long goes into a worker of its own
@@ -137,6 +138,8 @@ class EpisodeBook:
         """Start episodes that wait, as long as `max_concurrent` allows, and end those of rows in
         quarantine. Episodes that need a worker of their own wait for one while others start.
         """
+        if not self.waiting or len(self.live) >= self._settings.max_concurrent:
+            return
         postponed: list[LiveEpisode] = []
         num_alone = self._pool.count_solitary_workers()
         while self.waiting and len(self.live) < self._settings.max_concurrent:
@@ -170,8 +173,12 @@ class EpisodeBook:
                 self._handle_report(worker, report)
 
     def check_time_limits(self) -> None:
-        """End episodes that are over their deadline, and workers that do not come back."""
+        """End episodes that are over their deadline, and workers that do not come back. Most calls
+        return at once.
+        """
         now = time.monotonic()
+        if now - self._looked_at < LOOK_S:
+            return
         for episode in list(self.live.values()):
             if self.live.get(episode.key) is not episode:
                 continue  # ended with its group

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,16 +33,18 @@ from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
 from rlhf_megatron.config.errors import ConfigError
 
 
-@pytest.fixture(autouse=True)
-def plugin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "rlhf_megatron.rewards.service.worker_processes.list_loaded_plugins", lambda: [PLUGIN]
-    )
+@pytest.fixture(autouse=True, scope="module")
+def plugin() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(
+            "rlhf_megatron.rewards.service.worker_processes.list_loaded_plugins", lambda: [PLUGIN]
+        )
+        yield
 
 
-@pytest.fixture
-def pool(tmp_path: Path, plugin: None) -> Iterator[EpisodeWorkerPool]:
-    with make_pool(tmp_path / "log") as started:
+@pytest.fixture(scope="module")
+def pool(tmp_path_factory: pytest.TempPathFactory, plugin: None) -> Iterator[EpisodeWorkerPool]:
+    with make_pool(tmp_path_factory.mktemp("workers") / "log") as started:
         yield started
 
 
@@ -171,27 +174,24 @@ def test_the_log_is_bounded(pool: EpisodeWorkerPool, monkeypatch: pytest.MonkeyP
     assert pool._log_path.read_text().startswith("[what was before is left out]\n")
 
 
-def test_a_template_that_dies_again_and_again_ends_the_run(
-    pool: EpisodeWorkerPool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(episode_workers, "MAX_TEMPLATE_RESTARTS", 1)
-    pool._restart_times = type(pool._restart_times)(maxlen=1)
-    row = {"fault": "kill_template", "turn": 0}
-    with pytest.raises(ValueError, match="was lost 2 times within 10 minutes"):
-        run_rows(pool, [row])
-
-
-def test_a_template_that_does_not_answer_is_replaced(
+def test_templates_that_are_stopped_or_killed_are_replaced(
     pool: EpisodeWorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(episode_workers, "FORK_S", 0.5)
     monkeypatch.setattr("rlhf_megatron.rewards.service.worker_processes.STOP_S", 0.5)
     assert pool._template is not None
     stopped = pool._template.pid
+    for worker in list(pool._workers.values()):
+        pool.kill_worker(worker)  # so that another one is needed
     os.kill(stopped, signal.SIGSTOP)
     [[episode]] = run_rows(pool, [{}])
     assert episode.end == "done" and pool._template.pid != stopped
     wait_until(lambda: not Path(f"/proc/{stopped}").exists())
+    # one that dies again and again ends the run
+    monkeypatch.setattr(episode_workers, "MAX_TEMPLATE_RESTARTS", 1)
+    pool._restart_times = deque(pool._restart_times, maxlen=1)
+    with pytest.raises(ValueError, match="was lost 2 times within 10 minutes"):
+        run_rows(pool, [{"fault": "kill_template", "turn": 0}])
 
 
 def test_what_ended_workers_have_started_ends_with_them(tmp_path: Path) -> None:
