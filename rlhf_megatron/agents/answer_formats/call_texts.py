@@ -15,6 +15,7 @@ from typing import Any
 Tools = Sequence[Mapping[str, Any]]
 MAX_NESTING = 100  # lists and objects one in another; more would end as RecursionError elsewhere
 SHOWN_CHARACTERS = 40
+LONGEST_TAG = 1000  # characters of a tag that holds a name
 WHITE_SPACE = re.compile(r"\s*")
 TOOL_NAME = re.compile(r"[\w.:/-]+")
 PYTHON_WORDS: Mapping[str, Any] = {"True": True, "False": False, "None": None}
@@ -56,13 +57,14 @@ def read_json(text: str, begin: int) -> tuple[Any, int]:
     except json.JSONDecodeError as error:
         shown = quote_beginning(text[error.pos : error.pos + SHOWN_CHARACTERS + 1])
         place = f"at {shown}" if error.pos < len(text) else "at its end"
-        raise CallTextError(f"it is no JSON: {error.msg} {place}") from None
+        message = error.msg.removesuffix(" at")
+        raise CallTextError(f"the text is no JSON: {message} {place}") from None
     except RecursionError:
         raise CallTextError(describe_deep_nesting()) from None
     except CallTextError:
         raise
     except ValueError as error:  # an integer of thousands of digits
-        raise CallTextError(f"it is no JSON that can be read: {error}") from None
+        raise CallTextError(f"the JSON cannot be read: {error}") from None
     check_value(value)
     return value, end
 
@@ -71,7 +73,9 @@ def read_json_arguments(text: str, begin: int) -> tuple[dict[str, Any], int]:
     """Return the JSON object that begins at `begin`, and the position behind it."""
     value, end = read_json(text, begin)
     if not isinstance(value, dict):
-        raise CallTextError(f"it must be a JSON object, and is of type {name_type(value)}")
+        raise CallTextError(
+            f"the arguments must be a JSON object, and are of type {name_type(value)}"
+        )
     return value, end
 
 
@@ -182,6 +186,14 @@ def read_untyped_value(text: str, schema: Any) -> Any:
         ) from None
     # a text that looks like a number, where the schema wants a text or an object
     return value if _fits_types(value, types) or not is_text_allowed else text
+
+
+def read_argument(key: str, text: str, schema: Any) -> Any:
+    """Return an argument's value as `read_untyped_value` does. The error names the argument."""
+    try:
+        return read_untyped_value(text, schema)
+    except CallTextError as error:
+        raise CallTextError(f"the parameter {key!r}: {error}") from None
 
 
 def list_schema_types(schema: Any) -> set[str]:

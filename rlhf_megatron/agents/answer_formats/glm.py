@@ -12,6 +12,7 @@ from rlhf_megatron.agents.answer_formats.call_texts import (
     CallTextError,
     Tools,
     find_argument_schemas,
+    read_argument,
     skip_white_space,
     take_tool_name,
 )
@@ -21,7 +22,6 @@ from rlhf_megatron.agents.answer_formats.marked_format import (
     expect_mark,
 )
 from rlhf_megatron.agents.answer_formats.parsed_answer import ANSWER_FORMATS
-from rlhf_megatron.agents.answer_formats.qwen_xml import read_argument
 
 KEY_BEGIN, KEY_END = "<arg_key>", "</arg_key>"
 VALUE_BEGIN = "<arg_value>"

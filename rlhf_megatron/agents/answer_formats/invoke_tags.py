@@ -9,9 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.agents.answer_formats.call_texts import (
+    LONGEST_TAG,
     CallTextError,
     Tools,
     find_argument_schemas,
+    read_argument,
     skip_white_space,
     take_tool_name,
 )
@@ -21,9 +23,6 @@ from rlhf_megatron.agents.answer_formats.marked_format import (
     expect_mark,
 )
 from rlhf_megatron.agents.answer_formats.parsed_answer import ANSWER_FORMATS
-from rlhf_megatron.agents.answer_formats.qwen_xml import read_argument
-
-LONGEST_TAG = 1000
 
 
 @ANSWER_FORMATS.register("minimax_m2")

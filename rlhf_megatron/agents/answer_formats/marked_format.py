@@ -150,7 +150,7 @@ class MarkedFormat(AnswerFormat):
         """
         match = self._broken_end_pattern.search(text, search_begin)
         end = match.end() if match else len(text)
-        if match is None:
+        if match is None and self.call_end:
             reason += " (the answer ends within the call)"
         parts.add_broken_call(text[begin:end], reason)
         return end

@@ -7,13 +7,13 @@ a call that cannot be read is kept as text, with the reason.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from rlhf_megatron.agents.answer_formats.call_texts import Tools
 from rlhf_megatron.registry import Registry
 
-Tools = Sequence[Mapping[str, Any]]
 # the length that Mistral's templates demand; letters and digits only
 CALL_ID_LENGTH = 9
 # more calls of one answer are not read: the text behind the last of them is one broken call

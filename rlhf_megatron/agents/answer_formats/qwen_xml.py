@@ -9,10 +9,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from rlhf_megatron.agents.answer_formats.call_texts import (
+    LONGEST_TAG,
     CallTextError,
     Tools,
     find_argument_schemas,
-    read_untyped_value,
+    read_argument,
     skip_white_space,
     take_tool_name,
 )
@@ -25,7 +26,7 @@ from rlhf_megatron.agents.answer_formats.parsed_answer import ANSWER_FORMATS
 
 PARAMETER = "<parameter="
 # the end of a value, told from the same text inside of it by what follows
-VALUE_END = re.compile(r"\n?</parameter>(?=\s*(?:<parameter=|</function>))")
+VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
 
 
 @ANSWER_FORMATS.register("qwen_xml")
@@ -42,7 +43,7 @@ class QwenXml(MarkedFormat):
 
     def read_calls(self, text: str, begin: int, tools: Tools | None) -> Iterator[ReadCall]:
         """Yield the call of a function's tag."""
-        name_end = text.find(">", begin, begin + 1000)
+        name_end = text.find(">", begin, begin + LONGEST_TAG)
         if name_end < 0:
             raise CallTextError("the tag <function=NAME> has no end")
         name = take_tool_name(text[begin:name_end])
@@ -50,7 +51,7 @@ class QwenXml(MarkedFormat):
         arguments: dict[str, Any] = {}
         position = skip_white_space(text, name_end + 1)
         while text.startswith(PARAMETER, position):
-            key_end = text.find(">", position, position + 1000)
+            key_end = text.find(">", position, position + LONGEST_TAG)
             if key_end < 0:
                 raise CallTextError("the tag <parameter=NAME> has no end")
             key = text[position + len(PARAMETER) : key_end].strip()
@@ -60,15 +61,12 @@ class QwenXml(MarkedFormat):
                 raise CallTextError(f"the parameter {key!r} is not ended by </parameter>")
             if key in arguments:
                 raise CallTextError(f"the parameter {key!r} stands twice")
-            arguments[key] = read_argument(key, value_text.removeprefix("\n"), schemas.get(key))
+            arguments[key] = read_argument(key, _cut_lines(value_text), schemas.get(key))
             position = skip_white_space(text, match.end())
         end = expect_mark(text, position, self.call_end, "the parameters")
         yield ReadCall(name, arguments, end)
 
 
-def read_argument(key: str, text: str, schema: Any) -> Any:
-    """Return the value of an argument. Raise CallTextError that names the argument."""
-    try:
-        return read_untyped_value(text, schema)
-    except CallTextError as error:
-        raise CallTextError(f"the parameter {key!r}: {error}") from None
+def _cut_lines(text: str) -> str:
+    """Return a value without the line ends that stand at its tags."""
+    return text.removeprefix("\n").removesuffix("\n")

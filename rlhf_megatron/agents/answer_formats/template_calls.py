@@ -92,7 +92,7 @@ def choose_answer_format(
         return chat.render_conversation(messages, has_answer_prompt, tools)
 
     written_call = ""
-    formats = [ANSWER_FORMATS.get(name).build(end_texts) for name in ANSWER_FORMATS]
+    formats = [ANSWER_FORMATS.get(name).build(end_texts) for name in _list_format_names()]
     for answer_text, is_open in _write_made_up_calls(render):
         written_call = written_call or answer_text
         for answer_format in formats:
@@ -139,6 +139,17 @@ def make_call_message(
     }
     content = None if shape.content_is_null else ""
     return {"role": "assistant", "content": content, "tool_calls": [call]}
+
+
+def _list_format_names() -> list[str]:
+    """Return the names of all formats, a user's own before those of this package."""
+    package = __name__.rpartition(".")[0]
+
+    def is_of_this_package(name: str) -> bool:
+        """Return whether the format's class stands in this package."""
+        return bool(ANSWER_FORMATS.get(name).build.__module__.startswith(package))
+
+    return sorted(ANSWER_FORMATS, key=is_of_this_package)
 
 
 def _try_call_shape(render: RenderFunction, shape: CallShape) -> str:

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from tool_templates import HERMES_CALLS
+from written_answers import make_tokenizer
 
 import rlhf_megatron.agents.answer_formats  # noqa: F401  (registers the formats)
 from rlhf_megatron.agents.answer_formats.call_texts import MAX_NESTING, read_untyped_value
@@ -20,7 +22,10 @@ from rlhf_megatron.agents.answer_formats.parsed_answer import (
     ToolCall,
     make_assistant_message,
 )
-from rlhf_megatron.agents.answer_formats.template_calls import is_thought_open
+from rlhf_megatron.agents.answer_formats.template_calls import (
+    choose_answer_format,
+    is_thought_open,
+)
 
 END = "<|end_of_answer|>"
 
@@ -231,18 +236,18 @@ BROKEN_JSON = {
     '{"x": NaN}': "NaN is no JSON value",
     '{"x": -Infinity}': "-Infinity is no JSON value",
     '{"x": 1e999}': "is too large",
-    '{"x": 1,}': "it is no JSON",
-    '{"x": [1,]}': "it is no JSON",
-    "{'x': 1}": "it is no JSON",
+    '{"x": 1,}': "the text is no JSON",
+    '{"x": [1,]}': "the text is no JSON",
+    "{'x': 1}": "the text is no JSON",
     '{"x": 1': "",
     '{"x": 1} and more': "",
     '{"x": 1}}': "",
-    '{"x": "a\nb"}': "Invalid control character",
+    '{"x": "a\nb"}': "Invalid control character at '\\n",
     '{"x": "\\ud83d"}': "half of a surrogate pair",
     '{"\\udc00": 1}': "half of a surrogate pair",
     '{"x": ' + "9" * 5000 + "}": "digits",
     "[1]": "must be a JSON object",
-    '"text"': "",
+    '"text"': "must be a JSON object",
 }
 
 
@@ -286,9 +291,9 @@ NO_CALLS = {
         '<tool_call>{"name": "f", "arguments": "{}"}</tool_call>': "is of type string",
         '<tool_call>{"name": "f", "arguments": {}, "k": 1}</tool_call>': "has a key 'k'",
         '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>': "must be a JSON object",
-        "<tool_call></tool_call>": "it is no JSON",
+        "<tool_call></tool_call>": "the text is no JSON",
         '<tool_call>{"name": "f", "arguments": {}}': "</tool_call> must follow the JSON object",
-        "<tool_call>": "it is no JSON: Expecting value at its end",
+        "<tool_call>": "the text is no JSON: Expecting value at its end",
     },
     "qwen_xml": {
         "<tool_call>\n</tool_call>": "<tool_call> must be followed by <function=",
@@ -314,7 +319,7 @@ NO_CALLS = {
     "deepseek": {
         "<｜tool▁calls▁begin｜>": "must be followed by <｜tool▁call▁begin｜>",
         "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>": "the call has no <｜tool▁sep｜>",
-        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>g\n```json\n{}\n```": "it is no JSON",
+        "<｜tool▁call▁begin｜>f<｜tool▁sep｜>g\n```json\n{}\n```": "the text is no JSON",
         "<｜tool▁call▁begin｜>function<｜tool▁sep｜>g\n{}": "```json must follow",
         "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}": "<｜tool▁call▁end｜> must follow the arguments",
     },
@@ -336,11 +341,11 @@ NO_CALLS = {
     "harmony": {
         "<|start|>assistant to=functions.f<|channel|>commentary": "the answer ends within the call",
         "<|start|>assistant<|channel|>analysis to=python<|message|>print(1)<|call|>": "no JSON",
-        "<|start|>assistant to=functions.f<|message|>": "it is no JSON: Expecting value at its end",
+        "<|start|>assistant to=functions.f<|message|>": "no JSON: Expecting value at its end",
     },
     "mistral": {
         "[TOOL_CALLS]": "a list of calls, or a name and [ARGS], must follow",
-        "[TOOL_CALLS][]": "it is no JSON",
+        "[TOOL_CALLS][]": "the text is no JSON",
         "[TOOL_CALLS] [{}]": "the call has no 'name'",
         '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": 1}]': "id must be a text",
         "[TOOL_CALLS]a b[ARGS]{}": "is no tool's name",
@@ -609,7 +614,7 @@ def test_schemas_give_values_their_types(name: str) -> None:
     assert answer.calls[0].arguments == {"x": 7}
     answer = parse(name, call.replace("7", "[1,"), tools=make_tools(x={"type": "array"}))
     assert answer.calls == ()
-    assert "the parameter 'x': '[1,' is of no type of ['array']: it is no JSON" in (
+    assert "the parameter 'x': '[1,' is of no type of ['array']: the text is no JSON" in (
         answer.broken_calls[0].reason
     )
 
@@ -642,30 +647,33 @@ def test_an_answer_as_a_message() -> None:
     assert make_assistant_message(parse("plain", "4")) == {"role": "assistant", "content": "4"}
 
 
-def test_a_format_of_a_users_own() -> None:
-    """Registered as other parts are."""
+class AtSign:
+    """A user's format, which reads what `hermes_json` reads."""
 
-    class AtSign:
-        name = "at_sign"
+    name = "at_sign"
 
-        def __init__(self, end_texts: Any) -> None:
-            pass
+    def __init__(self, end_texts: Any) -> None:
+        self.hermes_format = ANSWER_FORMATS.get("hermes_json").build(end_texts)
 
-        def parse_answer(
-            self, text: str, is_reasoning_open: bool = False, tools: Any = None
-        ) -> ParsedAnswer:
-            return ParsedAnswer(text, "", (), ())
+    def parse_answer(
+        self, text: str, is_reasoning_open: bool = False, tools: Any = None
+    ) -> ParsedAnswer:
+        return self.hermes_format.parse_answer(text, is_reasoning_open, tools)
 
-    class Lacking:
-        name = "lacking"
 
-        def __init__(self, end_texts: Any) -> None:
-            pass
+class Lacking:
+    name = "lacking"
 
-    try:
-        ANSWER_FORMATS.register("at_sign")(AtSign)
-        assert make_format("at_sign").parse_answer("x").content == "x"
-        with pytest.raises(ValueError, match="Lacking lacks parse_answer"):
-            ANSWER_FORMATS.register("lacking")(Lacking)  # type: ignore[arg-type]
-    finally:
-        ANSWER_FORMATS._entries.pop("at_sign", None)
+    def __init__(self, end_texts: Any) -> None:
+        pass
+
+
+def test_a_format_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is registered as other parts are, and goes before ours where both read the template."""
+    monkeypatch.setattr(ANSWER_FORMATS, "_entries", dict(ANSWER_FORMATS._entries))
+    tokenizer = make_tokenizer(HERMES_CALLS, "<|im_end|>")
+    assert choose_answer_format(tokenizer).name == "hermes_json"
+    ANSWER_FORMATS.register("at_sign")(AtSign)
+    assert choose_answer_format(tokenizer).name == "at_sign"
+    with pytest.raises(ValueError, match="Lacking lacks parse_answer"):
+        ANSWER_FORMATS.register("lacking")(Lacking)  # type: ignore[arg-type]
