@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from end_to_end_tools import MARKER, processes_with
 from episode_tools import LIMITS, PLUGIN, Engines, make_pool, make_prompts, run_rows
-from places import SUPPORT
+from places import ROOT, SUPPORT
 
 from rlhf_megatron.agents import episode_workers
 from rlhf_megatron.agents.episode_messages import (
@@ -222,7 +222,7 @@ def test_a_closed_pool_closes_environments(tmp_path: Path) -> None:
 
 PROGRAM = f"""
 import os, sys, time
-sys.path[:0] = [{str(SUPPORT)!r}]
+sys.path[:0] = [{str(SUPPORT)!r}, {str(ROOT)!r}]
 from pathlib import Path
 from episode_tools import Engines, make_pool, run_rows, PLUGIN
 from rlhf_megatron.rewards.service import worker_processes
