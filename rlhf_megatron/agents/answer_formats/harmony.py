@@ -35,6 +35,9 @@ HEADER_PARTS = re.compile(
 )
 FUNCTION_PREFIX = "functions."
 THOUGHT_CHANNEL = "analysis"
+NO_TOOLS = frozenset({"assistant", "user", "all"})  # recipients that are no tools
+# a header that an answer ends in, and that names a tool
+CUT_CALL = re.compile(r"\s*to=|.*<\|(?:start|channel)\|>.*\bto=", re.DOTALL)
 LONGEST_HEADER = 1000
 
 
@@ -97,7 +100,7 @@ def _add_message(
     body = text[body_begin:end]
     recipient = RECIPIENT.search(header)
     channel = CHANNEL.search(header)
-    if recipient is not None:
+    if recipient is not None and recipient[1] not in NO_TOOLS:
         try:
             arguments, arguments_end = read_json_arguments(body, 0)
             if skip_white_space(body, arguments_end) < len(body):
@@ -118,7 +121,7 @@ def _add_message(
 
 def _add_cut_message(text: str, parts: AnswerParts) -> None:
     """Add a message that ends within its header."""
-    if RECIPIENT.search(text) is not None:
+    if CUT_CALL.match(text) is not None:
         parts.add_broken_call(text, "the answer ends within the call")
     else:
         parts.add_content(text)

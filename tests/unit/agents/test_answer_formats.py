@@ -536,6 +536,20 @@ def test_ids_differ_between_answers() -> None:
     assert len(ids) == 3
 
 
+def test_messages_of_harmony_that_are_no_calls() -> None:
+    """A result that the model made up, text without a channel, and text between messages."""
+    made_up = "<|start|>functions.f to=assistant<|channel|>commentary<|message|>{}<|end|>"
+    assert parse("harmony", made_up) == ParsedAnswer("functions.f{}", "", (), ())
+    assert parse("harmony", "connect(to=x)") == ParsedAnswer("connect(to=x)", "", (), ())
+    text = "<|channel|>analysis<|message|>a<|end|>between<|channel|>final<|message|>b<|return|>"
+    assert parse("harmony", text) == ParsedAnswer("between\nb", "a", (), ())
+    (call,) = parse("harmony", " to=browser.open<|channel|>analysis<|message|>{}<|call|>").calls
+    assert call.name == "browser.open"
+    for cut in (" to=functions.f", "<|start|>assistant to=f", "<|channel|>commentary to=f"):
+        (problem,) = parse("harmony", cut).broken_calls
+        assert (problem.text, problem.reason) == (cut.strip(), "the answer ends within the call")
+
+
 def test_lists_of_calls_with_a_broken_item() -> None:
     """An item that is JSON and no call is refused alone; an item that cannot be read ends the
     list.
@@ -551,6 +565,14 @@ def test_lists_of_calls_with_a_broken_item() -> None:
     answer = parse("lfm2", "<|tool_call_start|>[f(x=7), g(y), f(x=7)]<|tool_call_end|>")
     assert list_calls(answer) == [("f", {"x": 7})]
     assert [call.text for call in answer.broken_calls] == ["g(y), f(x=7)]<|tool_call_end|>"]
+
+
+def test_the_end_of_a_broken_item_is_looked_for_behind_the_calls_before_it() -> None:
+    end = "<|tool_call_end|>"
+    answer = parse("lfm2", f"<|tool_call_start|>[f(x='{end}'), g(y)]{end} more")
+    assert list_calls(answer) == [("f", {"x": end})]
+    assert [call.text for call in answer.broken_calls] == [f"g(y)]{end}"]
+    assert answer.content == "more"
 
 
 def test_literals_of_python_and_json() -> None:
@@ -578,6 +600,7 @@ def make_tools(**schemas: Any) -> list[dict[str, Any]]:
     [
         ("1", None, 1),
         ("1", {"type": "string"}, "1"),
+        ('"a"', {"type": "string"}, '"a"'),
         ("1", {"type": "integer"}, 1),
         ("1", {"type": "number"}, 1),
         ("1", {"type": ["string", "null"]}, "1"),
