@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from rlhf_megatron.agents.episode_book import EpisodeBook, EpisodeSettings, GroupSize, LiveEpisode
@@ -164,6 +164,15 @@ class _SessionTurns:
                 self.book.end_episode(failed, "engine_failed", str(error))
 
 
+@dataclass(frozen=True)
+class _TakenTurn:
+    """A turn of an episode in lock-step."""
+
+    prompt_ids: tuple[int, ...]
+    sample: GeneratedSample
+    engine_seconds: float
+
+
 class LockStepEpisodeRunner:
     """Runs a piece of whole groups at a time, and lets its live episodes take each turn together.
     The pieces follow from the number of prompts alone, so that a resumed run cuts the same ones.
@@ -212,9 +221,20 @@ class LockStepEpisodeRunner:
     ) -> list[list[Episode]]:
         """Run the episodes of these prompts, turn by turn."""
         requests: dict[int, RequestTurn] = {}
+        taken_turns: dict[int, list[_TakenTurn]] = {}  # by the keys of their episodes
 
         def note_request(episode: LiveEpisode, request: RequestTurn) -> None:
-            """Keep a request until all live episodes have one."""
+            """Keep a request until all live episodes have one. An episode that has started again
+            gets the turns that it has had, so that the others are not decoded with another set.
+            """
+            turns = taken_turns.get(episode.key, [])
+            number = len(episode.tokens.turns)
+            if number < len(turns):
+                taken = turns[number]
+                if episode.tokens.append_prompt(request.new_ids) == taken.prompt_ids:
+                    deliver_turn(episode, taken.sample, taken.engine_seconds, 0.0)
+                    return
+                del turns[number:]  # the environment says something else than before
             requests[episode.key] = request
 
         def drop_request(episode: LiveEpisode) -> None:
@@ -241,7 +261,7 @@ class LockStepEpisodeRunner:
                 book.handle_worker_events()
                 book.check_time_limits()
                 if book.live and len(requests) == len(book.live) and not book.waiting:
-                    self._take_turn(book, requests, params)
+                    self._take_turn(book, requests, taken_turns, params)
                 else:
                     time.sleep(WAIT_S / 10)
         except BaseException:
@@ -250,25 +270,32 @@ class LockStepEpisodeRunner:
         return book.collect_groups(rows)
 
     def _take_turn(
-        self, book: EpisodeBook, requests: dict[int, RequestTurn], params: SamplingParams
+        self,
+        book: EpisodeBook,
+        turn_requests: dict[int, RequestTurn],
+        taken_turns: dict[int, list[_TakenTurn]],
+        params: SamplingParams,
     ) -> None:
-        """Generate the next turn of all live episodes in one call, in the order of their keys."""
-        episodes = [book.live[key] for key in sorted(requests)]
-        ordered = [requests[episode.key] for episode in episodes]
-        requests.clear()
+        """Generate the next turn of all live episodes in one call, in the order of their keys, and
+        add the turns to `taken_turns`.
+        """
+        episodes = [book.live[key] for key in sorted(turn_requests)]
+        ordered = [turn_requests[episode.key] for episode in episodes]
+        turn_requests.clear()
         began = time.monotonic()
-        generated = self._fleet.generate(
-            [
-                GenerateRequest(
-                    episode.tokens.append_prompt(request.new_ids),
-                    (book.derive_turn_seed(episode),),
-                    replace(params, max_new_tokens=request.max_new_tokens),
-                )
-                for episode, request in zip(episodes, ordered, strict=True)
-            ]
-        )
+        requests = [
+            GenerateRequest(
+                episode.tokens.append_prompt(request.new_ids),
+                (book.derive_turn_seed(episode),),
+                replace(params, max_new_tokens=request.max_new_tokens),
+            )
+            for episode, request in zip(episodes, ordered, strict=True)
+        ]
+        generated = self._fleet.generate(requests)
         engine_s = time.monotonic() - began
-        for episode, [sample] in zip(episodes, generated, strict=True):
+        for episode, request, [sample] in zip(episodes, requests, generated, strict=True):
+            turn = _TakenTurn(request.prompt_ids, sample, engine_s)
+            taken_turns.setdefault(episode.key, []).append(turn)
             deliver_turn(episode, sample, engine_s, began - episode.environment_since)
 
 

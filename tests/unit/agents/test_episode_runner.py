@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -66,11 +67,12 @@ def run_in_lock_step(
     known: dict[int, list[Episode]] | None = None,
     num_episodes: int = 1,
     record: Callable[[int], Any] = lambda row: None,
+    labels: Sequence[dict[str, Any]] = (),
 ) -> list[list[Episode]]:
     settings = EpisodeSettings("faulty", {}, LIMITS, 20.0, 4, 1)
     runner = LockStepEpisodeRunner(engines, pool, settings)  # type: ignore[arg-type]
     return runner.run_episodes(
-        make_prompts([{}] * num_rows),
+        make_prompts(labels or [{}] * num_rows),
         GroupSize(num_episodes, num_episodes),
         SamplingParams(4),
         0,
@@ -152,3 +154,26 @@ def test_a_request_to_stop_is_heard_between_turns(
     groups = run_rows(pool, [{}] * 3)
     assert [len(group) for group in groups] == [1, 1, 1]
     assert all(group[0].is_scored for group in groups)
+
+
+def test_a_worker_that_is_lost_changes_no_set_of_turns(
+    pool: EpisodeWorkerPool, tmp_path: Path
+) -> None:
+    """Its episodes get the turns that they had; what is decoded together stays the same."""
+    pool.quarantined_rows.clear()
+    once = tmp_path / "once"
+    labels = [{"num_turns": 4}, {"num_turns": 5, "fault": "exit", "turn": 2, "once": str(once)}] * 2
+    calls = []
+    episodes = []
+    for is_lost in (False, True):
+        once.touch()
+        if is_lost:
+            once.unlink()
+        engines = CountingEngines()
+        groups = run_in_lock_step(pool, len(labels), engines, labels=labels, num_episodes=2)
+        calls.append([[(one.prompt_ids, one.seeds) for one in call] for call in engines.calls])
+        episodes.append([one for group in groups for one in group])
+    assert calls[0] == calls[1]
+    assert list(map(summarize, episodes[0])) == list(map(summarize, episodes[1]))
+    restarts = [sum(one.num_restarts for one in of_run) for of_run in episodes]
+    assert restarts[0] == 0 and restarts[1] >= 1
