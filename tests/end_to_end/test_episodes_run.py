@@ -603,7 +603,7 @@ def test_the_quickstart_learns_the_game_with_three_seeds(tmp_path: Path) -> None
         directory.mkdir()
         config = directory / "game.yaml"
         config.write_text(f"extends: {GAME}\n")
-        run = train(config, {**settings, "trainer.experiment_name": name})
+        run = train(config, {**settings, "trainer.experiment_name": name}, timeout_s=1800.0)
         assert run.exit_code == 0, run.console
         before.append(run.summary()["accuracy_before"])
         after.append(run.summary()["accuracy_after"])

@@ -158,6 +158,7 @@ def train(
     *options: str,
     launcher: tuple[str, ...] = (sys.executable, "-m", "rlhf_megatron", "train"),
     env: dict[str, str] | None = None,
+    timeout_s: float = TIMEOUT_S,
 ) -> Finished:
     """`rlhf-megatron train` in the directory of `config`, until it ends. `launcher`: what stands
     before the config.
@@ -188,7 +189,7 @@ def train(
             start_new_session=True,
         )
     try:
-        exit_code = process.wait(TIMEOUT_S)
+        exit_code = process.wait(timeout_s)
     except BaseException:
         for pid in {process.pid, *processes_with(marker)}:
             with contextlib.suppress(ProcessLookupError):
