@@ -362,7 +362,12 @@ class ActorConfig:
         "registered aggregation of token losses; its denominator is global", "token-mean"
     )
     loss_scale_factor: float | None = declare_setting(
-        "tokens, divisor of seq-mean-token-sum-norm; null: data.max_response_length", None, POSITIVE
+        (
+            "tokens, divisor of seq-mean-token-sum-norm; null: data.max_response_length, or all"
+            " tokens that an episode may have"
+        ),
+        None,
+        POSITIVE,
     )
     entropy_coeff: float = declare_setting("weight of the entropy bonus", 0.0, BELOW_ONE)
     use_kl_loss: bool = declare_setting(

@@ -16,6 +16,7 @@ import torch
 
 from rlhf_megatron import faults
 from rlhf_megatron.config.rollout_correction_rules import is_bypass_mode
+from rlhf_megatron.config.rules.batch_rules import compute_longest_rollout
 from rlhf_megatron.config.schema import ActorConfig, CriticConfig, RunConfig
 from rlhf_megatron.controller.observe.metrics.batch_metrics import NonFiniteColumn
 from rlhf_megatron.controller.recovery.nonfinite_skips import NonFiniteSkips
@@ -83,16 +84,18 @@ class UpdateSettings:
     @classmethod
     def from_run_config(cls, config: RunConfig) -> UpdateSettings:
         """Read the settings from `config`: where the loss scale factor is null, use the largest
-        response length; where the reference has no token budget, use the actor's.
+        length of a sample behind its prompt, be it one answer or an episode; where the reference
+        has no token budget, use the actor's.
         """
         factor = config.actor.loss_scale_factor
+        longest_response = compute_longest_rollout(config) - config.data.max_prompt_length
         budget = config.actor.ppo_max_token_len_per_gpu
         return cls(
             config.actor,
             config.critic,
             config.rollout.temperature,
             config.trainer.seed,
-            config.data.max_response_length if factor is None else factor,
+            longest_response if factor is None else factor,
             config.reference.max_token_len_per_gpu or budget,
             is_bypass_mode(config.algorithm.rollout_correction),
         )

@@ -13,7 +13,14 @@ from scheduler_samples import to_train, train_batch
 
 from rlhf_megatron.algorithms import metric_names as loss_names
 from rlhf_megatron.algorithms.loss_aggregation import AGGREGATIONS
-from rlhf_megatron.config.schema import ActorConfig, DataConfig, PolicyLossConfig, RunConfig
+from rlhf_megatron.config.schema import (
+    ActorConfig,
+    DataConfig,
+    EnvironmentConfig,
+    PolicyLossConfig,
+    RolloutConfig,
+    RunConfig,
+)
 from rlhf_megatron.controller.observe.metrics import batch_metrics
 from rlhf_megatron.controller.observe.metrics import metric_catalogue as metric_names
 from rlhf_megatron.controller.scheduler.mini_batches import (
@@ -292,9 +299,18 @@ def test_samples_of_masked_status_are_neither_picked_nor_counted() -> None:
 def test_a_norm_without_a_factor_divides_by_the_longest_response() -> None:
     actor = ActorConfig(mini_batch_size=10, loss_agg_mode="seq-mean-token-sum-norm")
     batch = replace(train_batch(), values=torch.zeros(65), returns=torch.zeros(65))
-    for factor, expected in ((None, 1 / (10 * 40)), (5.0, 1 / 50)):
+    game = EnvironmentConfig("guess_number", max_turns=3)
+    none = EnvironmentConfig()
+    for factor, environment, expected in (
+        (None, none, 1 / (10 * 40)),
+        (None, game, 1 / (10 * 3 * 40)),
+        (None, replace(game, max_tokens=100), 1 / (10 * 100)),
+        (5.0, none, 1 / 50),
+    ):
         config = RunConfig(
-            data=DataConfig(max_response_length=40), actor=replace(actor, loss_scale_factor=factor)
+            data=DataConfig(max_response_length=40),
+            actor=replace(actor, loss_scale_factor=factor),
+            rollout=RolloutConfig(environment=environment),
         )
         for update in (plan_actor_update, plan_critic_update):
             (part,) = update(
