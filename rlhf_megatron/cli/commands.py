@@ -40,7 +40,11 @@ def add_run_config_arguments(parser: argparse.ArgumentParser) -> None:
     """
     parser.add_argument("config", metavar="RUN.yaml", type=Path, help="configuration of the run")
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="settings over those of the file",
     )
 
 
@@ -370,7 +374,11 @@ def _add_config_arguments(parser: argparse.ArgumentParser) -> None:
         "config", metavar="RUN.yaml", type=Path, nargs="?", help="also its value there, and whence"
     )
     explain.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="settings over those of the file",
     )
     explain.set_defaults(run=f"{module}:run_config_explain_command")
     verl = actions.add_parser("from-verl", help="translate a configuration of verl")
@@ -386,7 +394,11 @@ def _add_from_verl_arguments(parser: argparse.ArgumentParser) -> None:
         "file", metavar="FILE", help="YAML, or a script or list with overrides; -: standard input"
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings of verl over those of the file"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="settings of verl over those of the file",
     )
     parser.add_argument(
         "--out", metavar="FILE", type=Path, help="to this new file instead of standard output"
@@ -527,7 +539,11 @@ def _add_doctor_arguments(parser: argparse.ArgumentParser) -> None:
         help="also show what this run uses and lacks here",
     )
     parser.add_argument(
-        "overrides", metavar="key=value", nargs="*", help="settings over those of the file"
+        "overrides",
+        metavar="key=value",
+        nargs="*",
+        default=[],
+        help="settings over those of the file",
     )
     parser.add_argument(
         "--json", action="store_true", dest="is_json", help="one JSON object instead of a table"
@@ -591,7 +607,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
     output, and the options for an address.
     """
     text = "files of prompts (JSONL, parquet); settings over those of the file"
-    parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", help=text)
+    parser.add_argument("words", metavar="PROMPTS|key=value", nargs="*", default=[], help=text)
     parser.add_argument(
         "--out",
         metavar="FILE",
@@ -646,7 +662,7 @@ def _add_answer_arguments(parser: argparse.ArgumentParser) -> None:
 def _add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of `serve`."""
     text = "RUN.yaml, the directory of a run (its newest checkpoint), or of a model; and settings"
-    parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", help=text)
+    parser.add_argument("words", metavar="SOURCE|key=value", nargs="*", default=[], help=text)
     text = (
         "serve each checkpoint of this run as soon as it is written; without SOURCE also"
         " its settings"

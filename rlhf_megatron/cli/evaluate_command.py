@@ -21,6 +21,7 @@ from rlhf_megatron.cli.generate_command import (
 )
 from rlhf_megatron.cli.serve_rewards_command import start_model_servers
 from rlhf_megatron.config.rules.run_rules import has_reward_model
+from rlhf_megatron.config.yaml_nodes import DEFAULT, LoadedConfig
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
     ScoredEvaluationSet,
     summarize_evaluation,
@@ -39,7 +40,7 @@ from rlhf_megatron.jobs.generation.loss_job import (
     convert_losses_to_json,
     format_loss_table,
 )
-from rlhf_megatron.jobs.generation.model_source import load_job_config
+from rlhf_megatron.jobs.generation.model_source import load_job_settings
 from rlhf_megatron.rewards.published_datasets import prepare_held_out_file
 from rlhf_megatron.rewards.service.reward_scorer import check_reward_labels
 from rlhf_megatron.rollout.fleet.server_process import make_throttled_progress
@@ -73,7 +74,8 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
     is_asked = not _is_result_file(answers)
     if is_asked:
         source = source or (None if is_http_address(args.source) else answers)
-    config = load_job_config(source, [], [*settings, *overrides])
+    loaded = load_job_settings(source, [], [*settings, *overrides])
+    config = loaded.config
     if is_asked:
         kind = args.task or "answers"
         check_labels = partial(check_reward_labels, config.reward)
@@ -121,6 +123,7 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
             )
             for name, path in files
         ]
+    print(_describe_reward(loaded), file=sys.stderr)
     notes = [] if args.every_step else _compare_with_first_file(scored)
     path_by_name = dict(files)
     for name, of_file in scored:
@@ -147,6 +150,23 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
         )
         print(f"page: {args.report}")
     return 0
+
+
+def _describe_reward(loaded: LoadedConfig) -> str:
+    """Return the line that names the reward of the scores, and says so where nobody has chosen
+    it.
+    """
+    reward = loaded.config.reward
+    names = [f"{one.name} for {source}" for source, one in reward.by_source.items()]
+    place = f" ({reward.params['path']})" if "path" in reward.params else ""
+    text = f"scored by {', '.join([reward.name + place, *names])}"
+    if reward.terms:
+        text += f", with the terms {', '.join(term.name for term in reward.terms)}"
+    if loaded.find_origin("reward.name") == DEFAULT:
+        text += (
+            ", the default; reward.name=NAME chooses another (rlhf-megatron algorithms lists all)"
+        )
+    return text
 
 
 def _evaluate_losses(args: argparse.Namespace) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from rlhf_megatron.config.rules.run_rules import learns_from_pairs
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import DataConfig, RunConfig
 from rlhf_megatron.config.yaml_nodes import DEFAULT
 from rlhf_megatron.controller.recovery.checkpoint_store import CheckpointStore
 from rlhf_megatron.controller.recovery.resume_point import CHECKPOINTS
@@ -96,6 +96,7 @@ def generate_answer_file(
     settings = resolve_job_settings(args, default_settings)
     config = settings.config
     source = settings.source
+    _require_prompts(args.source, config.data)
     job: AnswerGenerationJob | EndpointJob
     if source is None:
         out = args.out or Path(f"{file_kind}.jsonl")
@@ -119,6 +120,15 @@ def generate_answer_file(
     what, of = ("losses of", "documents") if file_kind == "loss" else ("answers to", "prompts")
     print(f"{what} {sum(1 for _ in read_answer_rows(out))} {of}: {out}")
     return 0, out
+
+
+def _require_prompts(source: str, data: DataConfig) -> None:
+    """Raise ValueError where neither the source nor the command line names anything to ask."""
+    if not (data.train_files or data.val_files or data.task or data.sources):
+        raise ValueError(
+            f"{source} brings no prompts; name a file of prompts behind it: JSONL, JSON or"
+            " parquet (docs/data.md)."
+        )
 
 
 def _make_generate_job(

@@ -50,3 +50,20 @@ def test_other_names_lead_to_commands() -> None:
     assert set(COMMAND_BY_OTHER_NAME.values()) <= set(COMMAND_NAMES)
     assert not set(COMMAND_BY_OTHER_NAME) & set(COMMAND_NAMES), "a command needs no other name"
     assert suggest_word("train", COMMAND_NAMES) == "train"
+
+
+@pytest.mark.parametrize(
+    ("words", "missing"),
+    [
+        (["train"], "RUN.yaml"),
+        (["config", "check"], "RUN.yaml"),
+        (["config", "from-verl"], "FILE"),
+        (["generate"], "SOURCE"),
+        (["evaluate"], "SOURCE"),
+    ],
+)
+def test_settings_behind_a_file_are_not_required(
+    words: list[str], missing: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = read_error(words, capsys)
+    assert error.endswith(f"the following arguments are required: {missing}")

@@ -188,3 +188,30 @@ def test_episodes_of_another_shape_are_named(tmp_path: Path, changes: dict[str, 
     path = write_rows(tmp_path / "answers.jsonl", row)
     with pytest.raises(ValueError, match=r"'episodes' .* must be a list of 2 episodes"):
         score_answer_file(path, RewardConfig(), tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (
+            [],
+            "scored by exact_match, the default; reward.name=NAME chooses another"
+            " (rlhf-megatron algorithms lists all)",
+        ),
+        (["reward.name=exact_match"], "scored by exact_match"),
+        (
+            [
+                "reward.by_source={sums: {name: gsm8k}}",
+                "reward.name=short_answer",
+                "reward.terms=[{name: format, params: {pattern: '.*'}}]",
+            ],
+            "scored by short_answer, gsm8k for sums, with the terms format",
+        ),
+    ],
+)
+def test_the_reward_of_the_scores_is_named(
+    tmp_path: Path, settings: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write_rows(tmp_path / "answers.jsonl", ROW)
+    assert main(["evaluate", str(path), *settings]) == 0
+    assert line in capsys.readouterr().err.splitlines()
