@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, ClassVar, Protocol
 
+from rlhf_megatron.agents.answer_formats.parsed_answer import BrokenCall, ToolCall
 from rlhf_megatron.agents.user_code import call_user_code
 from rlhf_megatron.part_hooks import required_hook
 from rlhf_megatron.registry import Registry
@@ -53,11 +54,16 @@ class Turn:
     """What the policy has said in one turn."""
 
     number: int  # counts from 0
-    message: Message  # {"role": "assistant", "content": text}
-    text: str  # without special tokens
+    # {"role": "assistant", "content": text}, with "reasoning_content" and "tool_calls" where the
+    # answer has a thought and calls
+    message: Message
+    text: str  # without thoughts and calls, and without the stop token
     token_ids: tuple[int, ...]  # as sampled, the stop token included
     log_probs: tuple[float, ...]  # one a token, as the engine reported
     finish_reason: str  # "stop", or "length" where the answer was cut
+    reasoning: str = ""  # the thought, as the model's chat template marks it
+    calls: tuple[ToolCall, ...] = ()
+    broken_calls: tuple[BrokenCall, ...] = ()  # that cannot be read, with the reason
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
+from rlhf_megatron.agents.answer_formats.parsed_answer import make_assistant_message
+from rlhf_megatron.agents.answer_reader import AnswerReader
 from rlhf_megatron.agents.dialogue import Dialogue, DialogueFormat, JoinRefusedError
 from rlhf_megatron.agents.environment import (
     ENVIRONMENTS,
@@ -69,9 +71,16 @@ class EpisodeStopped(BaseException):
 class EpisodeChat:
     """What an environment calls to let the policy speak. Keeps the tokens and the limits."""
 
-    def __init__(self, order: StartEpisode, dialogue: Dialogue, take_turn: TurnSource) -> None:
+    def __init__(
+        self,
+        order: StartEpisode,
+        dialogue: Dialogue,
+        answer_reader: AnswerReader,
+        take_turn: TurnSource,
+    ) -> None:
         """Begin the talk of an episode. `take_turn` asks the controller for a turn."""
         self.dialogue = dialogue
+        self._answer_reader = answer_reader
         self.num_turns = 0
         # set once a limit, a join that does not hold, or the deadline has ended the talk
         self.end: EpisodeEnd | None = None
@@ -107,6 +116,9 @@ class EpisodeChat:
         if self.num_turns >= limits.max_turns:
             self._end("max_turns")
         self._content.add_messages(messages, len(self.dialogue.messages), tools)
+        if tools and self._answer_reader.tool_problem:
+            self.refusal = self._answer_reader.tool_problem
+            self._end("refused")
         try:
             new_ids = self.dialogue.append_messages(messages, tools)
         except JoinRefusedError as error:
@@ -127,15 +139,19 @@ class EpisodeChat:
                 min(num_left, limits.max_turn_tokens),
             )
         )
-        message = self.dialogue.append_answer(answer.token_ids)
+        parts = self._answer_reader.read_answer(answer.token_ids, self.dialogue.token_ids, tools)
+        message = self.dialogue.append_answer(answer.token_ids, make_assistant_message(parts))
         self._content.add_answer(message)
         turn = Turn(
             self.num_turns,
             message,
-            str(message["content"]),
+            parts.content,
             tuple(answer.token_ids),
             tuple(answer.log_probs),
             answer.finish_reason,
+            parts.reasoning,
+            parts.calls,
+            parts.broken_calls,
         )
         self.num_turns += 1
         return turn
@@ -244,6 +260,7 @@ class EpisodeAttempt:
         self,
         order: StartEpisode,
         dialogue_format: DialogueFormat,
+        answer_reader: AnswerReader,
         take_turn: TurnSource,
         code: EpisodeCode,
     ) -> None:
@@ -253,7 +270,7 @@ class EpisodeAttempt:
         self._order = order
         self._code = code
         self._dialogue = Dialogue(dialogue_format, order.messages, order.prompt_ids)
-        self._chat = EpisodeChat(order, self._dialogue, take_turn)
+        self._chat = EpisodeChat(order, self._dialogue, answer_reader, take_turn)
         self._environments: list[Environment] = []  # none before it is made, and at most one
         self._task: asyncio.Task[_EpisodeResult] | None = None
 

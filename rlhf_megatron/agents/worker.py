@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from rlhf_megatron.agents.answer_reader import AnswerReader, make_answer_reader
 from rlhf_megatron.agents.dialogue import DialogueFormat, make_dialogue_format
 from rlhf_megatron.agents.episode import CLOSE_S, EpisodeAttempt, make_environment
 from rlhf_megatron.agents.episode_messages import (
@@ -75,9 +76,15 @@ class _RunningEpisode:
 class EpisodeWorker:
     """Runs the episodes that the controller orders, in one event loop."""
 
-    def __init__(self, dialogue_format: DialogueFormat, connection: socket.socket) -> None:
+    def __init__(
+        self,
+        dialogue_format: DialogueFormat,
+        answer_reader: AnswerReader,
+        connection: socket.socket,
+    ) -> None:
         """Take what all episodes share. `connection` leads to the controller."""
         self._dialogue_format = dialogue_format
+        self._answer_reader = answer_reader
         self._connection = connection
         self._episodes: dict[int, _RunningEpisode] = {}  # by attempt
         self._task_owners = TaskOwners()
@@ -143,7 +150,11 @@ class EpisodeWorker:
             code = EpisodeCode(order.attempt)
             CURRENT_CODE.set(code)
             attempt = EpisodeAttempt(
-                order, self._dialogue_format, partial(self._take_turn, episode), code
+                order,
+                self._dialogue_format,
+                self._answer_reader,
+                partial(self._take_turn, episode),
+                code,
             )
             with suppress(asyncio.CancelledError):
                 report = await attempt.run()
@@ -236,7 +247,9 @@ def _send_all(connection: socket.socket, data: bytes) -> None:
             return
 
 
-def serve_episodes(dialogue_format: DialogueFormat, connection: socket.socket) -> None:
+def serve_episodes(
+    dialogue_format: DialogueFormat, answer_reader: AnswerReader, connection: socket.socket
+) -> None:
     """Run a worker until the controller closes the connection. Where memory runs out, the kernel
     ends workers first: their episodes start again.
     """
@@ -245,7 +258,7 @@ def serve_episodes(dialogue_format: DialogueFormat, connection: socket.socket) -
     sys.setswitchinterval(SWITCH_S)
     # not asyncio.run, which would wait for threads that do not come back
     loop = asyncio.new_event_loop()
-    loop.run_until_complete(EpisodeWorker(dialogue_format, connection).serve())
+    loop.run_until_complete(EpisodeWorker(dialogue_format, answer_reader, connection).serve())
 
 
 def check_environments(environments: list[Mapping[str, Any]]) -> list[str]:
@@ -303,12 +316,15 @@ def main() -> None:
     tokenizer = load_tokenizer(message["tokenizer_path"], message["model_path"])
     data = build_params(DataConfig, message["data"], "data")
     dialogue_format = make_dialogue_format(tokenizer, data, message["stop"])
+    answer_reader = make_answer_reader(dialogue_format, data.apply_chat_template_kwargs)
     notes = find_fork_hazards()
     gc.collect()
     gc.freeze()  # keeps the memory that workers share from being copied for nothing
     sys.stdout.flush()
     control.send(encode_json_line({"ready": True, "notes": notes}))
-    WorkerTemplate(partial(serve_episodes, dialogue_format), control).serve_controller()
+    WorkerTemplate(
+        partial(serve_episodes, dialogue_format, answer_reader), control
+    ).serve_controller()
 
 
 if __name__ == "__main__":

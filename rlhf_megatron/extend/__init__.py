@@ -15,6 +15,13 @@ from typing import TYPE_CHECKING, Any
 from rlhf_megatron.extend.door_names import DOOR_NAMES, FORMER_DOOR_NAMES
 
 if TYPE_CHECKING:
+    from rlhf_megatron.agents.answer_formats.parsed_answer import ANSWER_FORMATS as ANSWER_FORMATS
+    from rlhf_megatron.agents.answer_formats.parsed_answer import AnswerFormat as AnswerFormat
+    from rlhf_megatron.agents.answer_formats.parsed_answer import AnswerParts as AnswerParts
+    from rlhf_megatron.agents.answer_formats.parsed_answer import BrokenCall as BrokenCall
+    from rlhf_megatron.agents.answer_formats.parsed_answer import ParsedAnswer as ParsedAnswer
+    from rlhf_megatron.agents.answer_formats.parsed_answer import ToolCall as ToolCall
+    from rlhf_megatron.agents.calculator import calculate as calculate
     from rlhf_megatron.agents.environment import ENVIRONMENTS as ENVIRONMENTS
     from rlhf_megatron.agents.environment import Chat as Chat
     from rlhf_megatron.agents.environment import Environment as Environment
@@ -24,6 +31,12 @@ if TYPE_CHECKING:
     from rlhf_megatron.agents.environment import Task as Task
     from rlhf_megatron.agents.environment import Turn as Turn
     from rlhf_megatron.agents.environment import TurnEnvironment as TurnEnvironment
+    from rlhf_megatron.agents.tool_environment import ToolEnvironment as ToolEnvironment
+    from rlhf_megatron.agents.tools import Tool as Tool
+    from rlhf_megatron.agents.tools import ToolLimits as ToolLimits
+    from rlhf_megatron.agents.tools import ToolResult as ToolResult
+    from rlhf_megatron.agents.tools import call_tool as call_tool
+    from rlhf_megatron.agents.tools import make_tool as make_tool
     from rlhf_megatron.algorithms.advantages.advantage_estimator import (
         ADV_ESTIMATORS as ADV_ESTIMATORS,
     )
@@ -453,6 +466,7 @@ if TYPE_CHECKING:
 __all__ = [
     "ADV_ESTIMATORS",
     "AGGREGATIONS",
+    "ANSWER_FORMATS",
     "BALANCERS",
     "DISTILLATION_LOSSES",
     "ENGINES",
@@ -481,12 +495,15 @@ __all__ = [
     "AdvantageOutputs",
     "Aggregation",
     "AggregationInputs",
+    "AnswerFormat",
     "AnswerParams",
+    "AnswerParts",
     "AttachedEngines",
     "AttentionWindow",
     "BadResultError",
     "BalancerKind",
     "BatchView",
+    "BrokenCall",
     "BucketManifest",
     "BucketTransport",
     "Chat",
@@ -553,6 +570,7 @@ __all__ = [
     "Observation",
     "Outcome",
     "OutstandingLoad",
+    "ParsedAnswer",
     "PartialReadingParams",
     "PatternSearchingParams",
     "PauseMode",
@@ -623,6 +641,11 @@ __all__ = [
     "TokenPick",
     "TokenPickInputs",
     "Tokenizer",
+    "Tool",
+    "ToolCall",
+    "ToolEnvironment",
+    "ToolLimits",
+    "ToolResult",
     "Turn",
     "TurnEnvironment",
     "VersionSpan",
@@ -632,6 +655,8 @@ __all__ = [
     "ask_any_replica",
     "attach_gradient",
     "await_server_ready",
+    "calculate",
+    "call_tool",
     "check_clip_range",
     "check_oversampling",
     "check_pattern",
@@ -687,6 +712,7 @@ __all__ = [
     "make_ppo_kl_metric",
     "make_sigmoid_router_arguments",
     "make_single_key_part",
+    "make_tool",
     "mark_returns_gradient",
     "normalize_top_k_log_probs",
     "parse_answer",

@@ -568,18 +568,45 @@ _TASKS = {
     ),
 }
 
-_ENVIRONMENTS = _from_module(
-    "rlhf_megatron.agents.environment",
-    ENVIRONMENTS="registry of `rollout.environment.name`",
-    Environment="the base of environments with a `run` of their own",
-    TurnEnvironment="the base of environments that answer turn by turn: `reset` and `step`",
-    Task="the row that an episode is about, and its seed",
-    Turn="what the policy has said in one turn",
-    Observation="what the environment answers to a turn, and the turn's reward",
-    Outcome="how an episode went: its reward, and the rewards of its turns",
-    Chat="type of what `run` calls for a turn of the policy",
-    EpisodeOver="raised by `chat` where a limit ends the episode",
-)
+_ENVIRONMENTS = {
+    **_from_module(
+        "rlhf_megatron.agents.environment",
+        ENVIRONMENTS="registry of `rollout.environment.name`",
+        Environment="the base of environments with a `run` of their own",
+        TurnEnvironment="the base of environments that answer turn by turn: `reset` and `step`",
+        Task="the row that an episode is about, and its seed",
+        Turn="what the policy has said in one turn",
+        Observation="what the environment answers to a turn, and the turn's reward",
+        Outcome="how an episode went: its reward, and the rewards of its turns",
+        Chat="type of what `run` calls for a turn of the policy",
+        EpisodeOver="raised by `chat` where a limit ends the episode",
+    ),
+    **_from_module(
+        "rlhf_megatron.agents.tool_environment",
+        ToolEnvironment="the base of environments whose policy calls tools",
+    ),
+    **_from_module(
+        "rlhf_megatron.agents.tools",
+        Tool="a tool with its description for the model",
+        ToolLimits="seconds and characters of one call",
+        ToolResult="what became of a call",
+        make_tool="a typed function as a tool",
+        call_tool="a call with checked arguments, whose errors are text",
+    ),
+    **_from_module(
+        "rlhf_megatron.agents.calculator",
+        calculate="arithmetic on numbers: a function for `list_tools`",
+    ),
+    **_from_module(
+        "rlhf_megatron.agents.answer_formats.parsed_answer",
+        ANSWER_FORMATS="registry of formats in which models write thoughts and calls",
+        AnswerFormat="what reads the answers of one format",
+        ParsedAnswer="text, thought and calls of an answer",
+        AnswerParts="collects them",
+        ToolCall="a call that was read",
+        BrokenCall="a call that cannot be read, and the reason",
+    ),
+}
 
 _ANY_PART = _from_module(
     "rlhf_megatron.plugins",

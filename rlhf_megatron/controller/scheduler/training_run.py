@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+from rlhf_megatron.agents.answer_reader import make_answer_reader
 from rlhf_megatron.agents.dialogue import make_dialogue_format
 from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.agents.episode_workers import EpisodeWorkerPool
@@ -265,6 +266,8 @@ def _note_run_start(
         dialogue_format = make_dialogue_format(tokenizer, config.data, config.rollout.stop)
         for line in describe_joins(check_joins(dialogue_format)):
             tracker.show_note(f"episodes: {line}")
+        reader = make_answer_reader(dialogue_format, config.data.apply_chat_template_kwargs)
+        tracker.show_note(f"episodes: {reader.describe()}")
     if spread := describe_engine_placement(config):
         tracker.show_note(f"engines by machine: {spread}")
         tracker.show_note(

@@ -11,6 +11,7 @@ import pytest
 from docs_tools import BLOCK
 from places import ROOT
 
+from rlhf_megatron.agents.answer_formats.parsed_answer import ToolCall
 from rlhf_megatron.agents.environment import ENVIRONMENTS, EpisodeOver, Message, Outcome, Task, Turn
 from rlhf_megatron.agents.episode import make_environment
 from rlhf_megatron.config.load import load_run_config
@@ -26,10 +27,11 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("page")
     (folder / "my_game.py").write_text(PYTHON[0])
     (folder / "my_agent.py").write_text(PYTHON[1])
+    (folder / "shop.py").write_text(PYTHON[2])
     (folder / "run.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\n{SETTINGS}")
     loaded = load_run_config(folder / "run.yaml", with_files=False)
     assert loaded.config.rollout.environment.params == {"reward_of_hint": 0.2}
-    more = [f"plugins=[{folder}/my_game.py,{folder}/my_agent.py]"]
+    more = [f"plugins=[{folder}/my_game.py,{folder}/my_agent.py,{folder}/shop.py]"]
     load_run_config(folder / "run.yaml", more, with_files=False)
     return folder
 
@@ -75,3 +77,22 @@ def test_code_with_a_loop_of_its_own_plays() -> None:
     outcome, talk = run("my_agent", ["tree", "house"])
     assert outcome == Outcome(reward=1.0)
     assert [message["role"] for message in talk] == ["user", "assistant", "user"]
+
+
+def test_a_shop_with_tools_plays() -> None:
+    """The policy asks for two prices at once, adds them up, and says the sum."""
+    task = Task(({"role": "user", "content": "An apple and bread?"},), "?", "3.7", "shop", {}, 1)
+    prices = [ToolCall("look_up_price", {"item": name}, name) for name in ("apple", "bread")]
+    answers = [prices, [ToolCall("calculate", {"expression": "0.5 + 3.2"}, "sum")], []]
+    read: list[str] = []
+
+    async def chat(messages: Sequence[Message], tools: Any = None) -> Turn:
+        names = [tool["function"]["name"] for tool in tools]
+        assert names == ["look_up_price", "calculate"]
+        read[:] = [message["content"] for message in messages if message["role"] == "tool"]
+        calls = tuple(answers.pop(0))
+        return Turn(0, {"role": "assistant", "content": ""}, "", (), (), "stop", "", calls)
+
+    outcome = asyncio.run(make_environment("shop", {}).run(task, chat))
+    assert read == ["0.5", "3.2", "3.7"]
+    assert outcome.reward is None, "the scorers judge the last answer"

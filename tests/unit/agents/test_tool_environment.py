@@ -1,0 +1,197 @@
+"""Environments with tools, played by a policy whose answers are written by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+from join_talks import make_template_format
+from published_templates import PUBLISHED
+
+from rlhf_megatron.agents.answer_reader import AnswerReader, make_answer_reader
+from rlhf_megatron.agents.calculator import calculate
+from rlhf_megatron.agents.dialogue import DialogueFormat
+from rlhf_megatron.agents.environment import ENVIRONMENTS, Task, Turn
+from rlhf_megatron.agents.episode import EpisodeAttempt
+from rlhf_megatron.agents.episode_messages import (
+    DeliverTurn,
+    EpisodeLimits,
+    ReportEpisode,
+    RequestTurn,
+    StartEpisode,
+)
+from rlhf_megatron.agents.tool_environment import ToolEnvironment
+from rlhf_megatron.agents.tools import ToolLimits
+from rlhf_megatron.agents.user_code import CURRENT_CODE, EpisodeCode
+
+LIMITS = EpisodeLimits(max_turns=6, max_tokens=4000, max_turn_tokens=500, max_prompt_tokens=2000)
+
+
+async def wait_for_ever() -> str:
+    """Wait."""
+    await asyncio.sleep(3600)
+    return ""
+
+
+def divide(a: int, b: int) -> float:
+    """Divide two numbers.
+
+    Args:
+        a: What is divided.
+        b: By what.
+    """
+    return a / b
+
+
+@ENVIRONMENTS.register("sums_for_tests")
+class Sums(ToolEnvironment):
+    limits = ToolLimits(timeout_s=0.2, max_output_chars=60)
+
+    def list_tools(self, task: Task) -> Sequence[Callable[..., Any]]:
+        return [calculate, divide, wait_for_ever]
+
+    def judge(self, task: Task, last_turn: Turn | None) -> float:
+        return float(last_turn is not None and task.label in last_turn.text)
+
+
+@ENVIRONMENTS.register("same_names_for_tests")
+class SameNames(ToolEnvironment):
+    def list_tools(self, task: Task) -> Sequence[Callable[..., Any]]:
+        return [divide, divide]
+
+
+@pytest.fixture(scope="module")
+def qwen3() -> DialogueFormat:
+    template, stop_texts, *_ = PUBLISHED["qwen3"]
+    return make_template_format(template, stop_texts)
+
+
+def call(name: str, **arguments: Any) -> str:
+    written = json.dumps({"name": name, "arguments": arguments})
+    return f"<tool_call>\n{written}\n</tool_call>"
+
+
+def play(
+    made: DialogueFormat,
+    answers: Sequence[str],
+    name: str = "sums_for_tests",
+    reader: AnswerReader | None = None,
+) -> tuple[ReportEpisode, list[str]]:
+    """The report, and the text of all new ids before each answer."""
+    asked: list[str] = []
+    tokenizer = made.tokenizer
+
+    async def take_turn(request: RequestTurn) -> DeliverTurn:
+        asked.append(tokenizer.decode_with_special_tokens(request.new_ids))
+        ids = tokenizer.encode(answers[len(asked) - 1] + "<|im_end|>")
+        return DeliverTurn(request.key, request.attempt, list(ids), [0.0] * len(ids), "stop", 0, [])
+
+    messages = [{"role": "user", "content": "How much is 12 * 34?"}]
+    order = StartEpisode(
+        key=0,
+        attempt=1,
+        environment=name,
+        params={},
+        messages=messages,
+        prompt_ids=[],
+        prompt="",
+        label="408",
+        source="sums",
+        extra="",
+        seed=1,
+        deadline=time.monotonic() + 30,
+        limits=LIMITS,
+    )
+
+    async def run() -> ReportEpisode:
+        code = EpisodeCode(1)
+        CURRENT_CODE.set(code)
+        attempt = EpisodeAttempt(
+            order, made, reader or make_answer_reader(made, {}), take_turn, code
+        )
+        report = await attempt.run()
+        assert await attempt.leave()
+        return report
+
+    return asyncio.run(run()), asked
+
+
+def test_tools_are_described_called_and_answered(qwen3: DialogueFormat) -> None:
+    answers = [
+        "<think>\nI compute.\n</think>\n\n" + call("calculate", expression="12 * 34"),
+        "It is 408.",
+    ]
+    report, asked = play(qwen3, answers)
+    assert report.end == "done" and report.reward == 1.0, report.error
+    assert '"name": "calculate"' in asked[0] and "Compute an arithmetic expression" in asked[0]
+    assert asked[1] == (
+        "\n<|im_start|>user\n<tool_response>\n408\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+    talk = report.messages
+    assert [message["role"] for message in talk] == ["user", "assistant", "tool", "assistant"]
+    assert talk[1]["reasoning_content"] == "I compute."
+    [written] = talk[1]["tool_calls"]
+    assert written["function"] == {"name": "calculate", "arguments": {"expression": "12 * 34"}}
+    assert talk[2]["tool_call_id"] == written["id"]
+    assert report.metrics["tool_calculate_calls"] == 1
+    assert report.metrics["tool_calculate_errors"] == 0
+
+
+def test_errors_of_tools_are_text_for_the_model(qwen3: DialogueFormat) -> None:
+    """One answer with seven calls, of which six fail in different ways; then the end."""
+    first = "\n".join(
+        [
+            call("calculate", expression="12 * 34"),
+            call("divide", a=1, b=0),
+            call("divide", a="one", b=2),
+            call("divide", a=1, c=2),
+            call("wait_for_ever"),
+            call("multiply", a=1),
+            "<tool_call>\n{not JSON}\n</tool_call>",
+        ]
+    )
+    report, asked = play(qwen3, [first, "408"])
+    assert report.end == "done" and report.reward == 1.0, report.error
+    responses = asked[1].split("<tool_response>\n")[1:]
+    expected = [
+        "408",
+        "Error: ZeroDivisionError: division by zero",
+        "Error: divide, argument a: Expected `int`, got `str`.",
+        "Error: divide has no argument c; it has a, b.",
+        "Error: wait_for_ever did not answer within 0.2 s.",
+        "Error: there is no tool multiply; the tools are calculate, divide, wait_for_ever.",
+    ]
+    assert [text.partition("\n</tool_response>")[0] for text in responses] == expected
+    assert "A call of a tool could not be read: " in asked[1] and "Write it again." in asked[1]
+    metrics = report.metrics
+    assert metrics["tool_divide_calls"] == 3 and metrics["tool_divide_errors"] == 1.0
+    assert metrics["tool_unknown_calls"] == metrics["tool_unreadable_calls"] == 1
+    assert 0.2 <= metrics["tool_wait_for_ever_seconds"] < 5
+
+
+def test_a_limit_of_turns_ends_the_calls(qwen3: DialogueFormat) -> None:
+    report, asked = play(qwen3, [call("calculate", expression="408")] * LIMITS.max_turns)
+    assert report.end == "max_turns" and len(asked) == LIMITS.max_turns
+    assert report.reward == 0.0, "the last answer is a call"
+    assert report.metrics["tool_calculate_calls"] == LIMITS.max_turns
+
+
+def test_tools_of_one_name_are_named(qwen3: DialogueFormat) -> None:
+    report, asked = play(qwen3, [], "same_names_for_tests")
+    assert report.end == "environment_failed" and not asked
+    assert "several tools have the name divide" in report.error
+
+
+def test_a_template_without_tools_is_refused_with_the_reason() -> None:
+    template, stop_texts, *_ = PUBLISHED["phi3"]
+    made = make_template_format(template, stop_texts)
+    reader = make_answer_reader(made, {})
+    report, asked = play(made, [])
+    assert report.end == "refused" and not asked
+    assert reader.tool_problem and reader.tool_problem in report.error
+    assert "tools are refused" in reader.describe()
