@@ -61,8 +61,7 @@ def test_valid_rewards(problems, overrides: list[str]) -> None:
                 " what all tests of a sample may take, 60 for instance."
             ),
         ),
-        ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove"
-                                                    " 'other'."),
+        ([f"reward.by_source={{other: {FORMAT}}}"], "are 'add', 'mul'; rename or remove 'other'."),
         (
             [f"reward.by_source={{add: {FORMAT}, mul: {FORMAT}}}", "reward.name=math_verify"],
             "reward.name (math_verify) would be ignored because reward.by_source is",

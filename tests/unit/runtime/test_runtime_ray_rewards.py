@@ -171,7 +171,9 @@ def test_the_rules_of_reward_actors(tmp_path: Path) -> None:
         "ray.reward_actors=8", "reward.num_workers=4"
     )
     assert "ray.reward_actors" in problems("ray.num_cpus_per_reward_actor=2")
-    assert "set trainer.runtime to ray" in problems("trainer.runtime=torchrun", "ray.reward_actors=2")
+    assert "set trainer.runtime to ray" in problems(
+        "trainer.runtime=torchrun", "ray.reward_actors=2"
+    )
     assert "reward.name" in problems("ray.reward_actors=2", "reward.params={}")
 
 
