@@ -212,7 +212,8 @@ class EpisodeWorkerPool:
         """
         worker.attempts.pop(attempt, None)
         worker.is_retired = worker.is_retired or not is_clean
-        if not worker.attempts and (worker.is_solitary or worker.is_retired):
+        is_needed = not worker.is_solitary and not worker.is_retired
+        if not worker.attempts and not (is_needed and self._count_shared() <= self.num_workers):
             self.kill_worker(worker)
 
     def retire_stuck_workers(self) -> None:
@@ -335,6 +336,16 @@ class EpisodeWorkerPool:
             if self._thread_error is not None:
                 raise self._thread_error
             self._restart_template()
+
+    def _count_shared(self) -> int:
+        """Return the number of workers of many episodes: more than `num_workers` where some were
+        held up for a while.
+        """
+        with self._lock:
+            return sum(
+                not worker.is_solitary and not worker.is_retired
+                for worker in self._workers.values()
+            )
 
     def _forget_worker(self, worker: EpisodeWorkerProcess) -> bool:
         """Close the connection to a worker, and hear it no more. Return whether it was known."""

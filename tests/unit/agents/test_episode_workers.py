@@ -174,6 +174,21 @@ def test_the_log_is_bounded(pool: EpisodeWorkerPool, monkeypatch: pytest.MonkeyP
     assert pool._log_path.read_text().startswith("[what was before is left out]\n")
 
 
+def test_workers_that_were_held_up_leave_no_surplus(pool: EpisodeWorkerPool) -> None:
+    """Others are forked in their place; once all are well, idle ones beyond the number end."""
+    run_rows(pool, [{}] * 4)
+    for worker in pool._workers.values():
+        worker.alive_report = ReportAlive(9.0, None)  # until the next one, at most a second
+    run_rows(pool, [{"num_turns": 2}] * 4)
+    assert len(pool._workers) <= 4
+
+    def count_after_episodes() -> int:
+        run_rows(pool, [{"num_turns": 2}] * 8)
+        return len(pool._workers)
+
+    wait_until(lambda: count_after_episodes() == pool.num_workers)
+
+
 def test_templates_that_are_stopped_or_killed_are_replaced(
     pool: EpisodeWorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
