@@ -14,7 +14,6 @@ from rlhf_megatron.agents.answer_formats.call_texts import (
     MAX_NESTING,
     CallTextError,
     Tools,
-    check_value,
     describe_deep_nesting,
     find_argument_schemas,
     list_schema_types,
@@ -114,7 +113,6 @@ def read_python_call(text: str, begin: int) -> tuple[dict[str, Any], int]:
         value_begin = expect_mark(text, match.end(), "=", f"the key {key!r}")
         arguments[key], position = read_literal(text, value_begin)
         position = skip_separator(text, position, ")")
-    check_value(arguments)
     return arguments, position + 1
 
 
@@ -152,7 +150,6 @@ def unquote_value(value: Any, schema: Any) -> Any:
         return read_untyped_value(value, schema)
     with suppress(CallTextError):
         literal, end = read_literal(value, 0)
-        check_value(literal)
         return literal if end == len(value) else value
     return value
 

@@ -57,7 +57,7 @@ class QwenXml(MarkedFormat):
             key = text[position + len(PARAMETER) : key_end].strip()
             match = VALUE_END.search(text, key_end + 1)
             value_text = text[key_end + 1 : match.start() if match else len(text)]
-            if match is None or PARAMETER in value_text or self.call_begin in value_text:
+            if match is None or PARAMETER in value_text:
                 raise CallTextError(f"the parameter {key!r} is not ended by </parameter>")
             if key in arguments:
                 raise CallTextError(f"the parameter {key!r} stands twice")

@@ -313,6 +313,8 @@ NO_CALLS = {
         "<tool_call>f<arg_key>x</tool_call>": "a key is not ended by </arg_key>",
         "<tool_call>f<arg_key>x</arg_key>1</tool_call>": "<arg_value> must follow the key 'x'",
         "<tool_call>f<arg_key>x</arg_key><arg_value>1</tool_call>": "'x' is not ended by",
+        "<tool_call>f<arg_key>x</arg_key><arg_value>1<arg_key>y</arg_key><arg_value>2</arg_value>"
+        "</tool_call>": "'x' is not ended by",
         "<tool_call>f<arg_key>x</arg_key><arg_value>1</arg_value><arg_key>x</arg_key><arg_value>1"
         "</arg_value></tool_call>": "'x' stands twice",
     },
@@ -332,6 +334,9 @@ NO_CALLS = {
         "<minimax:tool_call>f()</minimax:tool_call>": 'must be followed by <invoke name="',
         '<invoke name="f': 'the tag with name="..." has no end',
         '<invoke name="f"><parameter name="x">1</invoke>': "'x' is not ended by </parameter>",
+        '<invoke name="f"><parameter name="x">1<parameter name="y">2</parameter></invoke>': (
+            "'x' is not ended by </parameter>"
+        ),
         '<invoke name="f"><p name="x">1</p></invoke>': "</invoke> must follow the parameters",
     },
     "muse_glimmer": {
@@ -673,7 +678,7 @@ def test_an_answer_as_a_message() -> None:
 class AtSign:
     """A user's format, which reads what `hermes_json` reads."""
 
-    name = "at_sign"
+    name = "zz_sign"
 
     def __init__(self, end_texts: Any) -> None:
         self.hermes_format = ANSWER_FORMATS.get("hermes_json").build(end_texts)
@@ -696,7 +701,7 @@ def test_a_format_of_a_users_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ANSWER_FORMATS, "_entries", dict(ANSWER_FORMATS._entries))
     tokenizer = make_tokenizer(HERMES_CALLS, "<|im_end|>")
     assert choose_answer_format(tokenizer).name == "hermes_json"
-    ANSWER_FORMATS.register("at_sign")(AtSign)
-    assert choose_answer_format(tokenizer).name == "at_sign"
+    ANSWER_FORMATS.register("zz_sign")(AtSign)
+    assert choose_answer_format(tokenizer).name == "zz_sign"
     with pytest.raises(ValueError, match="Lacking lacks parse_answer"):
         ANSWER_FORMATS.register("lacking")(Lacking)  # type: ignore[arg-type]
