@@ -39,6 +39,7 @@ EXTRAS = {
     "sglang": ["sglang>=0.5.21"],
     "parquet": ["pyarrow>=14"],
     "json-schema": ["jsonschema>=4.20"],
+    "agents": ["mcp>=2.3,<3"],
     "math": ["math-verify>=0.9,<1"],
     "reasoning-gym": [
         "reasoning-gym>=0.1.25,<0.2"
