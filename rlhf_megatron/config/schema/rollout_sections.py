@@ -210,7 +210,11 @@ class EnvironmentConfig:
     num_workers: int = declare_setting("processes that run environments", 4, PROCESSES)
     max_concurrent: int = declare_setting("episodes that go on at once", 256, COUNT)
     min_group: int | None = declare_setting(
-        "episodes with which the group of a prompt closes, the others are aborted; null: all", None
+        (
+            "scored episodes with which the group of a prompt closes, the others are aborted; null:"
+            " all"
+        ),
+        None,
     )
     history: Literal["keep"] = declare_setting(
         "keep: earlier turns stay as they were sampled, whatever the template does with them",
