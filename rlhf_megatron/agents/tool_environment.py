@@ -19,6 +19,9 @@ from rlhf_megatron.agents.environment import (
 )
 from rlhf_megatron.agents.tools import Tool, ToolLimits, ToolResult, call_tool, make_tool
 from rlhf_megatron.agents.user_code import call_user_code
+from rlhf_megatron.part_hooks import required_hook
+
+ListedTools = Sequence[Tool | Callable[..., Any]]
 
 
 class ToolEnvironment(Environment):
@@ -29,8 +32,11 @@ class ToolEnvironment(Environment):
     limits = ToolLimits()
     """What bounds one call."""
 
-    def list_tools(self, task: Task) -> Sequence[Tool | Callable[..., Any]]:
-        """Return the tools of an episode: functions, or tools that were made of them."""
+    @required_hook
+    def list_tools(self, task: Task) -> ListedTools | Awaitable[ListedTools]:
+        """Return the tools of an episode: functions, or tools that were made of them. May be
+        async.
+        """
         raise NotImplementedError
 
     def judge(self, task: Task, last_turn: Turn | None) -> float | Awaitable[float | None] | None:

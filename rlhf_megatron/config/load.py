@@ -435,7 +435,8 @@ def _expand_hub_split(node: Node, key: str, folder: Path) -> list[Node]:
 
 def is_function_path_key(key: str) -> bool:
     """Return whether a setting names a function in a file, as FILE.py:NAME."""
-    return key.startswith("reward.") and key.endswith("params.path")
+    is_of_reward = key.startswith("reward.") and key.endswith("params.path")
+    return is_of_reward or key == "rollout.environment.params.functions[]"
 
 
 def format_relative_path(path: Path) -> str:

@@ -145,8 +145,14 @@ def _find_input_files(key: str, node: Any) -> Iterator[tuple[str, Path]]:
     elif isinstance(node, list):
         for index, item in enumerate(node):
             yield from _find_input_files(f"{key}[{index}]", item)
-    elif isinstance(node, str) and (_drop_list_indices(key) in _READ or is_function_path_key(key)):
-        path = Path(node.rpartition(":")[0] if is_function_path_key(key) else node)
+    elif isinstance(node, str):
+        setting = _drop_list_indices(key)
+        if is_function_path_key(setting):
+            path = Path(node.rpartition(":")[0])
+        elif setting in _READ:
+            path = Path(node)
+        else:
+            return
         if path.is_dir():
             names = sorted(
                 {file for pattern in MODEL_FILES for file in path.glob(pattern) if file.is_file()}

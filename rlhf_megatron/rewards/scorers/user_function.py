@@ -21,7 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
 from rlhf_megatron.data.extra_columns import parse_extra
@@ -96,6 +96,14 @@ def load_user_function(
     fields that it takes. `kwargs` are the names of the further arguments. Raise ValueError where
     there is no such function, or its signature does not fit.
     """
+    function = import_user_function(path)
+    return function, _find_accepted_fields(path, function, kwargs)
+
+
+def import_user_function(path: str) -> Callable[..., Any]:
+    """Import the module or file of `path`, "package.module:function" or "path/to/file.py:function",
+    and return the function. Raise ValueError where there is none.
+    """
     module_name, _, name = path.rpartition(":")
     module = (
         _import_file(path, module_name)
@@ -113,7 +121,7 @@ def load_user_function(
         raise ValueError(
             f"path ({path!r}): {name!r} is a {type(function).__name__}, and must be a function."
         )
-    return function, _find_accepted_fields(path, function, kwargs)
+    return cast(Callable[..., Any], function)
 
 
 def _import_module(path: str, name: str) -> Any:

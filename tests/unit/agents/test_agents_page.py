@@ -14,11 +14,12 @@ from places import ROOT
 from rlhf_megatron.agents.answer_formats.parsed_answer import ToolCall
 from rlhf_megatron.agents.environment import ENVIRONMENTS, EpisodeOver, Message, Outcome, Task, Turn
 from rlhf_megatron.agents.episode import make_environment
+from rlhf_megatron.agents.tool_environment import ToolEnvironment
 from rlhf_megatron.config.load import load_run_config
 
 BLOCKS = BLOCK.findall((ROOT / "docs" / "agents.md").read_text())
 PYTHON = [text for language, text in BLOCKS if language == "python"]
-[SETTINGS] = [text for language, text in BLOCKS if language == "yaml"]
+SETTINGS, TOOL_SETTINGS = (text for language, text in BLOCKS if language == "yaml")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,6 +32,11 @@ def plugins(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / "run.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\n{SETTINGS}")
     loaded = load_run_config(folder / "run.yaml", with_files=False)
     assert loaded.config.rollout.environment.params == {"reward_of_hint": 0.2}
+    functions, _, _ = PYTHON[2].partition("@ENVIRONMENTS")
+    (folder / "my_tools.py").write_text(functions)
+    (folder / "tools.yaml").write_text(f"extends: {ROOT}/configs/quickstart.yaml\n{TOOL_SETTINGS}")
+    named = load_run_config(folder / "tools.yaml", with_files=False).config.rollout.environment
+    assert isinstance(make_environment(named.name, named.params), ToolEnvironment)
     more = [f"plugins=[{folder}/my_game.py,{folder}/my_agent.py,{folder}/shop.py]"]
     load_run_config(folder / "run.yaml", more, with_files=False)
     return folder

@@ -6,17 +6,20 @@ import asyncio
 import json
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from join_talks import make_template_format
+from places import ROOT
 from published_templates import PUBLISHED
 
-from rlhf_megatron.agents.answer_reader import AnswerReader, make_answer_reader
+from rlhf_megatron.agents.answer_reader import make_answer_reader
 from rlhf_megatron.agents.calculator import calculate
 from rlhf_megatron.agents.dialogue import DialogueFormat
 from rlhf_megatron.agents.environment import ENVIRONMENTS, Task, Turn
-from rlhf_megatron.agents.episode import EpisodeAttempt
+from rlhf_megatron.agents.episode import EpisodeAttempt, make_environment
 from rlhf_megatron.agents.episode_messages import (
     DeliverTurn,
     EpisodeLimits,
@@ -27,6 +30,8 @@ from rlhf_megatron.agents.episode_messages import (
 from rlhf_megatron.agents.tool_environment import ToolEnvironment
 from rlhf_megatron.agents.tools import ToolLimits
 from rlhf_megatron.agents.user_code import CURRENT_CODE, EpisodeCode
+from rlhf_megatron.config.load import load_run_config
+from rlhf_megatron.registry import load_registry
 
 LIMITS = EpisodeLimits(max_turns=6, max_tokens=4000, max_turn_tokens=500, max_prompt_tokens=2000)
 
@@ -79,7 +84,7 @@ def play(
     made: DialogueFormat,
     answers: Sequence[str],
     name: str = "sums_for_tests",
-    reader: AnswerReader | None = None,
+    params: dict[str, Any] | None = None,
 ) -> tuple[ReportEpisode, list[str]]:
     """The report, and the text of all new ids before each answer."""
     asked: list[str] = []
@@ -95,7 +100,7 @@ def play(
         key=0,
         attempt=1,
         environment=name,
-        params={},
+        params=params or {},
         messages=messages,
         prompt_ids=[],
         prompt="",
@@ -110,9 +115,7 @@ def play(
     async def run() -> ReportEpisode:
         code = EpisodeCode(1)
         CURRENT_CODE.set(code)
-        attempt = EpisodeAttempt(
-            order, made, reader or make_answer_reader(made, {}), take_turn, code
-        )
+        attempt = EpisodeAttempt(order, made, make_answer_reader(made, {}), take_turn, code)
         report = await attempt.run()
         assert await attempt.leave()
         return report
@@ -195,3 +198,52 @@ def test_a_template_without_tools_is_refused_with_the_reason() -> None:
     assert report.end == "refused" and not asked
     assert reader.tool_problem and reader.tool_problem in report.error
     assert "tools are refused" in reader.describe()
+
+
+FUNCTIONS = """
+def look_up_price(item: str) -> float:
+    return {"apple": 0.5}[item]
+
+def without_types(item):
+    return item
+"""
+
+
+def test_settings_name_functions(qwen3: DialogueFormat, tmp_path: Path) -> None:
+    """Files are counted from the configuration's folder; the outcome is for the scorers."""
+    load_registry("environment")
+    (tmp_path / "my_tools.py").write_text(FUNCTIONS)
+    params = {"functions": ["my_tools.py:look_up_price", "calculator"], "timeout_s": 5}
+    rollout = {"environment": {"name": "tools", "params": params}}
+    game = ROOT / "configs" / "quickstart_game.yaml"
+    settings = {"extends": str(game), "rollout": rollout, "reward": {"name": "exact_match"}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(settings))
+    config = load_run_config(tmp_path / "run.yaml", with_files=False).config
+    resolved = config.rollout.environment.params
+    assert resolved["functions"] == [f"{tmp_path}/my_tools.py:look_up_price", "calculator"]
+    answers = [call("look_up_price", item="apple"), "It is 408."]
+    report, asked = play(qwen3, answers, "tools", params=resolved)
+    assert report.end == "done" and report.reward is None, report.error
+    assert "<tool_response>\n0.5\n</tool_response>" in asked[1]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({}, "functions and mcp_servers are both empty"),
+        ({"functions": ["calculator"], "timeout_s": 0}, r"timeout_s (0.0) must be above 0"),
+        ({"functions": ["calculator"], "max_output_chars": 0}, "must be at least 1"),
+        ({"functions": ["nowhere.py:f"]}, "nowhere.py is not a file"),
+        ({"functions": ["my_tools.py:g"]}, "'g'"),
+        ({"functions": ["my_tools.py:without_types"]}, "item needs a type annotation"),
+    ],
+)
+def test_wrong_settings_are_named(
+    params: dict[str, Any], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_tools.py").write_text(FUNCTIONS)
+    load_registry("environment")
+    with pytest.raises(ValueError) as refusal:
+        make_environment("tools", params)
+    assert words in str(refusal.value)
