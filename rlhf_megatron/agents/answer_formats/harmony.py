@@ -36,8 +36,7 @@ HEADER_PARTS = re.compile(
 FUNCTION_PREFIX = "functions."
 THOUGHT_CHANNEL = "analysis"
 NO_TOOLS = frozenset({"assistant", "user", "all"})  # recipients that are no tools
-# a header that an answer ends in, and that names a tool
-CUT_CALL = re.compile(r"\s*to=|.*<\|(?:start|channel)\|>.*\bto=", re.DOTALL)
+HEADER_MARK = re.compile(r"<\|(?:start|channel)\|>")
 LONGEST_HEADER = 1000
 
 
@@ -120,8 +119,12 @@ def _add_message(
 
 
 def _add_cut_message(text: str, parts: AnswerParts) -> None:
-    """Add a message that ends within its header."""
-    if CUT_CALL.match(text) is not None:
+    """Add a message that ends within its header, or text that is no message."""
+    mark = HEADER_MARK.search(text)
+    is_call_begun = text.lstrip().startswith("to=") or (
+        mark is not None and RECIPIENT.search(text, mark.end()) is not None
+    )
+    if is_call_begun:
         parts.add_broken_call(text, "the answer ends within the call")
     else:
         parts.add_content(text)

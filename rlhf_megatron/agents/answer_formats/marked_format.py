@@ -43,6 +43,13 @@ class RefusedCall:
     end: int
 
 
+@dataclass(frozen=True)
+class ContentPart:
+    """Text up to the position `end` that only looked like a call."""
+
+    end: int
+
+
 class MarkedFormat(AnswerFormat):
     """A format with marks. A mark of a call begins a call wherever it stands outside of thoughts;
     marks of a list around the calls say nothing more, but a list without a call is broken.
@@ -56,6 +63,9 @@ class MarkedFormat(AnswerFormat):
     silent_pattern: ClassVar[str] = ""  # of marks that stand for nothing
     # a call without a mark, at the beginning of the answer or behind a mark, white space before it
     bare_call: ClassVar[re.Pattern[str] | None] = None
+    # a call without a mark at the beginning of a line, from the line end before it; it begins with
+    # a line end, and no other mark does
+    line_call_pattern: ClassVar[str] = ""
 
     def __init__(self, end_texts: Sequence[str] = ()) -> None:
         """Take the texts of the tokens that end an answer."""
@@ -64,7 +74,7 @@ class MarkedFormat(AnswerFormat):
     @abstractmethod
     def read_calls(
         self, text: str, begin: int, tools: Tools | None
-    ) -> Iterator[ReadCall | RefusedCall]:
+    ) -> Iterator[ReadCall | RefusedCall | ContentPart]:
         """Yield the calls of a mark, `begin` being the position behind the mark, or where a call
         without a mark begins. The position `end` of the last one is behind its end mark. Raise
         CallTextError where a call cannot be read.
@@ -94,7 +104,8 @@ class MarkedFormat(AnswerFormat):
         """Return the pattern of the marks that begin something."""
         marks = (self.thought_marks[0], self.list_begin, self.list_end, self.call_begin)
         patterns = [re.escape(mark) for mark in marks if mark]
-        return re.compile("|".join([*patterns, *filter(None, [self.silent_pattern])]))
+        patterns += [text for text in (self.silent_pattern, self.line_call_pattern) if text]
+        return re.compile("|".join(patterns))
 
     @cached_property
     def _broken_end_pattern(self) -> re.Pattern[str]:
@@ -110,7 +121,7 @@ class MarkedFormat(AnswerFormat):
         mark = match.group()
         if mark == self.thought_marks[0]:
             return self._add_thought(text, match.end(), parts)
-        if mark == self.call_begin:
+        if mark == self.call_begin or (self.line_call_pattern and mark.startswith("\n")):
             return self._add_calls(text, match.start(), match.end(), parts, tools)
         if mark == self.list_begin and not parts.is_full():
             first = skip_white_space(text, match.end())
@@ -134,8 +145,10 @@ class MarkedFormat(AnswerFormat):
             for call in self.read_calls(text, body_begin, tools):
                 if isinstance(call, ReadCall):
                     parts.add_call(call.name, call.arguments, call.call_id)
-                else:
+                elif isinstance(call, RefusedCall):
                     parts.add_broken_call(text[begin : call.end], call.reason)
+                else:
+                    parts.add_content(text[begin : call.end])
                 begin = call.end
                 search_begin = call.end
         except CallTextError as error:

@@ -362,7 +362,8 @@ NO_CALLS = {
     "llama_json": {
         "<|python_tag|>print(1)": '<|python_tag|> must be followed by {"name": ...',
         '{"name": "f", "parameters": [1]}': "'parameters' must be a JSON object",
-        '{"name": "f", "x": 1}': "the call has no 'parameters'",
+        '{"name": "f", "parameters": {}, "x": 1}': "the call has a key 'x'",
+        '<|python_tag|>{"name": "f", "x": 1}': "the call has no 'parameters'",
         "<|python_tag|>f.call(1)": "an argument must be KEY=VALUE",
     },
     "pythonic": {
@@ -511,7 +512,9 @@ def test_a_million_characters(name: str) -> None:
         long_text = unit * (1_000_000 // len(unit))
         answer = parse(name, call.replace("7", quote + long_text.strip() + quote))
         assert [call.arguments["x"] for call in answer.calls] == [long_text.strip()]
-    begins = (call.partition("7")[0], FORMATS[name].begin, "<", " ", "\n", "\\", call[:3])
+    parse(name, call + " " * 1_000_000 + "x")
+    parts = ("<|channel|>", "<|start|>assistant", "to=f ", ":1", "\n{", "<|python_tag|>f.")
+    begins = (call.partition("7")[0], FORMATS[name].begin, "<", " ", "\n", "\\", call[:3], *parts)
     for begin in begins:
         for is_open in (False, True):
             parse(name, (begin or "-") * (200_000 // max(len(begin), 1)), is_open)
@@ -578,6 +581,18 @@ def test_the_end_of_a_broken_item_is_looked_for_behind_the_calls_before_it() -> 
     assert list_calls(answer) == [("f", {"x": end})]
     assert [call.text for call in answer.broken_calls] == [f"g(y)]{end}"]
     assert answer.content == "more"
+
+
+def test_calls_of_llama_behind_text() -> None:
+    """They begin a line; an object of JSON without arguments is the answer's text."""
+    call = '{"name": "f", "arguments": {"x": 7}}'
+    answer = parse("llama_json", f"I look.\n  {call}; {call}\nDone.")
+    assert list_calls(answer) == [("f", {"x": 7})] * 2
+    assert answer.content == "I look.\nDone."
+    half = parse("llama_json", 'I look.\n{"name": "f", "parameters": {')
+    assert (half.content, half.calls, len(half.broken_calls)) == ("I look.", (), 1)
+    for text in ('{"name": "Bob", "age": 3}', f"as {call}", '[\n{"name": "Bob"},\n{"name": "Al"}]'):
+        assert parse("llama_json", text) == ParsedAnswer(text, "", (), ())
 
 
 def test_literals_of_python_and_json() -> None:
