@@ -398,6 +398,28 @@ def test_what_changes_no_figure(
     assert_same_curve(one_rank.run_dir, run.run_dir)
 
 
+@pytest.mark.long
+def test_an_engine_that_dies_in_mid_step_costs_time_alone(
+    one_rank: Finished, tmp_path: Path
+) -> None:
+    """Its turns are asked for again with the same seeds; the log has a line for the engine, not one
+    for each turn.
+    """
+    config = write_game(tmp_path / "run", **TWO_PIECES)
+    faults = {
+        "RLHF_MEGATRON_FAULTS": "kill_engine@rollout.mid_generate:nth=1",
+        "RLHF_MEGATRON_FAULTS_DIR": str(tmp_path / "faults"),
+    }
+    run = train(config, {**SHORT, **ONE_RANK}, env=faults)
+    assert run.exit_code == 0, run.console
+    steps = read_steps(run.run_dir)
+    assert sum(row["rollout/engine_restarts"] for row in steps) == 1
+    num_again = sum(row["rollout/requests_reissued"] for row in steps)
+    assert num_again >= 1
+    assert run.console.count(" failed with ") == 1, run.console
+    assert_same_curve(one_rank.run_dir, run.run_dir)
+
+
 ALGORITHMS: dict[str, dict[str, Any]] = {
     "gae": {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3},
     "kl in reward": {

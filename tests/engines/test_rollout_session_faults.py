@@ -102,7 +102,7 @@ def test_all_engines_are_killed_and_a_sync_brings_them_back(
         poller.wait(lambda: len(poller.results) >= 2)
         kill(rig, 0)
         kill(rig, 1)
-        poller.wait(lambda: len(rig.fleet._supervisor.of(MemberState.STALE)) == 2)
+        poller.wait(lambda: len(rig.fleet._supervisor.list_members(MemberState.STALE)) == 2)
         num_came = len(poller.results)
         time.sleep(0.5)
         assert len(poller.results) == num_came and rig.fleet.live_engines == ()
@@ -284,7 +284,7 @@ def test_what_is_aborted_frees_its_engines(servers: tuple[EngineServers, Path]) 
         poller.submit(short)
         poller.wait(lambda: poller.came[-1:] == [900])
         assert poller.came_after_abort == {900} and session.num_running == 0
-        calls = [call for call in rig.fleet.calls() if call.verb == "abort"]
+        calls = [call for call in rig.fleet.list_recent_calls() if call.verb == "abort"]
         assert {call.engine for call in calls} == {"engine0", "engine1"}
         await_ends(rig.fleet, 5.0)
         assert rig.reasons["abort"] > 40, "of 96 that were on their way"

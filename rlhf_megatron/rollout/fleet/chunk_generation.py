@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -41,6 +42,7 @@ from rlhf_megatron.rollout.fleet.request_balancer import (
 logger = logging.getLogger(__name__)
 
 POLL_S = 0.1
+FAILURE_GATHER_S = 0.5  # for other calls that fail with the same engine, until one line for all
 FAILURE_LOG_S = 10.0  # between two lines of the log about failed calls of one engine
 _ABORT_TIMEOUT_S = 5.0
 _MAX_DRIVER_LOSSES = 20  # of a piece with drivers that end: then it may be what ends them
@@ -66,6 +68,7 @@ class _UnloggedFailures:
     """Failed calls of one engine that the log has no line of yet."""
 
     reason: str  # of the last one
+    first_at: float
     num_calls: int = 0
     num_samples: int = 0
 
@@ -300,7 +303,7 @@ class ChunkGeneration:
         files of all answers, also of later ones.
         """
         self._is_abandoned = True
-        self._log_failures(is_last=True)
+        self.log_remaining_failures()
         wait(self._abort_on_engines(self._task_by_call), timeout=_ABORT_TIMEOUT_S)
         for spawned in self._task_by_call.values():
             spawned.cancel_after(_CANCEL_DELAY_S)
@@ -411,7 +414,9 @@ class ChunkGeneration:
         chunk.num_driver_losses += bool(culprit)
         culprit = culprit or assignment.target_name
         chunk.failure_by_engine[culprit] = reason
-        failures = self._unlogged_failures.setdefault(culprit, _UnloggedFailures(reason))
+        failures = self._unlogged_failures.setdefault(
+            culprit, _UnloggedFailures(reason, time.monotonic())
+        )
         failures.reason = reason
         failures.num_calls += 1
         failures.num_samples += chunk.num_samples
@@ -436,14 +441,20 @@ class ChunkGeneration:
         self._supervisor.counters["rollout/requests_reissued"] += len(chunk.requests)
         self._waiting_chunks.appendleft(chunk)
 
+    def log_remaining_failures(self) -> None:
+        """Log the failed calls that still wait for others, at the end of the work."""
+        self._log_failures(is_last=True)
+
     def _log_failures(self, is_last: bool = False) -> None:
         """Log the calls that failed, one line an engine: hundreds of turns break together when an
-        engine dies. An engine that was logged a moment ago waits, unless this is the last time.
+        engine dies. Failures of a moment ago wait for others, and so do those of an engine that was
+        logged lately, unless this is the last time.
         """
         now = time.monotonic()
         for culprit, failures in list(self._unlogged_failures.items()):
-            logged_at = self._failure_logged_at.get(culprit)
-            if not is_last and logged_at is not None and now - logged_at < FAILURE_LOG_S:
+            logged_at = self._failure_logged_at.get(culprit, -math.inf)
+            is_due = now - failures.first_at > FAILURE_GATHER_S and now - logged_at > FAILURE_LOG_S
+            if not is_last and not is_due:
                 continue
             del self._unlogged_failures[culprit]
             self._failure_logged_at[culprit] = now
@@ -458,7 +469,7 @@ class ChunkGeneration:
     def _give_up_chunk(self, chunk: RequestChunk, error: EngineError) -> None:
         """Raise the error, or note the chunk with its error where failures are kept."""
         if not self._keeps_failures:
-            self._log_failures(is_last=True)
+            self.log_remaining_failures()
             raise error
         self.failed_chunks.append((chunk, error))
 

@@ -425,6 +425,7 @@ class EngineFleet:
             work.abandon_calls()
             raise
         finally:
+            work.log_remaining_failures()
             with self._lock.hold_lock():
                 self._current_generation = None
                 supervisor.stop_watching(_WATCH_PURPOSE)
