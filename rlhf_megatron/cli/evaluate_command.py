@@ -20,6 +20,7 @@ from rlhf_megatron.cli.generate_command import (
     split_files_and_settings,
 )
 from rlhf_megatron.cli.serve_rewards_command import start_model_servers
+from rlhf_megatron.config.rules.environment_rules import are_labels_for_scorers
 from rlhf_megatron.config.rules.run_rules import has_reward_model
 from rlhf_megatron.config.yaml_nodes import DEFAULT, LoadedConfig
 from rlhf_megatron.controller.evaluation.held_out_evaluation import (
@@ -78,7 +79,8 @@ def run_evaluate_command(args: argparse.Namespace) -> int:
     config = loaded.config
     if is_asked:
         kind = args.task or "answers"
-        check_labels = partial(check_reward_labels, config.reward)
+        is_checked = are_labels_for_scorers(config.rollout.environment)
+        check_labels = partial(check_reward_labels, config.reward) if is_checked else None
         if args.every_step:
             code, steps = generate_answers_of_each_step(args, settings, kind, check_labels)
             files = [(f"step {step}", path) for step, path in steps]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from rlhf_megatron.agents.row_environments import list_row_environments
 from rlhf_megatron.config.rules import PreflightCheck
+from rlhf_megatron.config.rules.environment_rules import are_labels_for_scorers
 from rlhf_megatron.config.rules.run_rules import (
     count_actor_ranks,
     has_critic,
@@ -24,6 +25,7 @@ from rlhf_megatron.config.rules.run_rules import (
 from rlhf_megatron.config.schema import (
     ActorConfig,
     DataConfig,
+    EnvironmentConfig,
     ModelConfig,
     RewardConfig,
     SFTConfig,
@@ -163,7 +165,7 @@ def list_preflight_checks(
                 c.rollout.stop,
                 has_warmup=c.warmup.max_steps > 0,
                 report_line=report_line,
-                has_episodes=c.rollout.environment.name is not None,
+                environment=c.rollout.environment,
                 is_deterministic=c.trainer.deterministic,
             )
         ),
@@ -235,20 +237,22 @@ def _check_prompt_data(
     stop_strings: Sequence[str],
     has_warmup: bool,
     report_line: Callable[[str], object],
-    has_episodes: bool,
+    environment: EnvironmentConfig,
     is_deterministic: bool,
 ) -> None:
     """Load the prompts, and check stop strings, reward sources, labels, the environments that rows
     name, and the tokenizer's vocabulary. Report what the rewards read of responses beyond their
     text.
     """
+    has_episodes = environment.name is not None
     sets, tokenizer = load_run_prompts(model, data, has_warmup, has_episodes)
     make_run_data(data, 0, stop_strings, sets, tokenizer)
     items = (*sets.train_items, *sets.held_out_items)
     if has_episodes:
         list_row_environments(items, is_deterministic)
     check_sources_exist(reward, {item.source for item in items})
-    check_reward_labels(reward, ((item.source, item.label, item.extra) for item in items))
+    if are_labels_for_scorers(environment):
+        check_reward_labels(reward, ((item.source, item.label, item.extra) for item in items))
     _check_vocabulary_size(tokenizer.vocab_size, Path(model.path))
     token_names = [*tokenizer.special_tokens_by_id.values()]
     for line in describe_configured_reading(reward, sets.list_response_prefixes(), token_names):

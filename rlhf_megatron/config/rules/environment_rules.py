@@ -15,12 +15,19 @@ from rlhf_megatron.config.rules.schedule_rules import (
     does_schedule_take_turns,
     list_turn_taking_schedules,
 )
-from rlhf_megatron.config.schema import RunConfig
+from rlhf_megatron.config.schema import EnvironmentConfig, RunConfig
 from rlhf_megatron.config.yaml_nodes import LoadedConfig
 
 SECTION = "rollout.environment"
 NAME = f"{SECTION}.name"
 MIN_GROUP = f"{SECTION}.min_group"
+
+
+def are_labels_for_scorers(environment: EnvironmentConfig) -> bool:
+    """Return whether the section `reward` judges every sample by its row's label. An environment
+    that rewards its episodes reads labels in its own way, or not at all.
+    """
+    return environment.name is None or environment.scorer_weight > 0
 
 
 @register_idle_rule

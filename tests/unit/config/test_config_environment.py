@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 from places import ROOT
 
 from rlhf_megatron.agents.environment import ENVIRONMENTS, Observation, TurnEnvironment
+from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.batch_rules import compute_episode_tokens, compute_longest_rollout
 from rlhf_megatron.config.rules.validate import validate_config
@@ -98,3 +100,20 @@ def test_the_longest_sample_is_a_whole_episode() -> None:
     assert compute_episode_tokens(without.rollout.environment, without.data) == 3 * 3
     [problem] = list_problems("actor.ppo_max_token_len_per_gpu=16")
     assert "data.max_prompt_length + rollout.environment.max_tokens (9 + 11 = 20" in problem
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.5])
+def test_labels_are_for_the_environment_unless_scorers_count(weight: float, tmp_path: Path) -> None:
+    """The default reward could score no answer with an empty label."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "1+1=", "answer": ""}\n')
+    settings = [
+        "data.task=null",
+        f"data.train_files=[{rows}]",
+        f"data.val_files=[{rows}]",
+        "warmup.max_steps=0",
+        "rollout.environment.name=guess_number",
+        f"rollout.environment.scorer_weight={weight}",
+    ]
+    code = main(["config", "check", str(GAME), *settings])
+    assert code == (0 if weight == 0 else 2)
