@@ -61,6 +61,7 @@ EXTRAS = {
         "pre-commit>=3",
         "math-verify>=0.9,<1",
         "jsonschema>=4.20",
+        "mcp>=2.3,<3",
         "ray>=2.54",
         # Tests run Triton's interpreter. Not pinned: the CUDA build of torch brings
         # its own version.

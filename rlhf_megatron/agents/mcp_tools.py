@@ -35,7 +35,7 @@ from rlhf_megatron.agents.mcp_server import (
     McpServer,
     McpServerError,
 )
-from rlhf_megatron.agents.tools import Tool
+from rlhf_megatron.agents.tools import Tool, ToolError
 from rlhf_megatron.import_folders import make_import_environment
 
 __all__ = ["McpServer", "McpServerError", "McpToolError", "close_mcp_servers", "list_mcp_tools"]
@@ -45,7 +45,7 @@ CLOSE_S = 8.0  # for the process of the connections to end
 _CLIENTS: WeakKeyDictionary[asyncio.AbstractEventLoop, McpHostClient] = WeakKeyDictionary()
 
 
-class McpToolError(RuntimeError):
+class McpToolError(ToolError):
     """A tool of an MCP server has answered that it failed."""
 
 

@@ -47,7 +47,13 @@ _ARGUMENT = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
 _SPHINX_ARGUMENT = re.compile(r"^\s*:param (?:[\w\[\], ]+ )?(\w+):\s*(.*)$", re.MULTILINE)
 
 
-class ToolArgumentError(ValueError):
+class ToolError(Exception):
+    """Raised by a tool that has failed. The model reads the message as it is; of other exceptions
+    it reads the class, too.
+    """
+
+
+class ToolArgumentError(ToolError):
     """The arguments of a call are not those that the tool takes."""
 
 
@@ -204,7 +210,7 @@ async def call_tool(
             value = await call_user_code(_bind_arguments(tool.function, checked))
         text = format_tool_output(value)
         is_error = False
-    except ToolArgumentError as error:
+    except ToolError as error:
         text = f"Error: {error}"
     except (Exception, SystemExit) as error:  # code of a user, which may raise anything
         text = f"Error: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]

@@ -40,6 +40,7 @@ from rlhf_megatron.agents.episode_messages import (
     decode_order,
     encode_worker_message,
 )
+from rlhf_megatron.agents.mcp_tools import close_mcp_servers
 from rlhf_megatron.agents.user_code import CURRENT_CODE, EpisodeCode, TaskOwners
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import DataConfig
@@ -113,6 +114,7 @@ class EpisodeWorker:
         if leaving:
             await asyncio.wait(leaving, timeout=CLOSE_S)
         turning.cancel()
+        await close_mcp_servers()
 
     def _carry_out(self, line: bytes) -> None:
         """Carry out one order."""

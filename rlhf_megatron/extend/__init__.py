@@ -31,8 +31,13 @@ if TYPE_CHECKING:
     from rlhf_megatron.agents.environment import Task as Task
     from rlhf_megatron.agents.environment import Turn as Turn
     from rlhf_megatron.agents.environment import TurnEnvironment as TurnEnvironment
+    from rlhf_megatron.agents.mcp_tools import McpServer as McpServer
+    from rlhf_megatron.agents.mcp_tools import McpServerError as McpServerError
+    from rlhf_megatron.agents.mcp_tools import list_mcp_tools as list_mcp_tools
+    from rlhf_megatron.agents.tool_environment import ListedTools as ListedTools
     from rlhf_megatron.agents.tool_environment import ToolEnvironment as ToolEnvironment
     from rlhf_megatron.agents.tools import Tool as Tool
+    from rlhf_megatron.agents.tools import ToolError as ToolError
     from rlhf_megatron.agents.tools import ToolLimits as ToolLimits
     from rlhf_megatron.agents.tools import ToolResult as ToolResult
     from rlhf_megatron.agents.tools import call_tool as call_tool
@@ -310,6 +315,9 @@ if TYPE_CHECKING:
     )
     from rlhf_megatron.rewards.scorers.reward_types import make_masked_result as make_masked_result
     from rlhf_megatron.rewards.scorers.reward_types import read_response as read_response
+    from rlhf_megatron.rewards.scorers.user_function import (
+        import_user_function as import_user_function,
+    )
     from rlhf_megatron.rollout.chunk_sizes import (
         divide_groups_into_chunks as divide_groups_into_chunks,
     )
@@ -556,12 +564,15 @@ __all__ = [
     "LeastOutstandingBalancer",
     "LeftOutColumnError",
     "LineFile",
+    "ListedTools",
     "LocalEngine",
     "LocalEngineKind",
     "LocalLinkVerbs",
     "LocalSandbox",
     "LocalTensorTransport",
     "LoggedSample",
+    "McpServer",
+    "McpServerError",
     "MemberState",
     "MemoryLimitedParams",
     "MemoryPart",
@@ -644,6 +655,7 @@ __all__ = [
     "Tool",
     "ToolCall",
     "ToolEnvironment",
+    "ToolError",
     "ToolLimits",
     "ToolResult",
     "Turn",
@@ -689,12 +701,14 @@ __all__ = [
     "find_unsupported_sigmoid_settings",
     "format_duration",
     "has_json_label",
+    "import_user_function",
     "is_batch_view_step",
     "is_masked",
     "is_same_output",
     "is_same_returned_value",
     "launch_here",
     "list_loaded_plugins",
+    "list_mcp_tools",
     "list_oldest_scored",
     "load_or_draw_run_id",
     "load_plugins",

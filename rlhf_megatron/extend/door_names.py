@@ -584,10 +584,12 @@ _ENVIRONMENTS = {
     **_from_module(
         "rlhf_megatron.agents.tool_environment",
         ToolEnvironment="the base of environments whose policy calls tools",
+        ListedTools="type of what `list_tools` returns",
     ),
     **_from_module(
         "rlhf_megatron.agents.tools",
         Tool="a tool with its description for the model",
+        ToolError="raised by a tool: the model reads its message as it is",
         ToolLimits="seconds and characters of one call",
         ToolResult="what became of a call",
         make_tool="a typed function as a tool",
@@ -596,6 +598,12 @@ _ENVIRONMENTS = {
     **_from_module(
         "rlhf_megatron.agents.calculator",
         calculate="arithmetic on numbers: a function for `list_tools`",
+    ),
+    **_from_module(
+        "rlhf_megatron.agents.mcp_tools",
+        McpServer="a server of tools: a command or an address",
+        list_mcp_tools="the tools of a server",
+        McpServerError="a server cannot be started or reached",
     ),
     **_from_module(
         "rlhf_megatron.agents.answer_formats.parsed_answer",
@@ -608,11 +616,17 @@ _ENVIRONMENTS = {
     ),
 }
 
-_ANY_PART = _from_module(
-    "rlhf_megatron.plugins",
-    list_loaded_plugins="plugins of this process, for a part that starts processes",
-    load_plugins="run plugins in such a process",
-)
+_ANY_PART = {
+    **_from_module(
+        "rlhf_megatron.rewards.scorers.user_function",
+        import_user_function="the function that FILE.py:NAME or PACKAGE.MODULE:NAME names",
+    ),
+    **_from_module(
+        "rlhf_megatron.plugins",
+        list_loaded_plugins="plugins of this process, for a part that starts processes",
+        load_plugins="run plugins in such a process",
+    ),
+}
 
 NAMES_BY_KIND: dict[str, dict[str, DoorName]] = {
     "Advantage estimators": _ADVANTAGE_ESTIMATORS,

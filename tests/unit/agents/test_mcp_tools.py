@@ -419,7 +419,7 @@ class Numbers(ToolEnvironment):
     def __init__(self, server: McpServer) -> None:
         self.server = server
 
-    async def list_tools(self, task: Task) -> list[Tool]:  # type: ignore[override]
+    async def list_tools(self, task: Task) -> list[Tool]:
         return await list_mcp_tools(self.server)
 
 
