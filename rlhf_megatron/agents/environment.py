@@ -123,6 +123,9 @@ class Environment:
     is_deterministic: ClassVar[bool] = False
     """True: the episode is a function of its task, its seed and the policy's answers, so that
     `trainer.deterministic` may use the environment."""
+    may_be_named_by_rows: ClassVar[bool] = True
+    """False: only the settings may choose the environment. Say so where its parameters name code or
+    programs, since data comes from strangers."""
 
     @required_hook
     async def run(self, task: Task, chat: Chat) -> Outcome:

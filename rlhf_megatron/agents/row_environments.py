@@ -85,6 +85,12 @@ def _check_environment(named: NamedEnvironment, is_deterministic: bool) -> list[
         entry = ENVIRONMENTS.get(named.name)
     except ValueError as error:
         return [f"{named.key}: {error}"]
+    if not entry.build.may_be_named_by_rows:
+        return [
+            f"{named.key}: the environment {named.name} may not be named by rows of data, since its"
+            " params name code that runs; set rollout.environment.name, or register an environment"
+            " of your own under another name."
+        ]
     problems = []
     try:
         if entry.params is not None:

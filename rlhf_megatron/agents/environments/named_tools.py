@@ -54,6 +54,8 @@ class NamedTools(ToolEnvironment):
     arguments, which `trainer.deterministic` needs; derive from ToolEnvironment where they are.
     """
 
+    may_be_named_by_rows = False
+
     def __init__(self, params: ToolsParams) -> None:
         """Import the functions. Raise ValueError where there is none of a name, or where it cannot
         be described to a model.

@@ -90,3 +90,13 @@ def test_the_column_travels_whatever_columns_rewards_read(tmp_path: Path) -> Non
     assert json.loads(with_episodes.chat) == [{"role": "user", "content": "1+1="}]
     without = load_run_prompts(model, data)[0].train_items[0]
     assert read_row_environment(without.extra) != column and without.chat == ""
+
+
+def test_rows_cannot_name_code_that_runs(tmp_path: Path) -> None:
+    """Data of strangers would run whatever it names."""
+    made = tmp_path / "made"
+    (tmp_path / "code.py").write_text(f"open({str(made)!r}, 'w')\ndef f(x: int): return x\n")
+    value = {"name": "tools", "params": {"functions": [f"{tmp_path}/code.py:f"]}}
+    with pytest.raises(ConfigError, match="tools may not be named by rows of data"):
+        list_row_environments(make_items(value), False)
+    assert not made.exists()
