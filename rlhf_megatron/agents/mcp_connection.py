@@ -171,6 +171,7 @@ async def _fetch_tools(session: Any) -> list[types.Tool]:
 @asynccontextmanager
 async def _connect_url(server: McpServer) -> AsyncIterator[Any]:
     """Yield the streams of messages from and to a server that is reached over HTTP."""
+    assert server.url is not None, "the caller tells servers with a url from commands"
     async with (
         create_mcp_http_client(headers=dict(server.headers)) as http_client,
         streamable_http_client(
