@@ -147,7 +147,8 @@ def test_an_mlp_with_biases_is_not_recomputed() -> None:
             (
                 "model_type ('qwen2_moe') must be one of deepseek_v3, glm4_moe, gpt_oss, kimi_k2,"
                 " llama, mistral, mixtral, qwen2, qwen3, qwen3_moe; choose such a model, or"
-                " actor.backend fsdp."
+                " actor.backend fsdp, or name the file that registers a family of your own in"
+                " plugins:."
             ),
         ),
     ],
