@@ -17,7 +17,7 @@ from rlhf_megatron.agents.answer_formats.template_calls import (
 from rlhf_megatron.agents.dialogue import DialogueFormat
 from rlhf_megatron.data.tokenizer import Tokenizer
 
-NUM_SHOWN_TOKENS = 32  # of a prompt's end, where a template may open the thought
+NUM_SHOWN_TOKENS = 32  # last ones of the prompt, decoded to see whether it opens a thought
 
 
 @dataclass(frozen=True)

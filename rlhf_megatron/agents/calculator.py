@@ -1,4 +1,4 @@
-"""A tool that computes: arithmetic on numbers, with nothing of Python within its reach."""
+"""A tool that computes arithmetic on numbers. It runs no Python code of the model's."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_EXPRESSION_CHARS = 500
-MAX_DIGITS = 4_000  # of a number: larger ones take the time of a whole episode
+MAX_DIGITS = 4_000  # of a number; computing with larger ones would take too long
 MAX_EXPONENT = 10_000
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -75,9 +75,9 @@ def _compute(node: ast.expr) -> float:
 
 def _raise_to_power(base: float, exponent: float) -> float:
     """Return base ** exponent. Raise ValueError before a power takes long, and for complex ones."""
-    digits = math.log10(abs(base)) * exponent if base else 0.0
-    if abs(exponent) > MAX_EXPONENT or digits > MAX_DIGITS:
-        raise ValueError(f"{base} ** {exponent} is too large.")
+    is_large = abs(exponent) > MAX_EXPONENT
+    if is_large or (base and math.log10(abs(base)) * exponent > MAX_DIGITS):
+        raise ValueError("a power is too large.")
     value = base**exponent
     if isinstance(value, complex):
         raise ValueError(f"{base} ** {exponent} is no real number.")
@@ -86,6 +86,8 @@ def _raise_to_power(base: float, exponent: float) -> float:
 
 def _check_size(value: float) -> float:
     """Return the number. Raise ValueError where it is too large."""
-    if isinstance(value, int) and value.bit_length() > 4 * MAX_DIGITS:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError("a number is too large.")
+    if isinstance(value, int) and abs(value) >= 10**MAX_DIGITS:
         raise ValueError(f"a number has more than {MAX_DIGITS} digits.")
     return value

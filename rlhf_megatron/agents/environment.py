@@ -100,7 +100,7 @@ class EpisodeOver(Exception):
     """
 
     def __init__(self, end: str) -> None:
-        """Take the name of the end: max_turns or max_tokens."""
+        """Take the name of the end: one of `EPISODE_ENDS`."""
         super().__init__(end)
         self.end = end
 

@@ -43,8 +43,8 @@ LEAVE_S = 1.0  # for code of an episode that is over to come back, before its en
 CLOSE_S = 10.0  # for `close` of an environment
 THREADS_S = 5.0  # for threads to come back once it is closed
 
-# What a talk may hold, as JSON. The limit follows the tokens that the episode may have: text of
-# more bytes a token is no talk that a policy could read.
+# What a talk may hold, as JSON. The limit follows the tokens that the episode may have. Text has
+# about 4 bytes a token, so a talk above the limit could not fit into the tokens.
 BYTES_PER_TOKEN = 64
 MIN_TALK_BYTES = 1 << 16
 MAX_TALK_BYTES = 1 << 23
@@ -115,6 +115,9 @@ class EpisodeChat:
         limits = self._order.limits
         if self.num_turns >= limits.max_turns:
             self._end("max_turns")
+        num_tokens = len(self.dialogue.token_ids) - self._num_prompt_tokens
+        if self.num_turns and num_tokens >= limits.max_tokens:
+            self._end("max_tokens")
         self._content.add_messages(messages, len(self.dialogue.messages), tools)
         if tools and self._answer_reader.tool_problem:
             self.refusal = self._answer_reader.tool_problem
@@ -181,8 +184,8 @@ class EpisodeChat:
         if num_tokens > limits.max_prompt_tokens:
             raise ValueError(
                 f"the first prompt of the episode has {num_tokens} tokens, more than"
-                f" data.max_prompt_length ({limits.max_prompt_tokens}); raise it, or let reset"
-                " return fewer messages."
+                f" data.max_prompt_length ({limits.max_prompt_tokens}); raise it, or let the"
+                " environment add fewer messages and tools, whose descriptions count."
             )
 
 

@@ -34,13 +34,15 @@ import msgspec
 from rlhf_megatron.agents.user_code import call_user_code
 
 MAX_ERROR_CHARS = 500  # of an exception, for the model
+NAMED_KINDS = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 CUT_NOTE = "\n[cut: the output had {num_chars} characters]"
 
 _ARGUMENT_SECTION = re.compile(
     r"^(?:args|arguments|parameters)\s*:?\s*$(?:\n-+\s*$)?", re.IGNORECASE | re.MULTILINE
 )
 _OTHER_SECTION = re.compile(
-    r"^(?:returns?|yields?|raises?|examples?|notes?)\s*:?\s*$", re.IGNORECASE | re.MULTILINE
+    r"^(?:returns?|yields?|raises?|examples?|notes?|see also|references|warnings?)\s*:?\s*$",
+    re.IGNORECASE | re.MULTILINE,
 )
 # "name: text", "name (type): text", and numpy's "name : type" with the text in the next lines
 _ARGUMENT = re.compile(r"^(\s*)(\w+)\s*(?:\([^)]*\))?\s*:\s*(.*)$")
@@ -74,7 +76,8 @@ class Tool:
     # called with the arguments by name, once they are checked; plain or async
     function: Callable[..., Any]
     argument_types: Mapping[str, Any] = field(default_factory=dict)
-    # None: the arguments are checked by `argument_types`; else the tool checks them itself
+    # True: the tool checks its arguments itself, as those of MCP servers do; False: they are
+    # checked against `argument_types`
     has_own_checks: bool = False
 
 
@@ -94,7 +97,12 @@ def make_tool(function: Callable[..., Any], name: str | None = None) -> Tool:
     Raise ValueError for a parameter without an annotation, for *args and **kwargs, and for types
     that JSON does not have.
     """
-    tool_name = name or function.__name__
+    tool_name = name or getattr(function, "__name__", "")
+    if not inspect.isroutine(function) or not tool_name:
+        raise ValueError(
+            f"a tool is made of a function or a method, not of {function!r:.100}; define one with"
+            " def."
+        )
     try:
         hints = typing.get_type_hints(function, include_extras=True)
     except NameError as error:
@@ -107,9 +115,10 @@ def make_tool(function: Callable[..., Any], name: str | None = None) -> Tool:
     types: dict[str, Any] = {}
     definitions: dict[str, Any] = {}
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+        if parameter.kind not in NAMED_KINDS:
             raise ValueError(
-                f"tool {tool_name}: {parameter} cannot be described to a model; name each argument."
+                f"tool {tool_name}: {parameter} cannot be given by name, as models give arguments;"
+                " name each argument."
             )
         if parameter.name not in hints:
             raise ValueError(
@@ -121,7 +130,7 @@ def make_tool(function: Callable[..., Any], name: str | None = None) -> Tool:
             schema["description"] = argument_texts[parameter.name]
         if parameter.default is parameter.empty:
             required.append(parameter.name)
-        elif _is_plain_value(parameter.default):
+        elif parameter.default is not None and _is_plain_value(parameter.default):
             schema["default"] = parameter.default
         properties[parameter.name] = schema
     parameters: dict[str, Any] = {
@@ -131,8 +140,8 @@ def make_tool(function: Callable[..., Any], name: str | None = None) -> Tool:
     }
     if definitions:
         parameters["$defs"] = definitions
-    described = {"name": tool_name, "description": description, "parameters": parameters}
-    return Tool(tool_name, {"type": "function", "function": described}, function, types)
+    function_schema = {"name": tool_name, "description": description, "parameters": parameters}
+    return Tool(tool_name, {"type": "function", "function": function_schema}, function, types)
 
 
 def parse_docstring(text: str) -> tuple[str, dict[str, str]]:
@@ -173,7 +182,7 @@ def _describe_type(
 ) -> dict[str, Any]:
     """Return the JSON schema of a type, and add what it refers to to `definitions`."""
     try:
-        [schema], found = msgspec.json.schema_components(
+        [schema], new_definitions = msgspec.json.schema_components(
             [argument_type], ref_template="#/$defs/{name}"
         )
     except (TypeError, NameError) as error:
@@ -181,14 +190,14 @@ def _describe_type(
             f"tool {tool_name}: the type of {argument} ({argument_type}) has no form in JSON"
             f" ({error}); use str, int, float, bool, list, dict, Literal or a dataclass."
         ) from error
-    definitions.update(found)
+    definitions.update(new_definitions)
     return dict(schema)
 
 
 def _is_plain_value(value: Any) -> bool:
     """Return whether JSON has the value as it is."""
     try:
-        return bool(json.loads(json.dumps(value)) == value)
+        return bool(json.loads(json.dumps(value, allow_nan=False)) == value)
     except (TypeError, ValueError):
         return False
 
@@ -212,10 +221,16 @@ async def call_tool(
         is_error = False
     except ToolError as error:
         text = f"Error: {error}"
-    except (Exception, SystemExit) as error:  # code of a user, which may raise anything
+    except asyncio.CancelledError:
+        task = asyncio.current_task()
+        if task is None or task.cancelling():
+            raise  # the episode is over
+        text = "Error: the call was cancelled by the tool itself."
+    except (Exception, SystemExit, KeyboardInterrupt) as error:  # a user's code may raise anything
         text = f"Error: {type(error).__name__}: {error}"[:MAX_ERROR_CHARS]
         if deadline.expired():
             text = f"Error: {tool.name} did not answer within {limits.timeout_s:g} s."
+    text = text.encode("utf-8", "replace").decode()  # a lone surrogate has no tokens
     return ToolResult(cut_output(text, limits.max_output_chars), is_error, time.monotonic() - began)
 
 
@@ -240,20 +255,20 @@ def check_tool_arguments(tool: Tool, arguments: Mapping[str, Any]) -> dict[str, 
     unknown = sorted(set(arguments) - set(tool.argument_types))
     required = tool.schema["function"]["parameters"].get("required", ())
     missing = [name for name in required if name not in arguments]
-    known = ", ".join(tool.argument_types) or "none"
+    argument_names = ", ".join(tool.argument_types) or "none"
     if unknown:
         raise ToolArgumentError(
-            f"{tool.name} has no argument {', '.join(unknown)}; it has {known}."
+            f"{tool.name} has no argument {', '.join(unknown)}; it has {argument_names}."
         )
     if missing:
         raise ToolArgumentError(f"{tool.name} needs the argument {', '.join(missing)}.")
-    checked = {}
+    converted_arguments = {}
     for name, value in arguments.items():
         try:
-            checked[name] = msgspec.convert(value, tool.argument_types[name])
+            converted_arguments[name] = msgspec.convert(value, tool.argument_types[name])
         except msgspec.ValidationError as error:
             raise ToolArgumentError(f"{tool.name}, argument {name}: {error}.") from None
-    return checked
+    return converted_arguments
 
 
 def format_tool_output(value: Any) -> str:

@@ -24,6 +24,7 @@ from rlhf_megatron.data.tokenizer import Tokenizer
 # private-use characters: the last two code points of a plane are no characters
 HIDDEN_TEXT_RANGE = range(0x100000, 0x10FFFE)  # stand for the texts within messages
 CONTROL_TOKEN_RANGE = range(0xF0000, 0xFFFFE)  # stand for the template's own tokens
+PLAIN_WORD = re.compile(r"\w{1,40}")
 Content = TypeVar("Content")
 
 
@@ -181,13 +182,21 @@ def _choose_characters(code_points: range, num_characters: int, texts: Iterable[
     return characters
 
 
+def _is_kept(key: Any, item: Any, kept_entries: Collection[str]) -> bool:
+    """Return whether an entry is left as it is: one of these names whose value is a plain word, as
+    templates compare it ("user", "string"). Any other value may spell a token: a tool's parameter
+    may have the name "type", too.
+    """
+    return key in kept_entries and isinstance(item, str) and PLAIN_WORD.fullmatch(item) is not None
+
+
 def _iterate_texts(value: Any, kept_entries: Collection[str]) -> Iterator[str]:
     """Yield the texts within a value of JSON, those of keys too."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            if key not in kept_entries:
+            if not _is_kept(key, item, kept_entries):
                 yield from _iterate_texts(key, ())
                 yield from _iterate_texts(item, kept_entries)
     elif isinstance(value, Sequence):
@@ -202,7 +211,7 @@ def _replace_texts(value: Any, replace: Callable[[str], str], kept_entries: Coll
     if isinstance(value, Mapping):
         replaced = {}
         for key, item in value.items():
-            if key in kept_entries:
+            if _is_kept(key, item, kept_entries):
                 replaced[key] = item
             else:
                 new_key = _replace_texts(key, replace, ())

@@ -26,6 +26,7 @@ KINDS = {
         "balancer",
         "logger",
         "task",
+        "environment",  # registered, but not used: its samples are no single answers
     ),
 }
 NAMED = {

@@ -78,6 +78,7 @@ def call_wait(seconds: float) -> dict[str, Any]:
 
 def call_freeze() -> dict[str, Any]:
     os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)  # the signal may reach another thread first
     return make_text("never")
 
 

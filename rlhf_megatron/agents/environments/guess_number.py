@@ -18,6 +18,8 @@ from rlhf_megatron.agents.environment import (
     TurnEnvironment,
 )
 
+MAX_DIGITS = 18
+
 
 @dataclass(frozen=True)
 class GuessNumberParams:
@@ -33,6 +35,8 @@ class GuessNumberParams:
 
     def __post_init__(self) -> None:
         """Raise ValueError where a number does not fit its digits."""
+        if not 1 <= self.num_digits <= MAX_DIGITS:
+            raise ValueError(f"num_digits ({self.num_digits}) must be between 1 and {MAX_DIGITS}.")
         if not 1 <= self.highest < 10**self.num_digits:
             raise ValueError(
                 f"highest ({self.highest}) must be between 1 and {10**self.num_digits - 1}, the"

@@ -13,13 +13,14 @@ until an answer has no call; the section `reward` judges that answer.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cache
 
 from rlhf_megatron.agents.calculator import calculate
 from rlhf_megatron.agents.environment import ENVIRONMENTS, Task
 from rlhf_megatron.agents.mcp_server import McpServer
 from rlhf_megatron.agents.mcp_tools import list_mcp_tools
-from rlhf_megatron.agents.tool_environment import ListedTools, ToolEnvironment
-from rlhf_megatron.agents.tools import ToolLimits, make_tool
+from rlhf_megatron.agents.tool_environment import ListedTools, ToolEnvironment, make_tools
+from rlhf_megatron.agents.tools import Tool, ToolLimits, make_tool
 from rlhf_megatron.rewards.scorers.user_function import import_user_function
 
 CALCULATOR = "calculator"  # stands for the function that comes with this package
@@ -48,6 +49,21 @@ class ToolsParams:
             raise ValueError(f"max_output_chars ({self.max_output_chars}) must be at least 1.")
 
 
+@cache
+def _load_tool(name: str) -> Tool:
+    """Return the function of a name as a tool. Raise ValueError where there is none, and where it
+    cannot be described to a model.
+    """
+    if name == CALCULATOR:
+        return make_tool(calculate)
+    if ":" not in name:
+        raise ValueError(
+            f"functions has {name!r}; write path/to/file.py:function, package.module:function, or"
+            f" {CALCULATOR}."
+        )
+    return make_tool(import_user_function(name))
+
+
 @ENVIRONMENTS.register("tools", params=ToolsParams)
 class NamedTools(ToolEnvironment):
     """Offers the tools of its parameters. It cannot promise that they are functions of their
@@ -62,10 +78,7 @@ class NamedTools(ToolEnvironment):
         """
         self.limits = ToolLimits(params.timeout_s, params.max_output_chars)
         self._servers = tuple(params.mcp_servers.values())
-        self._functions = [
-            make_tool(calculate if name == CALCULATOR else import_user_function(name))
-            for name in params.functions
-        ]
+        self._functions = make_tools([_load_tool(name) for name in params.functions])
 
     async def list_tools(self, task: Task) -> ListedTools:
         """Return the functions, and what the servers list."""

@@ -5,7 +5,8 @@ then the figures that a run's own evaluation has.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,14 @@ from rlhf_megatron.data.batch import PromptBatch
 from rlhf_megatron.data.extra_columns import ExtraColumnWriter, describe_left_out_columns
 from rlhf_megatron.data.response_texts import find_response_prefix
 from rlhf_megatron.jobs.generation.answer_file import read_answer_rows
-from rlhf_megatron.rewards.scorers.reward_types import OK, RewardResult, RewardSample, is_masked
+from rlhf_megatron.rewards.scorers.reward_types import (
+    OK,
+    BadResultError,
+    RewardResult,
+    RewardSample,
+    is_masked,
+    make_masked_result,
+)
 from rlhf_megatron.rewards.service.response_reading import describe_response_reading
 from rlhf_megatron.rewards.service.reward_components import get_main_score
 from rlhf_megatron.rewards.service.reward_scorer import (
@@ -99,8 +107,10 @@ def score_responses(
         or (episode["status"] == OK and (episode["reward"] is None or weights.scorer_weight != 0.0))
         for episode in episodes
     ]
-    asked = [sample for sample, is_asked in zip(samples, needs_scorer, strict=True) if is_asked]
-    scored = iter(score(asked) if asked else [])
+    samples_to_score = [
+        sample for sample, is_asked in zip(samples, needs_scorer, strict=True) if is_asked
+    ]
+    scored = iter(score(samples_to_score) if samples_to_score else [])
     results = []
     for episode, is_asked in zip(episodes, needs_scorer, strict=True):
         scorer_result = next(scored) if is_asked else None
@@ -112,9 +122,19 @@ def score_responses(
         elif scorer_result is not None and is_masked(scorer_result.status):
             results.append(scorer_result)
         else:
-            turns_reward = sum(episode["turn_rewards"])
-            results.append(add_rewards(episode["reward"], turns_reward, scorer_result, weights))
+            results.append(_judge_described_episode(episode, scorer_result, weights))
     return results
+
+
+def _judge_described_episode(
+    episode: Mapping[str, Any], scorer_result: RewardResult | None, weights: EpisodeRewardWeights
+) -> RewardResult:
+    """Return the reward of an episode that counts, masked where it is out of range."""
+    turns_reward = sum(episode["turn_rewards"])
+    try:
+        return add_rewards(episode["reward"], turns_reward, scorer_result, weights)
+    except BadResultError as error:
+        return make_masked_result("environment_failed", str(error))
 
 
 def _make_reward_samples(row: dict[str, Any]) -> list[RewardSample]:
@@ -225,15 +245,7 @@ def compare_answers(
     Paired: an item's difference is that of its two mean scores, and the interval is Student's over
     items. Raise ValueError where the two share no prompt.
     """
-    means = [
-        {
-            (a.name, prompt): sum(scores) / len(scores)
-            for a in answered
-            for prompt, scores in zip(a.prompts.prompts, a.collect_valid_scores(), strict=True)
-            if scores
-        }
-        for answered in (first_sets, second_sets)
-    ]
+    means = [_compute_item_means(sets) for sets in (first_sets, second_sets)]
     shared = [key for key in means[0] if key in means[1]]
     if not shared:
         raise ValueError(
@@ -246,3 +258,24 @@ def compare_answers(
         else (0.0, 0.0)
     )
     return len(shared), sum(differences) / len(differences), interval
+
+
+def _compute_item_means(
+    sets: Sequence[ScoredEvaluationSet],
+) -> dict[tuple[str, str, str, int], float]:
+    """Return the mean score of each item that has scores, by its source, prompt and label, and by
+    the number of items before it that have the same: games may begin with one prompt.
+    """
+    means = {}
+    num_seen: Counter[tuple[str, str, str]] = Counter()
+    for scored_set in sets:
+        prompts = scored_set.prompts
+        scores_by_item = scored_set.collect_valid_scores()
+        for prompt, label, scores in zip(
+            prompts.prompts, prompts.labels, scores_by_item, strict=True
+        ):
+            item = (scored_set.name, prompt, label)
+            if scores:
+                means[(*item, num_seen[item])] = sum(scores) / len(scores)
+            num_seen[item] += 1
+    return means

@@ -90,8 +90,9 @@ class EpisodeJob(AnswerGenerationJob):
             for name, value in asdict(environment).items()
             if name not in ("num_workers", "max_concurrent", "reward_weight", "scorer_weight")
         }
-        chats = digest_texts([item.chat for item in self.items])
-        return super().make_fingerprint() | {"environment": counted, "chats": chats}
+        # beside the prompts: an environment reads the whole row
+        rows = [json.dumps([item.chat, item.label, item.source, item.extra]) for item in self.items]
+        return super().make_fingerprint() | {"environment": counted, "rows": digest_texts(rows)}
 
     def _generate_missing_answers(
         self, sync: WeightSync, answers: AnswerFile, report: Callable[[str], None]

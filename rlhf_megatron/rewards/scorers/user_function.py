@@ -16,11 +16,13 @@ import inspect
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar, cast
 
 from rlhf_megatron.data.data_rows import JSON_LABEL_KEY
@@ -41,6 +43,7 @@ from rlhf_megatron.rewards.scorers.reward_types import (
 ONLY_BY_NAME = ("response_prefix",)
 NOT_OFFERED = ("special_tokens",)  # skip_special_tokens decides whether the response has them
 GIVEN = (*(f.name for f in fields(RewardSample) if f.name not in NOT_OFFERED), *FIELDS_BY_VERL_NAME)
+_FILES_LOCK = threading.Lock()  # environments import their tools in threads
 NO_METRIC = (str, list, tuple, dict, type(None))
 NAMED = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -140,13 +143,20 @@ def _import_module(path: str, name: str) -> Any:
         ) from error
 
 
-def _import_file(path: str, file: str) -> Any:
+def _import_file(path: str, file: str) -> ModuleType:
     """Import a Python file as a module of its stem, with its folder on sys.path. Raise ValueError
     where the file does not exist.
     """
     location = Path(file).expanduser().resolve()
     if not location.is_file():
         raise ValueError(f"path ({path!r}): {location} is not a file; correct the path.")
+    with _FILES_LOCK:
+        return _execute_file(location)
+
+
+@cache
+def _execute_file(location: Path) -> ModuleType:
+    """Execute a Python file once in this process, so that its functions share what it holds."""
     add_import_folder(str(location.parent))  # so that the file may import its neighbours
     spec = importlib.util.spec_from_file_location(location.stem, location)
     assert spec is not None and spec.loader is not None

@@ -236,7 +236,8 @@ def test_a_closed_pool_closes_environments(tmp_path: Path) -> None:
 
 
 PROGRAM = f"""
-import os, sys, time
+import os, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell in the background ignores it
 sys.path[:0] = [{str(SUPPORT)!r}, {str(ROOT)!r}]
 from pathlib import Path
 from episode_tools import Engines, make_pool, run_rows, PLUGIN

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import json
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,6 +13,7 @@ from typing import Any, Literal
 
 import pytest
 
+from rlhf_megatron.agents.calculator import calculate
 from rlhf_megatron.agents.tools import (
     Tool,
     ToolLimits,
@@ -121,7 +125,7 @@ def with_object(a: Callable[[], int]) -> int:
     ("function", "words"),
     [
         (without_annotation, "the argument a needs a type annotation"),
-        (with_many, r"\*values: .*cannot be described to a model"),
+        (with_many, r"\*values: .*cannot be given by name"),
         (with_object, "the type of a .* has no form in JSON"),
     ],
 )
@@ -190,3 +194,44 @@ def test_a_call_that_does_not_come_back_is_ended(function: Callable[..., Any]) -
 def test_long_output_is_cut_with_a_note() -> None:
     result = call(make_tool(lambda: "x" * 100, "flood"), ToolLimits(max_output_chars=10))
     assert result.text == "x" * 10 + "\n[cut: the output had 100 characters]"
+
+
+@pytest.mark.parametrize("made", [len, functools.partial(divmod, 3), object()])
+def test_what_is_no_function_with_named_arguments_is_refused(made: Any) -> None:
+    with pytest.raises(ValueError):
+        make_tool(made)
+
+
+def only_by_place(x: int, /) -> int:
+    return x
+
+
+def with_defaults(a: float = math.inf, b: int = None) -> str:  # type: ignore[assignment]  # noqa: RUF013
+    return "\ud83d half a character"
+
+
+async def cancels_itself() -> None:
+    raise asyncio.CancelledError
+
+
+def test_values_that_json_lacks_reach_no_schema_and_no_talk() -> None:
+    with pytest.raises(ValueError, match="cannot be given by name"):
+        make_tool(only_by_place)
+    tool = make_tool(with_defaults)
+    json.dumps(tool.schema, allow_nan=False)
+    assert "default" not in tool.schema["function"]["parameters"]["properties"]["b"]
+    result = asyncio.run(call_tool(tool, {}))
+    assert result.text == "? half a character" and not result.is_error
+
+
+def test_a_tool_that_cancels_itself_is_an_error() -> None:
+    result = asyncio.run(call_tool(make_tool(cancels_itself), {}))
+    assert result.is_error and "cancelled" in result.text
+
+
+@pytest.mark.parametrize(
+    "text", ["1e999", "1e999-1e999", "10**3999*10**400", "10**(10**3999)", "2.0**1e300"]
+)
+def test_numbers_that_are_too_large_are_named(text: str) -> None:
+    with pytest.raises(ValueError, match=r"too large|digits"):
+        calculate(text)
