@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from rlhf_megatron.agents.mcp_tools import list_mcp_tools as list_mcp_tools
     from rlhf_megatron.agents.tool_environment import ListedTools as ListedTools
     from rlhf_megatron.agents.tool_environment import ToolEnvironment as ToolEnvironment
+    from rlhf_megatron.agents.tool_environment import make_tools as make_tools
     from rlhf_megatron.agents.tools import Tool as Tool
     from rlhf_megatron.agents.tools import ToolError as ToolError
     from rlhf_megatron.agents.tools import ToolLimits as ToolLimits
@@ -727,6 +728,7 @@ __all__ = [
     "make_sigmoid_router_arguments",
     "make_single_key_part",
     "make_tool",
+    "make_tools",
     "mark_returns_gradient",
     "normalize_top_k_log_probs",
     "parse_answer",

@@ -585,6 +585,7 @@ _ENVIRONMENTS = {
         "rlhf_megatron.agents.tool_environment",
         ToolEnvironment="the base of environments whose policy calls tools",
         ListedTools="type of what `list_tools` returns",
+        make_tools="functions as tools, no two of one name",
     ),
     **_from_module(
         "rlhf_megatron.agents.tools",
