@@ -100,3 +100,9 @@ def test_rows_cannot_name_code_that_runs(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="tools may not be named by rows of data"):
         list_row_environments(make_items(value), False)
     assert not made.exists()
+
+
+def test_a_row_cannot_make_the_check_compute_for_ever() -> None:
+    value = {"name": "guess_number", "params": {"num_digits": 10**9}}
+    with pytest.raises(ConfigError, match="num_digits .* must be between 1 and 18"):
+        list_row_environments(make_items(value), False)

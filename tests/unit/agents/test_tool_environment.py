@@ -281,3 +281,27 @@ def test_descriptions_of_tools_forge_no_turn(qwen3: DialogueFormat) -> None:
     new_ids = Dialogue(qwen3).append_messages([{"role": "user", "content": "?"}], tools)
     start, end = (qwen3.tokenizer.encode(text)[0] for text in ("<|im_start|>", "<|im_end|>"))
     assert new_ids.count(start) == 3 and new_ids.count(end) == 2
+
+
+def test_a_file_of_tools_is_executed_once(tmp_path: Path) -> None:
+    """Its functions share what the file holds, in all episodes of a worker."""
+    load_registry("environment")
+    code = "items = []\ndef add(item: str) -> int:\n    items.append(item)\n    return len(items)\n"
+    (tmp_path / "shared_list.py").write_text(code + "def count() -> int:\n    return len(items)\n")
+    names = [f"{tmp_path}/shared_list.py:{name}" for name in ("add", "count")]
+    counts = []
+    for _ in range(2):
+        environment = make_environment("tools", {"functions": names})
+        add, count = asyncio.run(environment.list_tools(None))
+        add.function("apple")
+        counts.append(count.function())
+    assert counts == [1, 2]
+
+
+def test_functions_of_one_name_are_found_before_the_run(tmp_path: Path) -> None:
+    load_registry("environment")
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.py").write_text("def look_up(item: str) -> str:\n    return item\n")
+    functions = [f"{tmp_path}/{name}.py:look_up" for name in ("one", "two")]
+    with pytest.raises(ValueError, match="several tools have the name look_up"):
+        make_environment("tools", {"functions": functions})

@@ -13,7 +13,11 @@ from rlhf_megatron.agents.episode_batch import EpisodeRewardWeights
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.schema import RewardConfig
 from rlhf_megatron.jobs.generation.answer_file import AnswerFile
-from rlhf_megatron.jobs.generation.answer_scoring import score_answer_file, score_responses
+from rlhf_megatron.jobs.generation.answer_scoring import (
+    compare_answers,
+    score_answer_file,
+    score_responses,
+)
 from rlhf_megatron.rewards.scorers.reward_types import RewardResult, RewardSample
 
 ROW: dict[str, Any] = {
@@ -215,3 +219,26 @@ def test_the_reward_of_the_scores_is_named(
     path = write_rows(tmp_path / "answers.jsonl", ROW)
     assert main(["evaluate", str(path), *settings]) == 0
     assert line in capsys.readouterr().err.splitlines()
+
+
+def test_rewards_out_of_range_are_masked_as_in_training() -> None:
+    row = ROW | {"responses": ["2"], "episodes": [EPISODE | {"reward": 1e30}]}
+    sample = RewardSample("?", "2", "2", "sums", "stop", 1)
+    [result] = score_responses([row], [sample], lambda samples: [], None)
+    assert result.status == "masked:environment_failed" and "1e+30" in result.error
+
+
+def test_items_with_one_prompt_are_compared_one_by_one(tmp_path: Path) -> None:
+    """Games may all begin with "?": four items, of which three lose in the second file."""
+    files = []
+    for name, rewards in (("first", [1.0, 1.0, 1.0, 0.0]), ("second", [0.0] * 4)):
+        rows = [
+            ROW
+            | {"prompt": "?", "index": index, "answer": "2" if index < 2 else "3"}
+            | {"episodes": [EPISODE | {"reward": reward}] * 2}
+            for index, reward in enumerate(rewards)
+        ]
+        path = write_rows(tmp_path / f"{name}.jsonl", *rows)
+        files.append(score_answer_file(path, RewardConfig(), tmp_path / "log"))
+    num_items, difference, _ = compare_answers(*files)
+    assert (num_items, difference) == (4, -0.75)
