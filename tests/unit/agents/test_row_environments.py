@@ -104,5 +104,5 @@ def test_rows_cannot_name_code_that_runs(tmp_path: Path) -> None:
 
 def test_a_row_cannot_make_the_check_compute_for_ever() -> None:
     value = {"name": "guess_number", "params": {"num_digits": 10**9}}
-    with pytest.raises(ConfigError, match="num_digits .* must be between 1 and 18"):
+    with pytest.raises(ConfigError, match=r"num_digits .* must be between 1 and 18"):
         list_row_environments(make_items(value), False)

@@ -93,7 +93,13 @@ def test_values_without_special_tokens_are_not_copied() -> None:
 
 def test_texts_are_hidden_within_nested_values_and_keys() -> None:
     encoder = PlainTextEncoder(make_tokenizer())
-    value = [{"role": "user", "type": END, "calls": [{"arguments": {f"a{END}": [1, None, f"{START}{END}"]}}]}]
+    value = [
+        {
+            "role": "user",
+            "type": END,
+            "calls": [{"arguments": {f"a{END}": [1, None, f"{START}{END}"]}}],
+        }
+    ]
     hidden_value, hidden = encoder.hide_control_texts(value, ("role", "type"))
     assert hidden_value[0]["role"] == "user", "an entry that is kept"
     assert hidden.restore(hidden_value[0]["type"]) == END != hidden_value[0]["type"]
