@@ -1,4 +1,4 @@
-"""What an environment is: code that talks with the policy for several turns and rewards it.
+"""The protocol of environments: code that talks with the policy for several turns and rewards it.
 
 An environment is a class that is registered under a name. Each episode gets an object of its own,
 made from the environment's parameters. A class has either `run`, for any code that calls
@@ -39,7 +39,7 @@ Message = dict[str, Any]
 
 @dataclass(frozen=True)
 class Task:
-    """What an episode is about: a row of the data, and the seed of the episode."""
+    """The subject of an episode: a row of the data, and the seed of the episode."""
 
     messages: tuple[Message, ...]  # the row's prompt; a prompt that is text is one user message
     prompt: str  # the same as the model reads it, after all templates
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy has said in one turn."""
+    """One answer of the policy."""
 
     number: int  # counts from 0
     # {"role": "assistant", "content": text}, with "reasoning_content" and "tool_calls" where the
@@ -68,7 +68,7 @@ class Turn:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the environment answers to a turn.
+    """The environment's answer to a turn.
 
     `messages`: what is added to the talk; a text is a message of the role "user". `reward`: of the
     turn that was just taken; an episode's reward is the sum. `metrics`: numbers of the episode,

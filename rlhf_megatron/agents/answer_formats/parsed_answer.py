@@ -1,4 +1,4 @@
-"""What an answer of a model consists of: text, thoughts, and calls of tools.
+"""The parts of a model's answer: text, thoughts, and calls of tools.
 
 A format of answers turns the text that a model wrote into these parts. Nothing of the text is lost:
 a call that cannot be read is kept as text, with the reason.

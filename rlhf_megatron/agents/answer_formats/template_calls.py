@@ -1,5 +1,5 @@
-"""Which format a chat template writes, and in which shape it takes calls: it renders made-up calls,
-and what it writes is looked at.
+"""Finds the format in which a chat template writes calls, and the shape in which it takes them, by
+letting it render made-up calls.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ CALCULATOR = "calculator"  # stands for the function that comes with this packag
 
 @dataclass(frozen=True)
 class ToolsParams:
-    """Where the tools come from, and what bounds one call."""
+    """The sources of the tools, and the limits of one call."""
 
     # "path/to/file.py:function" or "package.module:function", each typed; or "calculator"
     functions: tuple[str, ...] = ()
