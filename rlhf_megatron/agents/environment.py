@@ -1,4 +1,4 @@
-"""The protocol of environments: code that talks with the policy for several turns and rewards it.
+"""The protocol of environments, which talk with the policy for several turns and reward it.
 
 An environment is a class that is registered under a name. Each episode gets an object of its own,
 made from the environment's parameters. A class has either `run`, for any code that calls

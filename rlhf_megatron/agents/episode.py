@@ -43,8 +43,8 @@ LEAVE_S = 1.0  # for code of an episode that is over to come back, before its en
 CLOSE_S = 10.0  # for `close` of an environment
 THREADS_S = 5.0  # for threads to come back once it is closed
 
-# Limits of a talk, as JSON. They follow the tokens that the episode may have: text has about 4 bytes
-# a token, so a talk above the limit could not fit into the tokens.
+# Limits of a talk, as JSON. They follow the tokens that the episode may have: text has about 4
+# bytes a token, so a talk above the limit could not fit into the tokens.
 BYTES_PER_TOKEN = 64
 MIN_TALK_BYTES = 1 << 16
 MAX_TALK_BYTES = 1 << 23
