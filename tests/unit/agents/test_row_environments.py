@@ -7,34 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from game_of_chance import GAME_OF_CHANCE, register_game_of_chance
 from places import MODEL
 
-from rlhf_megatron.agents.environment import ENVIRONMENTS, Observation, TurnEnvironment
 from rlhf_megatron.agents.row_environments import list_row_environments, read_row_environment
 from rlhf_megatron.config.errors import ConfigError
 from rlhf_megatron.config.schema import DataConfig, ModelConfig
 from rlhf_megatron.controller.scheduler.algorithm_setup import load_run_prompts
 from rlhf_megatron.data.prompt_items import PromptItem
-from rlhf_megatron.registry import load_registry
-
-ASIDE = "a_game_of_chance"
-
-
-class GameOfChance(TurnEnvironment):
-    """It does not declare to be deterministic."""
-
-    def reset(self, task: Any) -> Observation:
-        return Observation()
-
-    def step(self, turn: Any) -> Observation:
-        return Observation(is_done=True)
 
 
 @pytest.fixture(autouse=True)
 def game_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_registry("environment")
-    monkeypatch.setattr(ENVIRONMENTS, "_entries", dict(ENVIRONMENTS._entries))
-    ENVIRONMENTS.register(ASIDE)(GameOfChance)
+    register_game_of_chance(monkeypatch)
 
 
 def make_items(*columns: Any) -> list[PromptItem]:
@@ -44,10 +29,10 @@ def make_items(*columns: Any) -> list[PromptItem]:
 
 def test_each_environment_of_a_mixture_is_listed_once() -> None:
     game = {"name": "guess_number", "params": {"highest": 5}}
-    found = list_row_environments(make_items(game, None, {"name": ASIDE}, game), False)
+    found = list_row_environments(make_items(game, None, {"name": GAME_OF_CHANCE}, game), False)
     assert [(one.name, dict(one.params)) for one in found] == [
         ("guess_number", {"highest": 5}),
-        (ASIDE, {}),
+        (GAME_OF_CHANCE, {}),
     ]
     assert read_row_environment("") is None and read_row_environment('{"environments": 1}') is None
 
@@ -63,7 +48,7 @@ def test_each_environment_of_a_mixture_is_listed_once() -> None:
         ({"name": "guess_numbr"}, "row 'row 0': .*guess_number"),
         ({"name": "guess_number", "params": {"highst": 5}}, "row 'row 0'.*highst.*highest"),
         ({"name": "guess_number", "params": {"highest": 0}}, "highest .0. must be between 1"),
-        ({"name": ASIDE, "params": {"highest": 5}}, "has no params; remove them"),
+        ({"name": GAME_OF_CHANCE, "params": {"highest": 5}}, "has no params; remove them"),
     ],
 )
 def test_what_is_wrong_with_the_column_of_a_row(value: Any, message: str) -> None:
@@ -72,8 +57,10 @@ def test_what_is_wrong_with_the_column_of_a_row(value: Any, message: str) -> Non
 
 
 def test_a_deterministic_run_takes_no_row_of_chance() -> None:
-    rows = make_items({"name": "guess_number"}, {"name": ASIDE})
-    with pytest.raises(ConfigError, match=f"trainer.deterministic .true. cannot hold .* {ASIDE}"):
+    rows = make_items({"name": "guess_number"}, {"name": GAME_OF_CHANCE})
+    with pytest.raises(
+        ConfigError, match=f"trainer.deterministic .true. cannot hold .* {GAME_OF_CHANCE}"
+    ):
         list_row_environments(rows, True)
 
 

@@ -4,37 +4,22 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 
 import pytest
+from game_of_chance import GAME_OF_CHANCE, register_game_of_chance
 from places import ROOT
 
-from rlhf_megatron.agents.environment import ENVIRONMENTS, Observation, TurnEnvironment
 from rlhf_megatron.cli.main import main
 from rlhf_megatron.config.load import read_run_config
 from rlhf_megatron.config.rules.batch_rules import compute_episode_tokens, compute_longest_rollout
 from rlhf_megatron.config.rules.validate import validate_config
-from rlhf_megatron.registry import load_registry
 
 GAME = ROOT / "configs" / "quickstart_game.yaml"
-ASIDE = "a_game_of_chance"
-
-
-class GameOfChance(TurnEnvironment):
-    """It does not declare to be deterministic."""
-
-    def reset(self, task: Any) -> Observation:
-        return Observation()
-
-    def step(self, turn: Any) -> Observation:
-        return Observation(is_done=True)
 
 
 @pytest.fixture(autouse=True)
 def game_of_chance(monkeypatch: pytest.MonkeyPatch) -> None:
-    load_registry("environment")
-    monkeypatch.setattr(ENVIRONMENTS, "_entries", dict(ENVIRONMENTS._entries))
-    ENVIRONMENTS.register(ASIDE)(GameOfChance)
+    register_game_of_chance(monkeypatch)
 
 
 def list_problems(*overrides: str) -> list[str]:
@@ -70,7 +55,7 @@ REFUSED = {
     "groups that never close": (["rollout.environment.min_group=17"], r"between 1 and rollout.n"),
     "no room for a turn": (["rollout.environment.max_tokens=2"], r"max_tokens \(2\) must be"),
     "chance": (
-        ["trainer.deterministic=true", f"rollout.environment.name={ASIDE}"],
+        ["trainer.deterministic=true", f"rollout.environment.name={GAME_OF_CHANCE}"],
         "does not declare is_deterministic",
     ),
     "early groups": (
